@@ -1,0 +1,80 @@
+"""Every error loraplex raises on purpose.
+
+    LoraplexError
+    ├── UserError                  the caller can fix it; the message says how
+    │   ├── InvalidRequestError    a field of a request is wrong (names the field)
+    │   ├── UnknownModelError      no base model or adapter of that name
+    │   ├── ModelError             a base model that cannot be served as it is
+    │   ├── AdapterError           an adapter that cannot be served as it is
+    │   │   ├── AdapterFormatError     the checkpoint is broken or asks for something unsupported
+    │   │   ├── AdapterMismatchError   the checkpoint belongs to another base model
+    │   │   └── AdapterConflictError   the name is taken, or the adapter is being changed right now
+    │   └── PathNotAllowedError    a path outside the folders the operator opened
+    ├── CapacityError              it would never fit: memory budget or context length
+    ├── StorageError               the state directory cannot be written
+    └── EngineDeadError            the engine process died; in-flight work is lost, new work will be served
+
+Bugs of our own are asserts, not members of this tree.
+"""
+
+from __future__ import annotations
+
+
+class LoraplexError(Exception):
+    """Base of the tree; `str(error)` is always fit to show to a user."""
+
+
+class UserError(LoraplexError):
+    """Something the caller sent or configured is wrong."""
+
+
+class InvalidRequestError(UserError):
+    """One field of a request is wrong."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModelError(UserError):
+    """The requested model or adapter does not exist."""
+
+
+class ModelError(UserError):
+    """The base model checkpoint is unsupported or broken."""
+
+
+class AdapterError(UserError):
+    """An adapter cannot be served."""
+
+
+class AdapterFormatError(AdapterError):
+    """The adapter checkpoint is broken, or asks for something that is not implemented."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class AdapterMismatchError(AdapterError):
+    """The adapter was trained on a base model of another shape."""
+
+
+class AdapterConflictError(AdapterError):
+    """The name is taken, or another change of the same adapter is under way."""
+
+
+class PathNotAllowedError(UserError):
+    """A path resolves to somewhere outside the allowed folders."""
+
+
+class CapacityError(LoraplexError):
+    """The thing asked for can never fit the configured memory."""
+
+
+class StorageError(LoraplexError):
+    """The state directory could not be read or written."""
+
+
+class EngineDeadError(LoraplexError):
+    """The engine process ended while work was in flight."""

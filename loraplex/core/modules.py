@@ -1,0 +1,35 @@
+"""The linear modules an adapter may change, and which of them share an input.
+
+Linears of one group read the same activations, so their base weights are stacked into one GEMM and
+their LoRA shrinks run as one launch. Every table in the project is indexed in the order given here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MODULE_INDEX: Final = {name: index for index, name in enumerate(MODULES)}
+
+GROUPS: Final = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+"""Group name -> its modules, in the order their outputs are stacked."""
+
+PARENT_OF: Final = {
+    "q_proj": "self_attn",
+    "k_proj": "self_attn",
+    "v_proj": "self_attn",
+    "o_proj": "self_attn",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+}
+
+
+def module_path(layer: int, module: str) -> str:
+    """The Hugging Face name of a linear: `model.layers.3.self_attn.q_proj`."""
+    return f"model.layers.{layer}.{PARENT_OF[module]}.{module}"

@@ -1,0 +1,57 @@
+"""What goes into an engine and what comes out of it, in tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from loraplex.core.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the first two are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRequest:
+    """One sequence to generate. `adapter` is an adapter version (content hash), None for the base."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    adapter: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    """A token, its log-probability, and the likeliest tokens at its place (best first)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOutput:
+    """What one step added to one request. The last one of a request has a `finish_reason`.
+
+    `logprobs` has one entry per new token when they were asked for. `prompt_logprobs` comes once, with
+    the first token, one entry per prompt token (None for the first, which has nothing before it).
+    `stop_token_id` is the stop token that ended the request, if one did; it is not in `token_ids`
+    unless it is an ordinary token the caller listed in stop_token_ids.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None

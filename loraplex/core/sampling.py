@@ -1,0 +1,91 @@
+"""How the next token is chosen: one frozen, validated record for each request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from loraplex.core.errors import InvalidRequestError
+
+MAX_LOGPROBS: Final = 20
+MAX_CHOICES: Final = 128
+MAX_STOP_STRINGS: Final = 16
+MAX_SEED: Final = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Sampling options, validated on construction; `InvalidRequestError` names the bad field.
+
+    temperature 0 means greedy. top_k 0 means off. `max_tokens` None means: up to the context length.
+    `logprobs` k returns the chosen token's log-probability and the k likeliest beside it.
+    `prompt_logprobs` does the same for every prompt token. `n` is expanded before the engine sees it.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, None)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequestError("top_p must be above 0; use temperature 0 for greedy", param="top_p")
+        _check_range("top_k", self.top_k, 0, None)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        for token_id, bias in self.logit_bias:
+            _check_range("logit_bias", token_id, 0, None)
+            _check_range("logit_bias", bias, -100.0, 100.0)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", param="stop")
+        if any(not text for text in self.stop):
+            raise InvalidRequestError("stop must not hold an empty string", param="stop")
+        for token_id in self.stop_token_ids:
+            _check_range("stop_token_ids", token_id, 0, None)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _check_range(name, count, 0, MAX_LOGPROBS)
+        _check_range("n", self.n, 1, MAX_CHOICES)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        )
+
+
+def _check_range(name: str, value: float, low: float, high: float | None) -> None:
+    """Refuse NaN, infinities and anything outside [low, high]."""
+    if not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be a finite number, not {value}", param=name)
+    if value < low or (high is not None and value > high):
+        limits = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+        raise InvalidRequestError(f"{name} must be {limits}, not {value:g}", param=name)

@@ -1,0 +1,46 @@
+"""The shape of a decoder-only base model: all that deciding code and adapter checks need of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Sizes of one base model; no weights, no torch."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def in_features(self, module: str) -> int:
+        """Input width of a LoRA-able linear, by its name in `core.modules.MODULES`."""
+        if module == "o_proj":
+            return self.q_size
+        return self.intermediate_size if module == "down_proj" else self.hidden_size
+
+    def out_features(self, module: str) -> int:
+        """Output width of a LoRA-able linear."""
+        match module:
+            case "q_proj":
+                return self.q_size
+            case "k_proj" | "v_proj":
+                return self.kv_size
+            case "gate_proj" | "up_proj":
+                return self.intermediate_size
+            case _:
+                return self.hidden_size

@@ -1,0 +1,34 @@
+"""A snapshot of an engine for metrics and the admin API: counters since start, gauges as of now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterStats:
+    """One adapter version as the engine sees it. tier: "disk", "loading" or "host"."""
+
+    version: str
+    tier: str
+    num_bytes: int
+    in_flight: int
+    hits: int
+    loads: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """Engine gauges and counters."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_kv_blocks: int = 0
+    num_kv_blocks_used: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    host_adapter_bytes: int = 0
+    host_adapter_budget_bytes: int = 0
+    adapters: tuple[AdapterStats, ...] = field(default=())

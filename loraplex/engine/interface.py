@@ -1,0 +1,70 @@
+"""The engine as its callers see it: the step-driven core, and the asynchronous engine around it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.request import EngineOutput, EngineRequest
+from loraplex.core.stats import EngineStats
+
+
+class EngineCore(Protocol):
+    """The engine proper: single-threaded, driven by `step`. No method but `step` takes long."""
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request. Raises UserError or CapacityError if it can never run; nothing is queued then."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Free everything the request holds at once. Unknown or finished ids are ignored."""
+        ...
+
+    def add_adapter(self, spec: AdapterSpec) -> None:
+        """Make a version known; weights are read when first needed. Idempotent."""
+        ...
+
+    def remove_adapter(self, version: str) -> None:
+        """Begin to forget a version: no new requests, freed when the last in-flight one ends."""
+        ...
+
+    def take_removed_adapters(self) -> Sequence[str]:
+        """Versions whose removal was completed since the last call."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether calling `step` can make progress."""
+        ...
+
+    def step(self) -> Sequence[EngineOutput]:
+        """Run one step: schedule, execute, update. Waits a millisecond at most when only loads are pending."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...
+
+
+class AsyncEngine(Protocol):
+    """Token-level engine for asyncio callers. All methods are called from one event loop."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Outputs of one request until its finish_reason.
+
+        Closing the iterator early (aclose, cancellation) cancels the request and frees all it holds.
+        Raises EngineDeadError if the engine ends first, UserError or CapacityError if the request can
+        never run. A failure of this request alone while running arrives as an output with
+        finish_reason ERROR and a message.
+        """
+        ...
+
+    async def add_adapter(self, spec: AdapterSpec) -> None:
+        """Make a version known. Weights are read when a request first needs them. Idempotent."""
+        ...
+
+    async def remove_adapter(self, version: str) -> None:
+        """Forget a version: returns after its in-flight requests ended and its memory is free."""
+        ...
+
+    async def stats(self) -> EngineStats: ...
