@@ -1,0 +1,91 @@
+"""Where each weight of an adapter lies in its one contiguous block of memory.
+
+Layers follow each other; within a layer, groups of linears that share an input; within a group first
+the stacked A's, (rank, in) each, then every B transposed, (rank, out). The size is that of the weights
+themselves: nothing is padded to a common rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.adapters.spec import AdapterSpec, LoraModule
+from loraplex.core.modules import GROUPS, MODULE_INDEX
+from loraplex.core.shape import ModelShape
+
+_ALIGNMENT = 16
+"""Elements; 64 bytes in float32. Vector loads never cross a cache line without need."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleSlot:
+    """One module's place in the slab, in elements, and in its group.
+
+    Its A is rows [rank_start, rank_start + rank) of the group's stack; its outputs begin at column
+    `out_start` of the group's stacked output.
+    """
+
+    lora: LoraModule
+    a_start: int
+    b_start: int
+    rank_start: int
+    out_start: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlabLayout:
+    """`layers[i]` maps group name -> slots of the targeted modules, in stacking order."""
+
+    layers: tuple[dict[str, tuple[ModuleSlot, ...]], ...]
+    num_elements: int
+
+
+def slab_layout(spec: AdapterSpec, shape: ModelShape) -> SlabLayout:
+    """Lay an adapter out for a model of this shape."""
+    by_place = {(lora.layer, lora.module): lora for lora in spec.modules}
+    layers: list[dict[str, tuple[ModuleSlot, ...]]] = []
+    cursor = 0
+    for layer in range(shape.num_layers):
+        groups: dict[str, tuple[ModuleSlot, ...]] = {}
+        for group, modules in GROUPS.items():
+            loras = [by_place[layer, module] for module in modules if (layer, module) in by_place]
+            if loras:
+                groups[group], cursor = _place_group(loras, modules, shape, cursor)
+        layers.append(groups)
+    return SlabLayout(layers=tuple(layers), num_elements=cursor)
+
+
+def _place_group(
+    loras: list[LoraModule], modules: tuple[str, ...], shape: ModelShape, cursor: int
+) -> tuple[tuple[ModuleSlot, ...], int]:
+    in_features = shape.in_features(modules[0])
+    out_starts = {
+        module: sum(shape.out_features(before) for before in modules[:index])
+        for index, module in enumerate(modules)
+    }
+    loras = sorted(loras, key=lambda lora: MODULE_INDEX[lora.module])
+    a_start = _align(cursor)
+    cursor = _align(a_start + sum(lora.rank for lora in loras) * in_features)
+    slots, rank_start = [], 0
+    for lora in loras:
+        out_features = shape.out_features(lora.module)
+        slots.append(
+            ModuleSlot(
+                lora=lora,
+                a_start=a_start + rank_start * in_features,
+                b_start=cursor,
+                rank_start=rank_start,
+                out_start=out_starts[lora.module],
+                in_features=in_features,
+                out_features=out_features,
+            )
+        )
+        rank_start += lora.rank
+        cursor = _align(cursor + lora.rank * out_features)
+    return tuple(slots), cursor
+
+
+def _align(num_elements: int) -> int:
+    return -(-num_elements // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,1 @@
+"""The engine: carries out what the scheduler decides, and turns text into tokens and back."""

@@ -1,0 +1,153 @@
+"""Reads adapters from disk into memory beside the running step."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
+from typing import Final
+
+import numpy as np
+import torch
+
+from loraplex.adapters.fingerprint import weights_unchanged
+from loraplex.adapters.slab import ModuleSlot, SlabLayout, slab_layout
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.adapters.tensors import TensorInfo, read_header
+from loraplex.core.errors import AdapterError, AdapterFormatError
+from loraplex.core.shape import ModelShape
+from loraplex.kernels.lora import LoraGroup, LoraPart, LoraWeights, build_table
+
+_SOURCE_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadResult:
+    """A finished load: weights, or the reason why not."""
+
+    version: str
+    weights: LoraWeights | None = None
+    error: str | None = None
+
+
+class AdapterLoader:
+    """A few threads that read adapters; results are collected by the engine's own thread."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, num_threads: int = 1) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
+        self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+        self.num_pending = 0
+
+    def submit(self, spec: AdapterSpec) -> None:
+        self.num_pending += 1
+        self._threads.submit(self._load, spec)
+
+    def poll(self, timeout_s: float = 0.0) -> list[LoadResult]:
+        """Loads that finished; waits for the first of them no longer than `timeout_s`."""
+        results: list[LoadResult] = []
+        try:
+            if timeout_s > 0.0 and self.num_pending > 0:
+                results.append(self._finished.get(timeout=timeout_s))
+            while True:
+                results.append(self._finished.get_nowait())
+        except queue.Empty:
+            pass
+        self.num_pending -= len(results)
+        return results
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self, spec: AdapterSpec) -> None:
+        try:
+            result = LoadResult(version=spec.version, weights=read_weights(spec, self._shape, self._dtype))
+        except (AdapterError, OSError) as error:
+            result = LoadResult(version=spec.version, error=f"adapter at {spec.path}: {error}")
+        except Exception as error:  # a bug must fail the waiting requests, not leave them waiting
+            result = LoadResult(version=spec.version, error=f"adapter at {spec.path}: {error!r}")
+        self._finished.put(result)
+
+
+def resident_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int:
+    """What the adapter will take in memory."""
+    return slab_layout(spec, shape).num_elements * dtype.itemsize
+
+
+def read_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> LoraWeights:
+    """Read a version into a slab of its own.
+
+    The files must still be the ones that were hashed: a changed fingerprint is an error, since the
+    weights would not be those of this version.
+    """
+    layout = slab_layout(spec, shape)
+    slab = torch.empty(layout.num_elements, dtype=dtype)
+    with FileIO(spec.weights_path) as file:
+        _check_unchanged(spec, file)
+        header = read_header(spec.weights_path, file)
+        for slot in (slot for groups in layout.layers for slots in groups.values() for slot in slots):
+            a_shape = (slot.lora.rank, slot.in_features)
+            a = _read(file, header.tensors[slot.lora.a_name], header.data_start, a_shape)
+            _fill(slab[slot.a_start : slot.a_start + a.numel()].view(a_shape), a)
+            b_shape = (slot.out_features, slot.lora.rank)
+            b = _read(file, header.tensors[slot.lora.b_name], header.data_start, b_shape)
+            _fill(slab[slot.b_start : slot.b_start + b.numel()].view(b_shape[::-1]), b.t())
+        _check_unchanged(spec, file)
+    groups = _views(slab, layout)
+    return LoraWeights(groups=groups, table_LM=build_table(groups), max_rank=spec.max_rank)
+
+
+def _check_unchanged(spec: AdapterSpec, file: FileIO) -> None:
+    if not weights_unchanged(spec, os.fstat(file.fileno())):
+        raise AdapterFormatError(
+            "its files changed on disk after it was registered; load it again under its name"
+        )
+
+
+def _read(file: FileIO, info: TensorInfo, data_start: int, shape: tuple[int, int]) -> torch.Tensor:
+    # Read, not mapped: a mapped file that is cut short meanwhile would kill the process.
+    file.seek(data_start + info.begin)
+    data = bytearray(info.num_bytes)
+    if file.readinto(data) != info.num_bytes:
+        raise AdapterFormatError("its weights file ends too early; it was changed while being read")
+    return torch.frombuffer(data, dtype=_SOURCE_DTYPES[info.dtype]).view(shape)
+
+
+def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """target = source, converted. By numpy where it can: its copy stays on this thread, while torch's
+    would wake the thread team that the running step is using."""
+    if target.dtype == source.dtype == torch.float32:
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
+
+
+def _views(slab: torch.Tensor, layout: SlabLayout) -> tuple[dict[str, LoraGroup], ...]:
+    return tuple(
+        {name: _group_view(slab, slots) for name, slots in groups.items()} for groups in layout.layers
+    )
+
+
+def _group_view(slab: torch.Tensor, slots: Sequence[ModuleSlot]) -> LoraGroup:
+    total_rank, in_features = sum(slot.lora.rank for slot in slots), slots[0].in_features
+    a_start = slots[0].a_start
+    parts = tuple(
+        LoraPart(
+            module=slot.lora.module,
+            b_t_RO=slab[slot.b_start : slot.b_start + slot.lora.rank * slot.out_features].view(
+                slot.lora.rank, slot.out_features
+            ),
+            scale=slot.lora.scale,
+            rank_start=slot.rank_start,
+            rank_end=slot.rank_start + slot.lora.rank,
+            out_start=slot.out_start,
+            out_end=slot.out_start + slot.out_features,
+        )
+        for slot in slots
+    )
+    a_RI = slab[a_start : a_start + total_rank * in_features].view(total_rank, in_features)
+    return LoraGroup(a_RI=a_RI, parts=parts)

@@ -1,0 +1,125 @@
+"""The engine: schedule, execute, update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.adapters.residency import Residency
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
+from loraplex.core.stats import EngineStats
+from loraplex.engine.executor import Executor, StepResult
+from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.plan import StepPlan, TokenUpdate
+from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+
+_LOAD_WAIT_S = 0.001
+"""How long a step with nothing to compute waits for a load, before it looks for new requests again."""
+
+
+class Engine:
+    """`engine.interface.EngineCore` over any executor."""
+
+    def __init__(
+        self, *, config: SchedulerConfig, pool: BlockPool, residency: Residency, executor: Executor
+    ) -> None:
+        self._residency = residency
+        self._scheduler = Scheduler(config, pool, residency)
+        self._executor = executor
+        self._specs: dict[str, AdapterSpec] = {}
+        self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
+        self._num_steps = 0
+
+    def step(self) -> Sequence[EngineOutput]:
+        self._collect_loads(timeout_s=0.0)
+        plan = self._scheduler.schedule()
+        for version in plan.adapter_evictions:
+            self._executor.evict_adapter(version)
+        for version in plan.adapter_loads:
+            self._executor.load_adapter(self._specs[version])
+        result = StepResult()
+        if plan.chunks:
+            result = self._executor.execute(plan)
+            self._num_steps += 1
+            self._collect_prompt_logprobs(plan, result)
+        else:
+            self._collect_loads(timeout_s=_LOAD_WAIT_S)
+        for request_id, message in result.failures.items():
+            self._scheduler.fail(request_id, message)
+        return [self._output(update, result) for update in self._scheduler.update(plan, result.tokens)]
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work() or self._executor.num_pending_loads > 0
+
+    def add_request(self, request: EngineRequest) -> None:
+        self._scheduler.add(request)
+        self._executor.begin(request)
+        if request.params.prompt_logprobs is not None:
+            self._prompt_logprobs[request.request_id] = [None]
+
+    def cancel(self, request_id: str) -> None:
+        self._scheduler.cancel(request_id)
+        self._end(request_id)
+
+    def add_adapter(self, spec: AdapterSpec) -> None:
+        self._residency.add(spec.version, self._executor.adapter_bytes(spec))
+        self._specs[spec.version] = spec
+
+    def remove_adapter(self, version: str) -> None:
+        self._scheduler.remove_adapter(version)
+
+    def take_removed_adapters(self) -> Sequence[str]:
+        for version in self._residency.take_evictions():
+            self._executor.evict_adapter(version)
+        removed = self._residency.take_removed()
+        for version in removed:
+            if version not in self._residency:  # it may have been added again meanwhile
+                self._specs.pop(version, None)
+        return removed
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats(self._num_steps)
+
+    def check_integrity(self) -> None:
+        """Assert the scheduler's invariants and that nothing is kept of requests that ended."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _collect_loads(self, timeout_s: float) -> None:
+        for event in self._executor.poll_adapters(timeout_s):
+            if event.error is None:
+                self._scheduler.adapter_loaded(event.version)
+            else:
+                self._scheduler.adapter_failed(event.version, event.error)
+
+    def _collect_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+        """A long prompt is scored over several steps; one that was preempted starts again."""
+        for request_id in plan.preempted:
+            if request_id in self._prompt_logprobs:
+                self._prompt_logprobs[request_id] = [None]
+        for request_id, scored in result.prompt_logprobs.items():
+            if request_id in self._prompt_logprobs:
+                self._prompt_logprobs[request_id] += scored
+
+    def _output(self, update: TokenUpdate, result: StepResult) -> EngineOutput:
+        request_id = update.request_id
+        prompt_logprobs = self._prompt_logprobs.pop(request_id, None)
+        logprob = result.logprobs.get(request_id)
+        if update.finish_reason is not None:
+            self._end(request_id)
+        return EngineOutput(
+            request_id=request_id,
+            token_ids=() if update.token_id is None else (update.token_id,),
+            logprobs=() if logprob is None or update.token_id is None else (logprob,),
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+            num_cached_tokens=update.num_cached_tokens,
+            finish_reason=update.finish_reason,
+            stop_token_id=update.stop_token_id,
+            error=update.error,
+        )
+
+    def _end(self, request_id: str) -> None:
+        self._executor.end(request_id)
+        self._prompt_logprobs.pop(request_id, None)

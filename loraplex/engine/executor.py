@@ -1,0 +1,64 @@
+"""Carries out what the scheduler decides. The twin has an executor of its own behind this interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.request import EngineRequest, TokenLogprob
+from loraplex.scheduling.plan import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterEvent:
+    """A load that ended: well, or with an error."""
+
+    version: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """By request id: the tokens sampled, their log-probabilities where asked for, and failures.
+
+    `prompt_logprobs` holds what this step computed of them: one entry for each prompt token after the
+    first that stands right behind a token of the chunk.
+    """
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """One device's memory and arithmetic."""
+
+    def begin(self, request: EngineRequest) -> None:
+        """Keep what sampling needs of a request until `end`."""
+        ...
+
+    def end(self, request_id: str) -> None: ...
+
+    def adapter_bytes(self, spec: AdapterSpec) -> int:
+        """What a version takes when it is loaded."""
+        ...
+
+    def load_adapter(self, spec: AdapterSpec) -> None:
+        """Start to load a version beside the running steps; `poll_adapters` tells when it is there."""
+        ...
+
+    def evict_adapter(self, version: str) -> None: ...
+
+    def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
+        """Loads that ended; waits for the first of them no longer than `timeout_s`."""
+        ...
+
+    @property
+    def num_pending_loads(self) -> int: ...
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def close(self) -> None: ...

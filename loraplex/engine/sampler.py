@@ -1,0 +1,162 @@
+"""Chooses the next token of each sequence from its logits.
+
+Order: penalties, logit bias, suppressed ends (min_tokens), temperature, min_p, top_k, top_p, one draw.
+The draw is a single uniform number that depends on the request's seed and the token's index alone, so
+the same seed gives the same text whatever else is in the batch. Log-probabilities are those of the
+model itself, before any of the above.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from loraplex.core.request import EngineRequest, TokenLogprob
+from loraplex.core.sampling import SamplingParams
+
+_FIRST_CANDIDATES = 256
+"""How many of the likeliest tokens top_p looks at first; the nucleus is rarely wider."""
+
+
+class SamplingState:
+    """What the sampler remembers of a request: its parameters, its seed, the tokens so far."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.params = request.params
+        self.num_output = 0
+        seed = request.params.seed
+        self.seed = secrets.randbits(64) if seed is None else seed % 2**64
+        self.prompt_token_ids = request.prompt_token_ids
+        self.output_counts: Counter[int] = Counter()
+        stops = set(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            stops.update(request.eos_token_ids)
+        self.stop_ids = sorted(stops)
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the likeliest token is the answer, with no further ado."""
+        params = self.params
+        return (
+            params.greedy
+            and not params.has_penalties
+            and not params.logit_bias
+            and self.num_output >= params.min_tokens
+        )
+
+    def accept(self, token_id: int) -> None:
+        self.num_output += 1
+        if self.params.has_penalties:
+            self.output_counts[token_id] += 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A chosen token; None if the logits were not finite."""
+
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+
+
+def sample(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample]:
+    """One token for each row. States are not changed; the caller accepts the tokens."""
+    logits_LV = logits_LV.float()
+    finite = torch.isfinite(logits_LV.sum(dim=-1)).tolist()
+    greedy = logits_LV.argmax(dim=-1).tolist()
+    samples = []
+    for row, state in enumerate(states):
+        if not finite[row]:
+            samples.append(Sample(token_id=None))
+            continue
+        token_id = greedy[row] if state.plain_greedy else _choose(logits_LV[row], state)
+        logprob = None
+        if state.params.logprobs is not None:
+            logprob = token_logprob(logits_LV[row], token_id, state.params.logprobs)
+        samples.append(Sample(token_id=token_id, logprob=logprob))
+    return samples
+
+
+def token_logprob(logits_V: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:
+    """A token's log-probability and the `num_top` likeliest beside it."""
+    logprobs_V = torch.log_softmax(logits_V.float(), dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top > 0:
+        values, ids = logprobs_V.topk(min(num_top, logprobs_V.shape[0]))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token_id=token_id, logprob=float(logprobs_V[token_id]), top=top)
+
+
+def _choose(logits_V: torch.Tensor, state: SamplingState) -> int:
+    params = state.params
+    logits_V = _adjust(logits_V, state)
+    if params.greedy:
+        return int(logits_V.argmax())
+    scaled_V = logits_V / params.temperature
+    if params.min_p > 0.0:
+        floor = scaled_V.max() + float(np.log(params.min_p))
+        scaled_V = scaled_V.masked_fill(scaled_V < floor, -torch.inf)
+    uniform = _uniform(state.seed, state.num_output)
+    if params.top_k == 0 and params.top_p == 1.0:
+        return _draw(torch.softmax(scaled_V, dim=-1), uniform)
+    weights_C, ids_C = _candidates(scaled_V, params)
+    return int(ids_C[_draw(weights_C, uniform)])
+
+
+def _adjust(logits_V: torch.Tensor, state: SamplingState) -> torch.Tensor:
+    """Penalties, bias, and no stop token before min_tokens."""
+    params = state.params
+    logits_V = logits_V.clone()
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*state.prompt_token_ids, *state.output_counts}), device=logits_V.device)
+        values = logits_V[seen]
+        penalty = params.repetition_penalty
+        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if state.output_counts and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
+        ids = torch.tensor(list(state.output_counts.keys()), device=logits_V.device)
+        counts = torch.tensor(list(state.output_counts.values()), device=logits_V.device)
+        logits_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    for token_id, bias in params.logit_bias:
+        logits_V[token_id] += bias
+    if state.num_output < params.min_tokens and state.stop_ids:
+        logits_V[state.stop_ids] = -torch.inf
+    return logits_V
+
+
+def _candidates(scaled_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids, likeliest first, of what top_k and then top_p leave."""
+    vocab_size = scaled_V.shape[0]
+    if params.top_k > 0:
+        values_C, ids_C = scaled_V.topk(min(params.top_k, vocab_size))
+        weights_C = torch.softmax(values_C, dim=-1)
+    else:
+        log_total = torch.logsumexp(scaled_V, dim=-1)
+        width = min(_FIRST_CANDIDATES, vocab_size)
+        while True:
+            values_C, ids_C = scaled_V.topk(width)
+            weights_C = torch.exp(values_C - log_total)
+            if width == vocab_size or float(weights_C.sum()) >= params.top_p:
+                break
+            width = min(width * 8, vocab_size)
+    if params.top_p < 1.0:
+        # Keep the shortest prefix that reaches top_p: a token stays if those before it fall short.
+        before_C = weights_C.cumsum(dim=-1) - weights_C
+        kept = max(1, int((before_C < params.top_p).sum()))
+        weights_C, ids_C = weights_C[:kept], ids_C[:kept]
+    return weights_C, ids_C
+
+
+def _draw(weights_C: torch.Tensor, uniform: float) -> int:
+    """The index at which the running total of the weights passes `uniform` of the whole."""
+    totals = weights_C.double().cumsum(dim=-1)
+    index = int(torch.searchsorted(totals, float(totals[-1]) * uniform, right=True))
+    return min(index, int(weights_C.nonzero()[-1]))
+
+
+def _uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that depends on nothing but the two."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())

@@ -1,0 +1,115 @@
+"""The real executor: torch and the kernels of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.request import EngineRequest, TokenLogprob
+from loraplex.engine.adapter_loader import AdapterLoader, resident_bytes
+from loraplex.engine.batch import BatchBuilder, BuiltBatch
+from loraplex.engine.executor import AdapterEvent, StepResult
+from loraplex.engine.sampler import SamplingState, sample, token_logprob
+from loraplex.kernels.lora import LoraWeights
+from loraplex.model.decoder import Decoder, KVCache
+from loraplex.scheduling.plan import Chunk, StepPlan
+
+_PROMPT_LOGPROB_ROWS = 128
+"""Prompt positions whose logits are held at once: 128 rows of a 150,000-word vocabulary are 75 MB."""
+
+
+class TorchExecutor:
+    """Owns the model, its KV cache and the adapters in memory."""
+
+    def __init__(
+        self, *, decoder: Decoder, caches: list[KVCache], builder: BatchBuilder, dtype: torch.dtype
+    ) -> None:
+        self._decoder = decoder
+        self._caches = caches
+        self._builder = builder
+        self._dtype = dtype
+        self._loader = AdapterLoader(decoder.config.shape, dtype)
+        self._adapters: dict[str, LoraWeights] = {}
+        self._states: dict[str, SamplingState] = {}
+
+    def begin(self, request: EngineRequest) -> None:
+        self._states[request.request_id] = SamplingState(request)
+
+    def end(self, request_id: str) -> None:
+        self._states.pop(request_id, None)
+
+    def adapter_bytes(self, spec: AdapterSpec) -> int:
+        return resident_bytes(spec, self._decoder.config.shape, self._dtype)
+
+    def load_adapter(self, spec: AdapterSpec) -> None:
+        self._loader.submit(spec)
+
+    def evict_adapter(self, version: str) -> None:
+        del self._adapters[version]
+
+    @property
+    def num_pending_loads(self) -> int:
+        return self._loader.num_pending
+
+    def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
+        events = []
+        for result in self._loader.poll(timeout_s):
+            if result.weights is not None:
+                self._adapters[result.version] = result.weights
+            events.append(AdapterEvent(version=result.version, error=result.error))
+        return events
+
+    def close(self) -> None:
+        self._loader.close()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        wanting = {c.request_id for c in plan.chunks if self._wants_prompt_logprobs(c)}
+        built = self._builder.build(plan.chunks, self._adapters, all_rows_of=wanting)
+        states_LH = self._decoder.forward(built.batch, self._caches)
+        result = StepResult()
+        for chunk in plan.chunks:
+            if chunk.request_id in wanting:
+                rows = built.rows_of[chunk.request_id]
+                result.prompt_logprobs[chunk.request_id] = self._prompt_logprobs(chunk, states_LH[rows])
+        self._sample(built, states_LH, result)
+        return result
+
+    def _sample(self, built: BuiltBatch, states_LH: torch.Tensor, result: StepResult) -> None:
+        if not built.sampling:
+            return
+        request_ids = list(built.sampling)
+        rows = list(built.sampling.values())
+        selected_LH = states_LH if len(rows) == states_LH.shape[0] else states_LH[rows]
+        logits_LV = self._decoder.logits(selected_LH)
+        states = [self._states[request_id] for request_id in request_ids]
+        for request_id, state, chosen in zip(request_ids, states, sample(logits_LV, states), strict=True):
+            if chosen.token_id is None:
+                result.failures[request_id] = (
+                    "the model's output is not finite (NaN or infinity); the adapter's or base "
+                    "model's weights overflow in this dtype"
+                )
+                continue
+            state.accept(chosen.token_id)
+            result.tokens[request_id] = chosen.token_id
+            if chosen.logprob is not None:
+                result.logprobs[request_id] = chosen.logprob
+
+    def _wants_prompt_logprobs(self, chunk: Chunk) -> bool:
+        state = self._states[chunk.request_id]
+        # The last prompt position predicts the first output token, which is sampled, not scored.
+        num_scored = len(state.prompt_token_ids) - 1
+        return state.params.prompt_logprobs is not None and chunk.start < num_scored
+
+    def _prompt_logprobs(self, chunk: Chunk, states_CH: torch.Tensor) -> list[TokenLogprob]:
+        state = self._states[chunk.request_id]
+        num_top = state.params.prompt_logprobs
+        assert num_top is not None
+        targets = state.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
+        scored: list[TokenLogprob] = []
+        for first in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+            part = targets[first : first + _PROMPT_LOGPROB_ROWS]
+            logits_CV = self._decoder.logits(states_CH[first : first + len(part)])
+            scored += [token_logprob(row, token, num_top) for row, token in zip(logits_CV, part, strict=True)]
+        return scored

@@ -1,0 +1,46 @@
+"""One step's batch as the kernels see it. T tokens of S sequences, laid end to end.
+
+Sequences that use the same adapter stand next to each other, so each adapter's tokens are one segment
+and its weights are read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillSpan:
+    """A sequence that brings more than one token: rows [start, end) of the batch, and its context."""
+
+    start: int
+    end: int
+    context_len: int
+    block_ids: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelBatch:
+    """Tensors of one step.
+
+    token_ids_T, positions_T: what each row is and where it stands in its sequence.
+    slots_T: the KV slot (block * block_size + offset) each row is written to.
+    decode_rows_D: rows of sequences that bring exactly one token; decode_context_D their context
+    lengths (this token included); decode_blocks_DB their block tables, padded with zeros.
+    prefills: the other sequences. lora: what the kernels made of the step's runs of rows that share an
+    adapter (`Kernels.prepare_lora`), of no meaning to anyone else. logit_rows_L: the rows whose logits
+    are wanted.
+    """
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    decode_rows_D: torch.Tensor
+    decode_context_D: torch.Tensor
+    decode_blocks_DB: torch.Tensor
+    prefills: tuple[PrefillSpan, ...]
+    lora: Any
+    logit_rows_L: torch.Tensor

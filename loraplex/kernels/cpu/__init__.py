@@ -1,0 +1,1 @@
+"""Compiled float32 kernels for CPUs."""

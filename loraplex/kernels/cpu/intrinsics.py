@@ -1,0 +1,92 @@
+"""The few machine-level operations numba does not offer: raw pointers, an atomic counter, a bit cast."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+
+@intrinsic
+def _float32_pointer(typingctx, address):
+    """An integer address as a float32 pointer."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), codegen
+
+
+@intrinsic
+def _int64_pointer(typingctx, address):
+    """An integer address as an int64 pointer."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), codegen
+
+
+@intrinsic
+def _fetch_add(typingctx, pointer):
+    """Atomically add one to an int64 in memory and return what it was."""
+
+    def codegen(context, builder, signature, args):
+        one = ir.Constant(ir.IntType(64), 1)
+        return builder.atomic_rmw("add", args[0], one, "monotonic")
+
+    return types.int64(types.CPointer(types.int64)), codegen
+
+
+@intrinsic
+def bits_as_float32(typingctx, bits):
+    """The float32 whose bit pattern is the given int32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@njit(inline="always")
+def float32_array(address, length):
+    return carray(_float32_pointer(address), length, np.float32)
+
+
+@njit(inline="always")
+def int64_array(address, length):
+    return carray(_int64_pointer(address), length, np.int64)
+
+
+@njit(inline="always")
+def claim(block):
+    """The next work item of a parallel region. `block` is the kernel's argument block."""
+    return _fetch_add(block)
+
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+
+
+@njit(inline="always", fastmath={"contract", "reassoc", "nsz"})
+def fast_exp(x):
+    """exp(x) in float32 to 2e-7 relative, in plain arithmetic so that loops over it vectorise.
+
+    Range reduction to |r| <= ln2/2, a degree-6 polynomial, and the power of two by the exponent bits.
+    """
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * _LOG2_E + np.float32(0.5))
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * bits_as_float32(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))

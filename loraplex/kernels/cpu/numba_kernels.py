@@ -1,0 +1,195 @@
+"""The float32 CPU kernels behind the `Kernels` interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loraplex.core.modules import GROUPS, MODULE_INDEX, MODULES
+from loraplex.kernels.batch import KernelBatch
+from loraplex.kernels.cpu import team
+from loraplex.kernels.cpu.attention import DECODE_ATTENTION
+from loraplex.kernels.cpu.lora import LORA_ROWS
+from loraplex.kernels.cpu.rows import RMS_NORM, ROPE_AND_CACHE, SILU_MUL
+from loraplex.kernels.interface import PackedLinear
+from loraplex.kernels.lora import LoraSegment, add_lora_segment
+from loraplex.kernels.reference import TorchKernels, TorchLinear
+
+# A segment this long or longer is compute-bound: the matrix library beats one pass over the weights.
+_GEMM_ROWS = 6
+# The blocked layout oneDNN chooses depends little on the batch; this is a decode batch.
+_PACK_ROWS = 16
+
+
+class PackedFloat32Linear:
+    """A weight reordered once into oneDNN's blocked layout, so that no product repacks it."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self.out_features = weight_OI.shape[0]
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_ROWS)
+        self._bias_O = bias_O
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, self._bias_O, "none", [], "")
+        return y
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LoraSplit:
+    """A step's segments: short ones as the kernel's array, highest rank first to balance the threads;
+    long ones for the matrix library. `segments` keeps the weights behind the addresses alive."""
+
+    short: npt.NDArray[np.int64]
+    long: tuple[LoraSegment, ...]
+    segments: tuple[LoraSegment, ...]
+
+
+class NumbaKernels(TorchKernels):
+    """Float32 on CPU: oneDNN for the matrix products, compiled kernels for all between them."""
+
+    def __init__(self, head_dim: int) -> None:
+        self._softmax_scale = torch.tensor([head_dim**-0.5], dtype=torch.float32)
+        self._eps_cells: dict[float, torch.Tensor] = {}
+
+    def pack_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> PackedLinear:
+        if torch.backends.mkldnn.is_available():
+            return PackedFloat32Linear(weight_OI, bias_O)
+        return TorchLinear(weight_OI, bias_O)
+
+    def rms_norm(self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._norm(x_TH.contiguous(), None, weight_H, eps)
+
+    def add_rms_norm(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return self._norm(x_TH, residual_TH, weight_H, eps)
+
+    def _norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        cell = self._eps_cells.get(eps)
+        if cell is None:
+            cell = self._eps_cells[eps] = torch.tensor([eps], dtype=torch.float32)
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        residual_address = 0 if residual is None else residual.data_ptr()
+        team.run(
+            RMS_NORM,
+            (
+                x.data_ptr(),
+                residual_address,
+                out.data_ptr(),
+                x.numel() // size,
+                size,
+                weight_H.data_ptr(),
+                cell.data_ptr(),
+            ),
+        )
+        return out
+
+    def rope_and_cache(
+        self,
+        qkv_TO: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        batch: KernelBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> None:
+        num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+        team.run(
+            ROPE_AND_CACHE,
+            (
+                qkv_TO.data_ptr(),
+                qkv_TO.shape[0],
+                qkv_TO.shape[1],
+                cos_sin_PD.data_ptr(),
+                batch.positions_T.data_ptr(),
+                batch.slots_T.data_ptr(),
+                k_cache.data_ptr(),
+                v_cache.data_ptr(),
+                num_kv_heads,
+                block_size,
+                head_dim,
+            ),
+        )
+
+    def _decode_attention(
+        self,
+        qkv_TO: torch.Tensor,
+        batch: KernelBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out_TO: torch.Tensor,
+    ) -> None:
+        num_rows = batch.decode_rows_D.shape[0]
+        if num_rows == 0:
+            return
+        num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+        team.run(
+            DECODE_ATTENTION,
+            (
+                qkv_TO.data_ptr(),
+                qkv_TO.shape[1],
+                out_TO.data_ptr(),
+                out_TO.shape[1],
+                batch.decode_rows_D.data_ptr(),
+                batch.decode_context_D.data_ptr(),
+                batch.decode_blocks_DB.data_ptr(),
+                num_rows,
+                batch.decode_blocks_DB.shape[1],
+                k_cache.data_ptr(),
+                v_cache.data_ptr(),
+                num_kv_heads,
+                block_size,
+                head_dim,
+                out_TO.shape[1] // (num_kv_heads * head_dim),
+                self._softmax_scale.data_ptr(),
+            ),
+        )
+
+    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        num_rows, double = gate_up_T2F.shape
+        out = torch.empty(num_rows, double // 2, dtype=gate_up_T2F.dtype)
+        team.run(SILU_MUL, (gate_up_T2F.data_ptr(), out.data_ptr(), num_rows, double // 2))
+        return out
+
+    def prepare_lora(self, segments: Sequence[LoraSegment]) -> _LoraSplit:
+        short = [s for s in segments if s.end - s.start < _GEMM_ROWS]
+        short.sort(key=lambda s: -s.weights.max_rank)
+        rows = [(s.start, s.end - s.start, s.weights.table_LM.data_ptr()) for s in short]
+        return _LoraSplit(
+            short=np.array(rows, dtype=np.int64),
+            long=tuple(s for s in segments if s.end - s.start >= _GEMM_ROWS),
+            segments=tuple(segments),
+        )
+
+    def add_lora(
+        self, y_TO: torch.Tensor, x_TI: torch.Tensor, batch: KernelBatch, layer: int, group: str
+    ) -> None:
+        split: _LoraSplit = batch.lora
+        for segment in split.long:
+            lora_group = segment.weights.groups[layer].get(group)
+            if lora_group is not None:
+                add_lora_segment(y_TO, x_TI, segment, lora_group)
+        if len(split.short) == 0:
+            return
+        modules = GROUPS[group]
+        team.run(
+            LORA_ROWS,
+            (
+                x_TI.data_ptr(),
+                x_TI.shape[1],
+                y_TO.data_ptr(),
+                y_TO.shape[1],
+                x_TI.shape[1],
+                layer * len(MODULES),
+                MODULE_INDEX[modules[0]],
+                len(modules),
+                split.short.ctypes.data,
+                len(split.short),
+            ),
+        )

@@ -1,0 +1,72 @@
+"""Compiled kernels run on torch's own thread team.
+
+A second thread pool beside torch's would fight it for the cores: OpenMP workers spin for a while after
+each region, so the other pool's workers wait for a time slice. Torch's wheels carry GNU OpenMP; its
+entry point `GOMP_parallel` runs any C function on the very team torch uses, in about two microseconds.
+
+A kernel is a numba `cfunc` of one pointer: an int64 argument block whose first element is a shared
+counter. Threads claim work items from it (`intrinsics.claim`) until none is left, so a kernel is
+correct on any number of threads, one included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from numba import cfunc
+
+
+def kernel(function: Callable[[Any], None]) -> int:
+    """Compile a kernel body (cached on disk) and return its address."""
+    compiled = cfunc("void(CPointer(int64))", cache=True, nopython=True)(function)
+    _keep_alive.append(compiled)
+    return int(compiled.address)
+
+
+_keep_alive: list[Any] = []
+"""Compiled code lives as long as its object; addresses are handed out for the life of the process."""
+
+
+def run(kernel_address: int, args: Sequence[int]) -> None:
+    """Run a kernel on torch's threads and wait for it. `args` follow the counter in the block."""
+    block = (ctypes.c_int64 * (len(args) + 1))(0, *args)
+    _launcher()(kernel_address, block)
+
+
+@lru_cache(maxsize=1)
+def _launcher() -> Callable[[int, Any], None]:
+    parallel = _find_gomp_parallel()
+    if parallel is None:
+        return _run_serially
+    num_threads = torch.get_num_threads()
+
+    def launch(kernel_address: int, block: Any) -> None:
+        parallel(kernel_address, block, num_threads, 0)
+
+    return launch
+
+
+def _run_serially(kernel_address: int, block: Any) -> None:
+    _SERIAL_KERNEL(kernel_address)(block)
+
+
+_SERIAL_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _find_gomp_parallel() -> Any | None:
+    """`GOMP_parallel` of the OpenMP runtime that torch loaded; None where torch uses another runtime."""
+    folder = Path(torch.__file__).parent
+    for library in sorted([*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]):
+        try:
+            function = ctypes.CDLL(str(library)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.restype = None
+        return function
+    return None

@@ -1,0 +1,74 @@
+"""What a model needs of a device: the operations between and including its matrix products.
+
+`kernels.reference.TorchKernels` does all of it in plain torch on any device and type, and is what every
+other implementation is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from loraplex.kernels.batch import KernelBatch
+from loraplex.kernels.lora import LoraSegment
+
+
+class PackedLinear(Protocol):
+    """A weight in whatever form the device multiplies it best."""
+
+    out_features: int
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """x W^T + bias, a new contiguous tensor."""
+        ...
+
+
+class Kernels(Protocol):
+    """Operations on one step's activations. Arguments named `*_out` and residuals change in place."""
+
+    def pack_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> PackedLinear: ...
+
+    def rms_norm(self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """residual += x, in place; returns the norm of the sum."""
+        ...
+
+    def rope_and_cache(
+        self,
+        qkv_TO: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        batch: KernelBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> None:
+        """Rotate q and k inside qkv, in place, and write k and v to the rows' slots.
+
+        Caches are (num_blocks, num_kv_heads, block_size, head_dim); cos_sin row p holds the cosines of
+        position p for half a head, then the sines.
+        """
+        ...
+
+    def attention(
+        self, qkv_TO: torch.Tensor, batch: KernelBatch, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Causal attention of every row over its sequence's cache; (T, num_heads * head_dim)."""
+        ...
+
+    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of a stacked (gate, up)."""
+        ...
+
+    def prepare_lora(self, segments: Sequence[LoraSegment]) -> Any:
+        """What `add_lora` needs to know of a step, made once for all its layers (`KernelBatch.lora`)."""
+        ...
+
+    def add_lora(
+        self, y_TO: torch.Tensor, x_TI: torch.Tensor, batch: KernelBatch, layer: int, group: str
+    ) -> None:
+        """Add every segment's LoRA product for one group of linears to y, in place."""
+        ...

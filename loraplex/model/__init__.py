@@ -1,0 +1,1 @@
+"""Decoder-only model families: configuration, weights, forward pass."""

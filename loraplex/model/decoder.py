@@ -1,0 +1,102 @@
+"""The forward pass of every supported family, in terms of a device's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.kernels.batch import KernelBatch
+from loraplex.kernels.interface import Kernels, PackedLinear
+from loraplex.model.config import ModelConfig
+from loraplex.model.rope import rope_table
+from loraplex.model.weights import LayerWeights, ModelWeights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCache:
+    """Paged keys and values of one layer, (num_blocks, num_kv_heads, block_size, head_dim) each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    linears: dict[str, PackedLinear]
+    weights: LayerWeights
+
+
+class Decoder:
+    """A decoder-only transformer over a paged cache, adding each row's adapter to every linear."""
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, kernels: Kernels, max_model_len: int
+    ) -> None:
+        self.config = config
+        self._kernels = kernels
+        self._embedding_VH = weights.embedding_VH
+        self._final_norm_H = weights.final_norm_H
+        self._lm_head = kernels.pack_linear(weights.lm_head_VH, None)
+        self._cos_sin_PD = rope_table(config.rope, max_model_len).to(weights.embedding_VH.device)
+        self._layers = []
+        for layer in weights.layers:
+            linears = {
+                group: kernels.pack_linear(weight, layer.biases.get(group))
+                for group, weight in layer.linears.items()
+            }
+            layer.linears.clear()  # the packed form replaces the plain one: one copy in memory
+            self._layers.append(_Layer(linears=linears, weights=layer))
+
+    @torch.inference_mode()
+    def forward(self, batch: KernelBatch, caches: list[KVCache]) -> torch.Tensor:
+        """Final states (L, hidden) of the rows the batch asks for; keys and values go to the caches."""
+        kernels, eps = self._kernels, self.config.rms_norm_eps
+        residual_TH = self._embedding_VH[batch.token_ids_T]
+        x_TH = kernels.rms_norm(residual_TH, self._layers[0].weights.input_norm_H, eps)
+        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            x_TH = self._attend(index, layer, x_TH, batch, cache)
+            x_TH = kernels.add_rms_norm(x_TH, residual_TH, layer.weights.post_norm_H, eps)
+            x_TH = self._feed_forward(index, layer, x_TH, batch)
+            last = index + 1 == len(self._layers)
+            next_norm_H = self._final_norm_H if last else self._layers[index + 1].weights.input_norm_H
+            x_TH = kernels.add_rms_norm(x_TH, residual_TH, next_norm_H, eps)
+        return x_TH[batch.logit_rows_L]
+
+    @torch.inference_mode()
+    def logits(self, states_LH: torch.Tensor) -> torch.Tensor:
+        """(L, vocab)"""
+        return self._lm_head(states_LH)
+
+    def _attend(
+        self, index: int, layer: _Layer, x_TH: torch.Tensor, batch: KernelBatch, cache: KVCache
+    ) -> torch.Tensor:
+        qkv_TO = self._linear(index, layer, "qkv", x_TH, batch)
+        if self.config.qk_norm:
+            self._normalise_heads(qkv_TO, layer.weights)
+        self._kernels.rope_and_cache(qkv_TO, self._cos_sin_PD, batch, cache.k, cache.v)
+        attended_TO = self._kernels.attention(qkv_TO, batch, cache.k, cache.v)
+        return self._linear(index, layer, "o", attended_TO, batch)
+
+    def _feed_forward(
+        self, index: int, layer: _Layer, x_TH: torch.Tensor, batch: KernelBatch
+    ) -> torch.Tensor:
+        gate_up_T2F = self._linear(index, layer, "gate_up", x_TH, batch)
+        return self._linear(index, layer, "down", self._kernels.silu_mul(gate_up_T2F), batch)
+
+    def _linear(
+        self, index: int, layer: _Layer, group: str, x_TI: torch.Tensor, batch: KernelBatch
+    ) -> torch.Tensor:
+        y_TO = layer.linears[group](x_TI)
+        self._kernels.add_lora(y_TO, x_TI, batch, index, group)
+        return y_TO
+
+    def _normalise_heads(self, qkv_TO: torch.Tensor, weights: LayerWeights) -> None:
+        """Qwen3 takes the norm of every query and key head before the rotation."""
+        assert weights.q_norm_D is not None
+        assert weights.k_norm_D is not None
+        shape, eps = self.config.shape, self.config.rms_norm_eps
+        heads_TND = qkv_TO.view(qkv_TO.shape[0], -1, shape.head_dim)
+        q_end, k_end = shape.num_heads, shape.num_heads + shape.num_kv_heads
+        heads_TND[:, :q_end] = self._kernels.rms_norm(heads_TND[:, :q_end], weights.q_norm_D, eps)
+        heads_TND[:, q_end:k_end] = self._kernels.rms_norm(heads_TND[:, q_end:k_end], weights.k_norm_D, eps)

@@ -1,0 +1,174 @@
+"""Streams a checkpoint's safetensors into the forward pass's stacked weights, strictly.
+
+Every tensor the model needs must be there in the right shape, and every tensor in the files must be one
+the model needs: a checkpoint that is not quite what its config says is refused, not guessed at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loraplex.core.errors import ModelError
+from loraplex.core.modules import GROUPS, module_path
+from loraplex.model.config import ModelConfig
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read so far, bytes in all)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """One layer; linears that share an input are stacked along their outputs."""
+
+    linears: dict[str, torch.Tensor]
+    biases: dict[str, torch.Tensor]
+    input_norm_H: torch.Tensor
+    post_norm_H: torch.Tensor
+    q_norm_D: torch.Tensor | None
+    k_norm_D: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelWeights:
+    """All weights of a model, on one device in one dtype."""
+
+    embedding_VH: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm_H: torch.Tensor
+    lm_head_VH: torch.Tensor
+
+
+def load_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, progress: Progress | None = None
+) -> ModelWeights:
+    """Read a checkpoint into CPU memory."""
+    wanted = _expected_shapes(config)
+    tensors: dict[str, torch.Tensor] = {}
+    files = _weight_files(folder)
+    total_bytes, read_bytes = sum(file.stat().st_size for file in files), 0
+    for file in files:
+        for name, tensor in _tensors_of(file, wanted):
+            tensors[name] = tensor.to(dtype)
+            read_bytes += tensor.numel() * tensor.element_size()
+            if progress is not None:
+                progress(min(read_bytes, total_bytes), total_bytes)
+    missing = sorted(wanted.keys() - tensors.keys())
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} tensors of a {config.architecture}: {_some(missing)}. "
+            "The checkpoint is incomplete, or its config.json belongs to another model."
+        )
+    return _stack(tensors, config)
+
+
+def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    shape = config.shape
+    expected: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
+        "model.norm.weight": (shape.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        expected["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}"
+        expected[f"{prefix}.input_layernorm.weight"] = (shape.hidden_size,)
+        expected[f"{prefix}.post_attention_layernorm.weight"] = (shape.hidden_size,)
+        if config.qk_norm:
+            expected[f"{prefix}.self_attn.q_norm.weight"] = (shape.head_dim,)
+            expected[f"{prefix}.self_attn.k_norm.weight"] = (shape.head_dim,)
+        for group, modules in GROUPS.items():
+            for module in modules:
+                path = module_path(layer, module)
+                expected[f"{path}.weight"] = (shape.out_features(module), shape.in_features(module))
+                if _has_bias(config, group):
+                    expected[f"{path}.bias"] = (shape.out_features(module),)
+    return expected
+
+
+def _has_bias(config: ModelConfig, group: str) -> bool:
+    return (group == "qkv" and config.qkv_bias) or (group == "o" and config.o_bias)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is not a shard index: {error}") from error
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            raise ModelError(f"{folder} lacks shards that its index names: {_some(absent)}")
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    hint = ""
+    if list(folder.glob("*.bin")):
+        hint = " Pickled .bin weights are never opened; convert them with transformers' save_pretrained."
+    raise ModelError(f"{folder} holds no model.safetensors and no model.safetensors.index.json.{hint}")
+
+
+def _tensors_of(file: Path, wanted: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as checkpoint:
+            for name in checkpoint.keys():  # noqa: SIM118 (a safetensors handle is no dict)
+                if _is_redundant(name, wanted):
+                    continue
+                if name not in wanted:
+                    raise ModelError(f"{file} holds {name}, which this architecture does not have")
+                tensor = checkpoint.get_tensor(name)
+                if tuple(tensor.shape) != wanted[name]:
+                    raise ModelError(
+                        f"{file}: {name} has shape {tuple(tensor.shape)}, config.json says {wanted[name]}"
+                    )
+                if not tensor.dtype.is_floating_point or tensor.element_size() == 1:
+                    raise ModelError(f"{file}: {name} is {tensor.dtype}; quantised weights are not served")
+                yield name, tensor
+    except SafetensorError as error:
+        raise ModelError(f"{file} is truncated or corrupt: {error}. Download it again.") from error
+
+
+def _is_redundant(name: str, wanted: dict[str, tuple[int, ...]]) -> bool:
+    """Tensors that old checkpoints carry and that hold nothing of their own."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in wanted)
+
+
+def _stack(tensors: dict[str, torch.Tensor], config: ModelConfig) -> ModelWeights:
+    layers = []
+    for layer in range(config.shape.num_layers):
+        prefix = f"model.layers.{layer}"
+        linears, biases = {}, {}
+        for group, modules in GROUPS.items():
+            paths = [module_path(layer, module) for module in modules]
+            linears[group] = torch.cat([tensors.pop(f"{path}.weight") for path in paths])
+            if _has_bias(config, group):
+                biases[group] = torch.cat([tensors.pop(f"{path}.bias") for path in paths])
+        layers.append(
+            LayerWeights(
+                linears=linears,
+                biases=biases,
+                input_norm_H=tensors.pop(f"{prefix}.input_layernorm.weight"),
+                post_norm_H=tensors.pop(f"{prefix}.post_attention_layernorm.weight"),
+                q_norm_D=tensors.pop(f"{prefix}.self_attn.q_norm.weight", None),
+                k_norm_D=tensors.pop(f"{prefix}.self_attn.k_norm.weight", None),
+            )
+        )
+    embedding = tensors["model.embed_tokens.weight"]
+    return ModelWeights(
+        embedding_VH=embedding,
+        layers=tuple(layers),
+        final_norm_H=tensors["model.norm.weight"],
+        lm_head_VH=embedding if config.tie_word_embeddings else tensors["lm_head.weight"],
+    )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown}, ..." if len(names) > 3 else shown

@@ -1,0 +1,53 @@
+"""A step as the scheduler decides it and as any executor, real or modelled, carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.core.request import FinishReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Tokens [start, start + len(token_ids)) of one sequence, to be computed in this step.
+
+    `block_ids` covers the sequence up to the end of the chunk. `samples`: the chunk ends at the last
+    known token, so the step yields the next one.
+    """
+
+    request_id: str
+    adapter: str | None
+    start: int
+    token_ids: list[int]
+    block_ids: list[int]
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One step. Evictions come before loads; loads run beside the step and are reported when done."""
+
+    chunks: tuple[Chunk, ...] = ()
+    adapter_evictions: tuple[str, ...] = ()
+    adapter_loads: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenUpdate:
+    """What a step meant for one sequence: its new token (None if that ended it), and how it ended."""
+
+    request_id: str
+    token_id: int | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None

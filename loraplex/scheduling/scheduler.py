@@ -1,0 +1,345 @@
+"""Continuous batching: every step, decide which tokens of which requests run.
+
+Running requests go first, each with its next token or the next chunk of its prompt; what is left of the
+step's token budget admits waiting ones, first come first served, as soon as their adapter is in memory.
+When KV memory runs out, the youngest running request gives its blocks back and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from loraplex.adapters.residency import Residency, Tier
+from loraplex.core.errors import CapacityError, InvalidRequestError, UnknownModelError
+from loraplex.core.request import EngineRequest, FinishReason
+from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
+from loraplex.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step. `prefetch_depth`: how far down the queue adapters start to load."""
+
+    max_model_len: int
+    max_step_tokens: int = 2048
+    max_running: int = 256
+    prefetch_depth: int = 64
+
+
+class Scheduler:
+    """Owns the queues; shares the block pool and the residency with nobody."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, residency: Residency) -> None:
+        self._config = config
+        self._pool = pool
+        self._residency = residency
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._sequences: dict[str, Sequence] = {}
+        self._loads: list[str] = []
+        self._failures: list[TokenUpdate] = []
+        self._num_preemptions = 0
+
+    # ---- what callers tell it
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; raises if it could never run."""
+        num_prompt, limit = len(request.prompt_token_ids), self._config.max_model_len
+        if num_prompt == 0:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if num_prompt >= limit:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens; with room for one more the context holds {limit}",
+                param="prompt",
+            )
+        capacity = self._pool.num_blocks * self._pool.block_size
+        if num_prompt + 1 > capacity:
+            raise CapacityError(
+                f"the prompt has {num_prompt} tokens, KV memory holds {capacity}; raise --kv-memory"
+            )
+        if request.request_id in self._sequences:
+            raise InvalidRequestError(f"request id {request.request_id} is in use")
+        if request.adapter is not None:
+            if request.adapter not in self._residency:
+                raise UnknownModelError(f"adapter version {request.adapter} is not registered")
+            self._residency.enter(request.adapter)
+        sequence = Sequence(request)
+        self._sequences[request.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Free all a request holds; unknown ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._drop(sequence)
+
+    def adapter_loaded(self, version: str) -> None:
+        self._residency.loaded(version)
+
+    def adapter_failed(self, version: str, message: str) -> None:
+        """A load failed: the requests that counted on it fail, with the reason."""
+        self._residency.failed(version)
+        for sequence in [s for s in self._sequences.values() if s.adapter == version]:
+            self._fail(sequence, message)
+
+    def remove_adapter(self, version: str) -> None:
+        """No new requests on this version; memory is freed when the last one ends."""
+        self._residency.remove(version)
+        self._pool.forget_adapter(version)
+
+    # ---- what it decides
+
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._failures)
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step. May be empty of chunks while adapters load."""
+        preempted: list[Sequence] = []
+        chunks = self._schedule_running(preempted)
+        self._prefetch_adapters()
+        if not preempted:
+            self._admit(chunks)
+        loads, self._loads = self._loads, []
+        return StepPlan(
+            chunks=tuple(chunks),
+            adapter_evictions=tuple(self._residency.take_evictions()),
+            adapter_loads=tuple(loads),
+            preempted=tuple(sequence.request_id for sequence in preempted),
+        )
+
+    def update(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[TokenUpdate]:
+        """Account for an executed step: `sampled` has a token for each chunk that samples.
+
+        Requests that were cancelled in between are passed over.
+        """
+        updates, self._failures = self._failures, []
+        for chunk in plan.chunks:
+            sequence = self._sequences.get(chunk.request_id)
+            if sequence is None:
+                continue
+            sequence.num_computed = chunk.end
+            self._publish(sequence)
+            if chunk.samples:
+                updates.append(self._accept(sequence, sampled[chunk.request_id]))
+        return updates
+
+    def fail(self, request_id: str, message: str) -> None:
+        """End one request with an error; it is reported by the next `update`."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._fail(sequence, message)
+
+    # ---- running requests
+
+    def _schedule_running(self, preempted: list[Sequence]) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        budget = self._config.max_step_tokens
+        for sequence in list(self._running):
+            if budget == 0:
+                break
+            if sequence in preempted:
+                continue
+            num_tokens = min(sequence.num_remaining, budget)
+            if not self._grow(sequence, sequence.num_computed + num_tokens, preempted):
+                continue
+            chunks.append(self._chunk(sequence, num_tokens))
+            budget -= num_tokens
+        return chunks
+
+    def _grow(self, sequence: Sequence, num_tokens: int, preempted: list[Sequence]) -> bool:
+        """Blocks for `num_tokens`, taken from the youngest running requests if need be."""
+        while True:
+            missing = self._pool.blocks_for(num_tokens) - len(sequence.block_ids)
+            blocks = self._pool.allocate(max(missing, 0))
+            if blocks is not None:
+                sequence.block_ids += blocks
+                return True
+            victim = self._running[-1]
+            if victim is sequence and len(self._running) == 1:
+                # Alone and still short: the request has outgrown the whole of KV memory.
+                capacity = self._pool.num_blocks * self._pool.block_size
+                self._fail(sequence, f"KV memory holds {capacity} tokens, too few for this request")
+                return False
+            self._preempt(victim)
+            preempted.append(victim)
+            if victim is sequence:
+                return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._pool.release(sequence.block_ids)
+        sequence.reset()
+        self._waiting.appendleft(sequence)
+        self._num_preemptions += 1
+
+    # ---- waiting requests
+
+    def _prefetch_adapters(self) -> None:
+        """Pin or start to load adapters of the first waiting requests, in order, while there is room."""
+        for sequence in islice(self._waiting, self._config.prefetch_depth):
+            version = sequence.adapter
+            if version is None or sequence.pinned:
+                continue
+            absent = self._residency.tier(version) is Tier.DISK
+            if not self._residency.acquire(version):
+                return  # nobody overtakes: a large adapter must not starve behind small ones
+            sequence.pinned = True
+            if absent:
+                self._loads.append(version)
+
+    def _admit(self, chunks: list[Chunk]) -> None:
+        budget = self._config.max_step_tokens - sum(len(chunk.token_ids) for chunk in chunks)
+        passed_over: list[Sequence] = []
+        while self._waiting and budget > 0 and len(self._running) < self._config.max_running:
+            sequence = self._waiting.popleft()
+            if not self._adapter_ready(sequence):
+                passed_over.append(sequence)
+                continue
+            num_tokens = self._start(sequence, budget)
+            if num_tokens == 0:
+                passed_over.append(sequence)
+                break
+            self._running.append(sequence)
+            chunks.append(self._chunk(sequence, num_tokens))
+            budget -= num_tokens
+        self._waiting.extendleft(reversed(passed_over))
+
+    def _adapter_ready(self, sequence: Sequence) -> bool:
+        if sequence.adapter is None:
+            return True
+        return sequence.pinned and self._residency.tier(sequence.adapter) is Tier.HOST
+
+    def _start(self, sequence: Sequence, budget: int) -> int:
+        """Blocks for a first chunk, on top of what the prefix cache has; 0 if memory is short."""
+        cached: list[int] = []
+        if sequence.request.params.prompt_logprobs is None:
+            cached = self._pool.match(sequence.adapter, sequence.token_ids)
+        self._pool.share(cached)
+        num_cached = len(cached) * self._pool.block_size
+        num_tokens = min(len(sequence.token_ids) - num_cached, budget)
+        blocks = self._pool.allocate(self._pool.blocks_for(num_cached + num_tokens) - len(cached))
+        if blocks is None:
+            self._pool.release(cached)
+            return 0
+        sequence.block_ids = cached + blocks
+        sequence.num_computed = num_cached
+        sequence.num_published = len(cached)
+        sequence.num_cached = num_cached
+        return num_tokens
+
+    # ---- after a step
+
+    def _accept(self, sequence: Sequence, token_id: int) -> TokenUpdate:
+        """Append a sampled token, or end the request."""
+        params = sequence.request.params
+        num_output = sequence.num_output + 1
+        stops = token_id in params.stop_token_ids or (
+            not params.ignore_eos and token_id in sequence.request.eos_token_ids
+        )
+        if stops and num_output > params.min_tokens:
+            self._drop(sequence)
+            return TokenUpdate(
+                request_id=sequence.request_id,
+                finish_reason=FinishReason.STOP,
+                stop_token_id=token_id,
+                num_cached_tokens=sequence.num_cached,
+            )
+        sequence.token_ids.append(token_id)
+        full = len(sequence.token_ids) >= self._config.max_model_len
+        finish_reason = None
+        if full or (params.max_tokens is not None and num_output >= params.max_tokens):
+            finish_reason = FinishReason.LENGTH
+            self._drop(sequence)
+        return TokenUpdate(
+            request_id=sequence.request_id,
+            token_id=token_id,
+            finish_reason=finish_reason,
+            num_cached_tokens=sequence.num_cached,
+        )
+
+    def _publish(self, sequence: Sequence) -> None:
+        num_full = sequence.num_computed // self._pool.block_size
+        if num_full > sequence.num_published:
+            self._pool.publish(
+                sequence.adapter, sequence.token_ids, sequence.block_ids, sequence.num_published, num_full
+            )
+            sequence.num_published = num_full
+
+    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
+        start, end = sequence.num_computed, sequence.num_computed + num_tokens
+        return Chunk(
+            request_id=sequence.request_id,
+            adapter=sequence.adapter,
+            start=start,
+            token_ids=sequence.token_ids[start:end],
+            block_ids=sequence.block_ids,
+            samples=end == len(sequence.token_ids),
+        )
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        self._drop(sequence)
+        self._failures.append(
+            TokenUpdate(request_id=sequence.request_id, finish_reason=FinishReason.ERROR, error=message)
+        )
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Out of every queue, all memory and pins given back."""
+        del self._sequences[sequence.request_id]
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        if sequence.adapter is not None:
+            self._residency.leave(sequence.adapter, pinned=sequence.pinned)
+            sequence.pinned = False
+
+    # ---- what it shows
+
+    def stats(self, num_steps: int) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_kv_blocks=self._pool.num_blocks,
+            num_kv_blocks_used=self._pool.num_blocks - self._pool.num_free,
+            prefix_cache_queries=self._pool.prefix_queries * self._pool.block_size,
+            prefix_cache_hits=self._pool.prefix_hits * self._pool.block_size,
+            num_preemptions=self._num_preemptions,
+            num_steps=num_steps,
+            host_adapter_bytes=self._residency.used_bytes,
+            host_adapter_budget_bytes=self._residency.budget_bytes,
+            adapters=tuple(
+                AdapterStats(
+                    version=version,
+                    tier=tier,
+                    num_bytes=num_bytes,
+                    in_flight=in_flight,
+                    hits=hits,
+                    loads=loads,
+                )
+                for version, tier, num_bytes, in_flight, hits, loads in self._residency.snapshot()
+            ),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert every invariant that ties queues, blocks and pins together. For tests, after each step."""
+        queued = [*self._waiting, *self._running]
+        assert {s.request_id for s in queued} == self._sequences.keys()
+        assert len(queued) == len(self._sequences)
+        self._pool.check_integrity(s.block_ids for s in queued)
+        for sequence in self._waiting:
+            assert not sequence.block_ids, "a waiting request holds blocks"
+        for sequence in self._running:
+            assert sequence.adapter is None or sequence.pinned, "a running request's adapter may vanish"
+            assert 0 <= sequence.num_computed < len(sequence.token_ids)
+            assert len(sequence.block_ids) >= self._pool.blocks_for(sequence.num_computed)
+        self._residency.check_integrity(
+            pins=Counter(s.adapter for s in queued if s.adapter is not None and s.pinned),
+            in_flight=Counter(s.adapter for s in queued if s.adapter is not None),
+        )

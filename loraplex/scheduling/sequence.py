@@ -1,0 +1,60 @@
+"""A request while it is in the engine."""
+
+from __future__ import annotations
+
+from loraplex.core.request import EngineRequest
+
+
+class Sequence:
+    """Mutable state of one request.
+
+        tokens   [ prompt ............ | output ...... ]
+        computed [ cached | computed ....... )            keys and values are in `block_ids`
+        published[ whole blocks .... )                    findable by other requests
+
+    `pinned`: the residency holds the adapter's weights for this sequence.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "num_published",
+        "pinned",
+        "request",
+        "token_ids",
+    )
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt = len(self.token_ids)
+        self.num_computed = 0
+        self.num_cached = 0
+        self.num_published = 0
+        self.block_ids: list[int] = []
+        self.pinned = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def adapter(self) -> str | None:
+        return self.request.adapter
+
+    @property
+    def num_remaining(self) -> int:
+        """Known tokens whose keys and values are not computed yet; 1 for a decoding sequence."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    def reset(self) -> None:
+        """Back to nothing computed; the blocks were released by the caller."""
+        self.block_ids = []
+        self.num_computed = 0
+        self.num_published = 0
