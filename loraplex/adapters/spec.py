@@ -27,12 +27,14 @@ class AdapterSpec:
 
     `version` is the content hash of config and weights. `modules` is sorted by (layer, module index).
     `num_params` counts the LoRA parameters that will be resident (A and B of every module).
+    `fingerprint` tells cheaply whether the files are still those that were hashed (adapters.fingerprint).
     """
 
     version: str
     path: Path
     modules: tuple[LoraModule, ...]
     num_params: int
+    fingerprint: str = ""
 
     @property
     def max_rank(self) -> int:

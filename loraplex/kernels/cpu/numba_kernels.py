@@ -56,7 +56,7 @@ class NumbaKernels(TorchKernels):
         self._eps_cells: dict[float, torch.Tensor] = {}
 
     def pack_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> PackedLinear:
-        if torch.backends.mkldnn.is_available():
+        if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return PackedFloat32Linear(weight_OI, bias_O)
         return TorchLinear(weight_OI, bias_O)
 

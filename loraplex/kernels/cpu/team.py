@@ -43,10 +43,9 @@ def _launcher() -> Callable[[int, Any], None]:
     parallel = _find_gomp_parallel()
     if parallel is None:
         return _run_serially
-    num_threads = torch.get_num_threads()
 
     def launch(kernel_address: int, block: Any) -> None:
-        parallel(kernel_address, block, num_threads, 0)
+        parallel(kernel_address, block, torch.get_num_threads(), 0)
 
     return launch
 

@@ -1,0 +1,39 @@
+# Two targets do everything on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: demo test check format clean
+
+demo: $(STAMP)
+	$(BIN)/loraplex demo
+
+test: $(DEV_STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(VENV)/bin/python:
+	$(PYTHON) scripts/check_python.py
+	$(PYTHON) -m venv $(VENV)
+
+# The constraints file pins torch: unpinned, the newest release would bring gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e .
+	touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@ $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

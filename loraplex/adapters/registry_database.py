@@ -1,0 +1,102 @@
+"""The SQLite file under the registry: opening it, its schema, and its failures in words.
+
+WAL mode: readers in other processes never wait for a writer, and a killed process leaves nothing half
+written. synchronous=FULL: registering is rare and one transaction takes any number of adapters, so an
+fsync each is cheap, and an adapter that was reported as loaded is still there after a power cut.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from loraplex.core.errors import StorageError
+
+SCHEMA_VERSION: Final = 1
+
+START_AFRESH: Final = (
+    "stop the servers that use it, move it away together with its -wal and -shm files, "
+    "and register the adapters again"
+)
+
+_APPLICATION_ID: Final = 0x6C6F7078  # "lopx": tells our file from any other SQLite file
+_BUSY_TIMEOUT_S: Final = 10.0
+
+_CREATE: Final = """
+CREATE TABLE adapters (
+    base_model TEXT NOT NULL,
+    name       TEXT NOT NULL,
+    version    TEXT NOT NULL,
+    path       TEXT NOT NULL,
+    spec       TEXT NOT NULL,
+    loaded_at  REAL NOT NULL,
+    PRIMARY KEY (base_model, name)
+) WITHOUT ROWID
+"""
+
+
+@contextmanager
+def translated_errors(path: Path) -> Iterator[None]:
+    """SQLite's errors as StorageError, with the fix."""
+    try:
+        yield
+    except sqlite3.Error as exc:
+        raise StorageError(_explain(exc, path)) from exc
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open or make the database and bring it to the current schema. Raises sqlite3.Error or StorageError."""
+    connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    [application_id] = connection.execute("PRAGMA application_id").fetchone()
+    [num_tables] = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    if application_id != _APPLICATION_ID and num_tables > 0:
+        raise StorageError(f"{path} is the database of another program; choose another state folder")
+    [mode] = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":
+        raise StorageError(
+            f"{path}: SQLite cannot use a write-ahead log there; put the state folder on a local disk"
+        )
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("BEGIN IMMEDIATE")  # two processes that start at once: one makes the table
+    [version] = connection.execute("PRAGMA user_version").fetchone()
+    if version > SCHEMA_VERSION:
+        raise StorageError(
+            f"{path} was written by a newer version (schema {version}, this one knows {SCHEMA_VERSION}); "
+            "upgrade, or choose another state folder"
+        )
+    if version == 0:
+        connection.execute(_CREATE)
+        connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute("COMMIT")
+    [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise StorageError(f"{path} is damaged ({verdict}); {START_AFRESH}")
+
+
+def _explain(exc: sqlite3.Error, path: Path) -> str:
+    """What went wrong and the fix, by SQLite's primary result code."""
+    code = getattr(exc, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_FULL:
+        return f"{path}: the disk is full, nothing was changed; free some space and try again"
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return f"{path} cannot be written ({exc}); make the state folder writable, or choose another"
+    if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+        return f"{path} is damaged ({exc}); {START_AFRESH}"
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return f"{path} has been locked by another process for {_BUSY_TIMEOUT_S:g} s; stop it, or try again"
+    if code == sqlite3.SQLITE_IOERR:
+        return f"{path}: the disk refused a write ({exc}), nothing was changed; check the disk and its space"
+    return f"{path}: {exc}"

@@ -1,0 +1,291 @@
+"""`loraplex adapter`: judge a checkpoint before serving it, and list the adapters of a server.
+
+Imports wait until a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from loraplex.adapters.peft_config import Finding
+    from loraplex.adapters.peft_reader import AdapterReport
+    from loraplex.core.shape import ModelShape
+
+app = typer.Typer(help="Check LoRA adapters, and list those of a server.", no_args_is_help=True)
+
+EXIT_REFUSED: Final = 1
+EXIT_USAGE: Final = 2
+
+_SERVER_TIMEOUT_S: Final = 10.0
+_LIST_COLUMNS: Final = ("name", "version", "rank", "bytes", "tier", "in_flight", "hits", "loads", "path")
+_SHOWN_VERSION_CHARS: Final = 16
+
+
+@app.command()
+def check(
+    path: Annotated[Path, typer.Argument(exists=True, help="The adapter's folder.")],
+    model: Annotated[str, typer.Option(help="The base model: a checkpoint folder or a Hugging Face id.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Tell what serving an adapter would honour, what has no effect, and all that is in the way.
+
+    Exit code 0: it can be served; 1: it is refused; 2: bad usage.
+    """
+    from loraplex.model.config import load_shape
+
+    raise typer.Exit(run_check(path, model, as_json=as_json, load_shape=load_shape))
+
+
+@app.command("list")
+def list_adapters(
+    base_url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Read this state folder instead of asking a server.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """List the adapters of a running server, or those remembered in a state folder."""
+    if state_dir is not None:
+        rows, columns = _from_state_dir(state_dir)
+    else:
+        rows, columns = _from_server(base_url, api_key), _LIST_COLUMNS
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    _print_table(rows, columns)
+
+
+def run_check(path: Path, model: str, *, as_json: bool, load_shape: Callable[[str], ModelShape]) -> int:
+    """`adapter check`, with the reading of the base model's shape handed in; returns the exit code."""
+    from rich.console import Console
+
+    from loraplex.adapters.peft_reader import inspect_adapter
+    from loraplex.core.errors import ModelError
+
+    try:
+        shape = load_shape(model)
+    except ModelError as error:
+        _fail(f"--model: {error}", EXIT_USAGE)
+    report = inspect_adapter(path, shape)
+    if as_json:
+        typer.echo(json.dumps(_report_as_json(report), indent=2))
+    else:
+        _print_report(Console(highlight=False, markup=False), report)
+    return 0 if report.spec is not None else EXIT_REFUSED
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleGroup:
+    """Layers in which one module has the same rank, scale and size; `num_bytes` is of all of them."""
+
+    module: str
+    layers: tuple[int, ...]
+    rank: int
+    scale: float
+    num_bytes: int
+
+
+def group_modules(report: AdapterReport) -> list[ModuleGroup]:
+    """The report's modules, layers that are alike together; a module's largest group comes first."""
+    from loraplex.core.modules import MODULE_INDEX
+
+    groups: dict[tuple[str, int, float, int], list[int]] = {}
+    for each in report.modules:
+        tensors = (report.tensors.get(each.a_name), report.tensors.get(each.b_name))
+        num_bytes = sum(tensor.num_bytes for tensor in tensors if tensor is not None)
+        groups.setdefault((each.module, each.rank, each.scale, num_bytes), []).append(each.layer)
+    found = [
+        ModuleGroup(
+            module=module, layers=tuple(layers), rank=rank, scale=scale, num_bytes=num_bytes * len(layers)
+        )
+        for (module, rank, scale, num_bytes), layers in groups.items()
+    ]
+    return sorted(found, key=lambda group: (MODULE_INDEX[group.module], -len(group.layers), group.layers))
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """(0, 1, 2, 5) -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _report_as_json(report: AdapterReport) -> dict[str, Any]:
+    return {
+        "path": str(report.path),
+        "servable": report.spec is not None,
+        "version": None if report.spec is None else report.spec.version,
+        "num_params": None if report.spec is None else report.spec.num_params,
+        "num_bytes": _total_bytes(report),
+        "honoured": _findings(report.honoured),
+        "no_effect": _findings(report.no_effect),
+        "refused": [
+            {"kind": type(error).__name__, "field": getattr(error, "field", None), "message": str(error)}
+            for error in report.refusals
+        ],
+        "modules": [
+            {
+                "module": group.module,
+                "layers": list(group.layers),
+                "rank": group.rank,
+                "scale": group.scale,
+                "num_bytes": group.num_bytes,
+            }
+            for group in group_modules(report)
+        ],
+    }
+
+
+def _findings(findings: Iterable[Finding]) -> list[dict[str, str]]:
+    return [{"field": each.field, "value": each.value, "reason": each.reason} for each in findings]
+
+
+def _print_report(console: Console, report: AdapterReport) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from loraplex.adapters.peft_config import OFF
+
+    console.print(_printable(str(report.path)), style="bold")
+    telling = [each for each in report.no_effect if each.reason != OFF]
+    off = [each.field for each in report.no_effect if each.reason == OFF]
+    for title, findings in (("Honoured", report.honoured), ("No effect", telling)):
+        if findings:
+            table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+            for each in findings:
+                table.add_row(*(Text(_printable(cell)) for cell in (each.field, each.value, each.reason)))
+            console.print(table)
+    if off:
+        console.print(f"Off: {', '.join(off)}")
+    if report.modules:
+        table = Table(
+            "module", "layers", title="LoRA modules", title_justify="left", box=None, pad_edge=False
+        )
+        for heading in ("rank", "scale", "bytes"):
+            table.add_column(heading, justify="right")
+        for group in group_modules(report):
+            cells = (f"{group.rank}", f"{group.scale:g}", f"{group.num_bytes:,}")
+            table.add_row(group.module, format_layers(group.layers), *cells)
+        console.print(table)
+    console.print(f"Total bytes: {_total_bytes(report):,}")
+    if report.spec is not None:
+        console.print(f"Content hash: {report.spec.version}")
+        console.print("Servable.", style="green")
+        return
+    console.print(f"Refused, for {len(report.refusals)} reason(s):", style="red")
+    for error in report.refusals:
+        console.print(f"- {_printable(str(error))}")
+
+
+def _total_bytes(report: AdapterReport) -> int:
+    return sum(tensor.num_bytes for tensor in report.tensors.values())
+
+
+def _from_state_dir(state_dir: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    from loraplex.adapters.registry import read_registry
+    from loraplex.core.errors import StorageError
+
+    try:
+        entries = read_registry(state_dir)
+    except StorageError as error:
+        _fail(str(error), EXIT_REFUSED)
+    rows = [
+        {
+            "name": entry.name,
+            "version": entry.spec.version,
+            "rank": entry.spec.max_rank,
+            "params": entry.spec.num_params,
+            "base_model": base_model,
+            "path": str(entry.spec.path),
+        }
+        for base_model, entry in entries
+    ]
+    return rows, ("name", "version", "rank", "params", "base_model", "path")
+
+
+def _from_server(base_url: str, api_key: str | None) -> list[dict[str, Any]]:
+    url = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/adapters"
+    if not url.startswith(("http://", "https://")):
+        raise typer.BadParameter("must start with http:// or https://", param_hint="--base-url")
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=_SERVER_TIMEOUT_S) as response:
+            answer = json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            _fail(_explain_status(error.code, url), EXIT_REFUSED)
+    except ValueError:
+        _fail(f"{url} did not answer with JSON; is it a loraplex server?", EXIT_REFUSED)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        _fail(
+            f"no server answers at {base_url} ({reason}); start one with `loraplex serve`, "
+            "or name another with --base-url",
+            EXIT_REFUSED,
+        )
+    rows = answer.get("data", answer.get("adapters")) if isinstance(answer, dict) else answer
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        _fail(f"{url} answered with something else than a list of adapters", EXIT_REFUSED)
+    return rows
+
+
+def _explain_status(status: int, url: str) -> str:
+    match status:
+        case 401 | 403:
+            return f"{url} wants an API key (status {status}); give it with --api-key"
+        case 404:
+            return f"{url} does not exist there; is it a loraplex server?"
+        case _:
+            return f"{url} answered with status {status}; see the server's log"
+
+
+def _print_table(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        shown = row | {"version": str(row.get("version") or "")[:_SHOWN_VERSION_CHARS]}
+        table.add_row(*(Text(_printable(_cell(shown.get(column)))) for column in columns))
+    if not table.row_count:
+        typer.echo("no adapters")
+        return
+    Console(highlight=False).print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _printable(text: str) -> str:
+    """Names come from strangers' files; a terminal must not be steered by them."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _fail(message: str, exit_code: int) -> NoReturn:
+    typer.secho(f"error: {_printable(message)}", fg=typer.colors.RED, err=True)
+    raise typer.Exit(exit_code)

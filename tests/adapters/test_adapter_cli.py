@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from adapter_factory import SHAPE, encode, lora_name, make_config, make_tensors, write_adapter
+from registry_writer import make_spec
+from typer.testing import CliRunner
+
+from loraplex.adapters.registry import AdapterRegistry
+from loraplex.cli.adapter import app, format_layers, run_check
+from loraplex.core.errors import ModelError
+from loraplex.core.shape import ModelShape
+
+
+def load_shape(model: str) -> ModelShape:
+    if model != "base":
+        raise ModelError(f"there is no model {model}")
+    return SHAPE
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_check_prints_all_about_a_servable_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_adapter(tmp_path, make_config(lora_dropout=0.1))
+    assert run_check(tmp_path, "base", as_json=False, load_shape=load_shape) == 0
+    output = capsys.readouterr().out
+    for text in (
+        "lora_alpha",
+        "dropout is off",
+        "q_proj",
+        "0-3",
+        "Total bytes: 7,168",
+        "Content hash: ",
+        "Servable.",
+    ):
+        assert text in output
+
+
+def test_check_prints_every_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_adapter(tmp_path, make_config(use_dora=True, r=8, **{"[bold]\x1b[2J": 1}))
+    assert run_check(tmp_path, "base", as_json=False, load_shape=load_shape) == 1
+    output = capsys.readouterr().out
+    for text in ("Refused, for 3 reason(s)", "use_dora", "has rank 4", "[bold]"):
+        assert text in output.replace("\n", " ")
+    assert "\x1b[2J" not in output
+
+
+def test_check_as_json_groups_layers_that_are_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import numpy as np
+
+    tensors = make_tensors()
+    for side, size in (("A", (2, 32)), ("B", (32, 2))):
+        tensors[lora_name(1, "q_proj", side)] = encode(np.ones(size), "F16")
+    write_adapter(tmp_path, make_config(rank_pattern={"layers.1.self_attn.q_proj": 2}), tensors)
+    assert run_check(tmp_path, "base", as_json=True, load_shape=load_shape) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["servable"]
+    assert len(report["version"]) == 64
+    assert report["refused"] == []
+    assert report["modules"] == [
+        {"module": "q_proj", "layers": [0, 2, 3], "rank": 4, "scale": 2.0, "num_bytes": 3 * 1024},
+        {"module": "q_proj", "layers": [1], "rank": 2, "scale": 4.0, "num_bytes": 256},
+        {"module": "v_proj", "layers": [0, 1, 2, 3], "rank": 4, "scale": 2.0, "num_bytes": 4 * 768},
+    ]
+    assert report["num_bytes"] == sum(group["num_bytes"] for group in report["modules"])
+
+
+def test_check_as_json_names_the_refused_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_adapter(tmp_path, make_config(use_dora=True, bias="all"))
+    assert run_check(tmp_path, "base", as_json=True, load_shape=load_shape) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["servable"]
+    assert report["version"] is None
+    assert [(each["kind"], each["field"]) for each in report["refused"]] == [
+        ("AdapterFormatError", "bias"),
+        ("AdapterFormatError", "use_dora"),
+    ]
+
+
+def test_check_with_an_unknown_model_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught:
+        run_check(tmp_path, "nothing", as_json=False, load_shape=load_shape)
+    assert caught.value.exit_code == 2
+    assert "there is no model nothing" in capsys.readouterr().err
+
+
+def test_check_without_model_or_folder_is_a_usage_error(tmp_path: Path) -> None:
+    assert run("check", str(tmp_path)).exit_code == 2
+    assert run("check", str(tmp_path / "none"), "--model", "base").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"), [((), ""), ((3,), "3"), ((0, 1, 2, 5), "0-2, 5"), ((0, 2, 4, 5), "0, 2, 4-5")]
+)
+def test_layers_are_shown_as_ranges(layers: tuple[int, ...], text: str) -> None:
+    assert format_layers(layers) == text
+
+
+@contextmanager
+def serving(status: int, body: bytes) -> Iterator[tuple[str, list[str | None]]]:
+    """A server that gives one answer to all; yields its URL and the Authorization headers it got."""
+    seen: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers["Authorization"])
+            self.send_response(status if self.path == "/v1/adapters" else 500)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+ROW = {
+    "name": "sql",
+    "version": "c0ffee" * 10,
+    "rank": 16,
+    "bytes": 3_400_000,
+    "tier": "host",
+    "in_flight": 2,
+    "hits": 7,
+    "loads": 1,
+    "path": "/a/sql",
+}
+
+
+def test_list_shows_the_adapters_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    with serving(200, json.dumps({"object": "list", "data": [ROW]}).encode()) as (url, seen):
+        result = run("list", "--base-url", url, "--api-key", "k")
+        as_json = run("list", "--base-url", f"{url}/v1/", "--json")
+    assert result.exit_code == 0
+    assert seen == ["Bearer k", None]
+    for text in ("sql", "c0ffeec0ffeec0ff", "3,400,000", "host", "/a/sql"):
+        assert text in result.output
+    assert json.loads(as_json.output) == [ROW]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (401, b"", "wants an API key (status 401); give it with --api-key"),
+        (404, b"", "is it a loraplex server?"),
+        (503, b"", "answered with status 503"),
+        (200, b"<html>", "did not answer with JSON"),
+        (200, b'{"data": 3}', "something else than a list of adapters"),
+    ],
+)
+def test_list_explains_a_server_that_does_not_answer_well(status: int, body: bytes, message: str) -> None:
+    with serving(status, body) as (url, _):
+        result = run("list", "--base-url", url)
+    assert result.exit_code == 1
+    assert message in result.stderr
+
+
+def test_list_explains_how_to_start_a_server() -> None:
+    with serving(200, b"[]") as (url, _):
+        pass
+    result = run("list", "--base-url", url)
+    assert result.exit_code == 1
+    assert "start one with `loraplex serve`" in result.stderr
+    assert run("list", "--base-url", "ftp://x").exit_code == 2
+
+
+def test_list_reads_a_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    with closing(AdapterRegistry(tmp_path, "base")) as registry:
+        registry.put("sql", make_spec("v1"))
+    result = run("list", "--state-dir", str(tmp_path))
+    assert result.exit_code == 0
+    for text in ("sql", "v1", "base", "/adapters/v1"):
+        assert text in result.output
+
+
+def test_list_explains_a_folder_without_registry(tmp_path: Path) -> None:
+    result = run("list", "--state-dir", str(tmp_path))
+    assert result.exit_code == 1
+    assert "no registry.sqlite3" in result.stderr
+
+
+def test_list_of_nothing_says_so() -> None:
+    with serving(200, b'{"data": []}') as (url, _):
+        assert "no adapters" in run("list", "--base-url", url).output

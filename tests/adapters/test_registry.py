@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import registry_writer
+from adapter_factory import SHAPE, write_adapter
+from registry_writer import BASE_MODEL, make_spec
+
+import loraplex
+from loraplex.adapters.fingerprint import files_unchanged
+from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.registry import DATABASE_FILE, AdapterRegistry, base_model_key, read_registry
+from loraplex.core.errors import InvalidRequestError, StorageError
+
+NOBODY_UID = 65534
+
+
+@contextmanager
+def opened(state_dir: Path, base_model: str = BASE_MODEL) -> Iterator[AdapterRegistry]:
+    with closing(AdapterRegistry(state_dir, base_model, wall_clock_s=lambda: 1000.0)) as registry:
+        yield registry
+
+
+def start_writer(state_dir: Path, *, max_file_bytes: int = 0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, registry_writer.__file__, str(state_dir), str(max_file_bytes)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(loraplex.__file__).parents[1])},
+    )
+
+
+def test_entries_survive_a_restart(tmp_path: Path) -> None:
+    spec = make_spec("v1")
+    with opened(tmp_path / "state") as registry:
+        registry.put("a", spec)
+    with opened(tmp_path / "state") as registry:
+        entry = registry.get("a")
+        assert entry is not None
+        assert (entry.name, entry.spec, entry.loaded_at_s) == ("a", spec, 1000.0)
+        assert registry.all() == [entry]
+        assert registry.get("b") is None
+
+
+def test_a_real_spec_comes_back_equal_and_is_known_to_be_unchanged(tmp_path: Path) -> None:
+    spec = read_adapter(write_adapter(tmp_path / "a"), SHAPE)
+    with opened(tmp_path) as registry:
+        registry.put("a", spec)
+        entry = registry.get("a")
+    assert entry is not None
+    assert entry.spec == spec
+    assert files_unchanged(entry.spec)
+
+
+def test_put_moves_a_name_to_a_new_version(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put_many([("b", make_spec("v1")), ("a", make_spec("v1"))])
+        registry.put("a", make_spec("v2"))
+        assert [(entry.name, entry.spec.version) for entry in registry.all()] == [("a", "v2"), ("b", "v1")]
+
+
+def test_remove_forgets_a_name(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put("a", make_spec("v1"))
+        assert registry.remove("a")
+        assert not registry.remove("a")
+        assert registry.names() == []
+
+
+def test_one_bad_name_leaves_out_all(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        with pytest.raises(InvalidRequestError):
+            registry.put_many([("a", make_spec("v1")), ("b/c", make_spec("v1"))])
+        assert registry.names() == []
+
+
+def test_base_models_are_kept_apart(tmp_path: Path) -> None:
+    with opened(tmp_path, "one") as one, opened(tmp_path, "two") as two:
+        one.put("a", make_spec("v1"))
+        two.put("a", make_spec("v2"))
+        two.put("b", make_spec("v2"))
+        assert one.names() == ["a"]
+        entry = one.get("a")
+        assert entry is not None
+        assert entry.spec.version == "v1"
+        assert [(base, entry.name) for base, entry in read_registry(tmp_path)] == [
+            ("one", "a"),
+            ("two", "a"),
+            ("two", "b"),
+        ]
+
+
+def test_the_base_model_key_depends_on_the_shape() -> None:
+    from dataclasses import replace
+
+    assert base_model_key("m", SHAPE) == base_model_key("m", replace(SHAPE))
+    assert base_model_key("m", SHAPE) != base_model_key("m", replace(SHAPE, num_layers=5))
+
+
+def test_two_connections_see_each_other(tmp_path: Path) -> None:
+    with opened(tmp_path) as one, opened(tmp_path) as two:
+        one.put("a", make_spec("v1"))
+        assert two.names() == ["a"]
+        two.put("a", make_spec("v2"))
+        entry = one.get("a")
+        assert entry is not None
+        assert entry.spec.version == "v2"
+
+
+def test_what_a_killed_process_committed_is_there_and_nothing_is_half_written(tmp_path: Path) -> None:
+    with start_writer(tmp_path) as writer, opened(tmp_path) as reader:
+        assert writer.stdout is not None
+        try:
+            for _ in range(40):
+                last = int(writer.stdout.readline())
+                assert f"a{last}-0" in reader.names()  # a second process, while the first one writes
+        finally:
+            writer.kill()
+    with opened(tmp_path) as registry:
+        names = set(registry.names())
+        assert {f"a{number}-{part}" for number in range(last + 1) for part in range(3)} <= names
+        assert len(names) % 3 == 0
+        assert len(registry.all()) == len(names)
+        registry.put("after", make_spec("v"))
+
+
+def test_a_file_size_limit_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put("before", make_spec("v"))
+    with start_writer(tmp_path, max_file_bytes=200_000) as writer:
+        output, _ = writer.communicate(timeout=60)
+    assert writer.returncode == 0
+    *committed, failure = output.splitlines()
+    assert failure.startswith("StorageError")
+    assert "nothing was changed" in failure
+    with opened(tmp_path) as registry:
+        assert len(registry.names()) == 1 + 3 * len(committed)
+        registry.put("after", make_spec("v"))
+
+
+def test_a_full_disk_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put("before", make_spec("v"))
+        [num_pages] = registry._connection.execute("PRAGMA page_count").fetchone()
+        registry._connection.execute(f"PRAGMA max_page_count = {num_pages + 2}")
+        with pytest.raises(StorageError, match="the disk is full, nothing was changed"):
+            registry.put_many([(f"a{n}", make_spec("v", num_layers=64)) for n in range(50)])
+        assert registry.names() == ["before"]
+        registry.put("small", make_spec("v"))
+        assert registry.names() == ["before", "small"]
+
+
+@contextmanager
+def without_privileges() -> Iterator[None]:
+    """Root may write anywhere; drop to nobody while the body runs."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY_UID)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Unlike tmp_path, one that every user may enter."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_explained(open_folder: Path) -> None:
+    open_folder.chmod(0o555)
+    with without_privileges():
+        with pytest.raises(StorageError, match=r"cannot be written.*make the state folder writable"):
+            AdapterRegistry(open_folder, BASE_MODEL)
+        with pytest.raises(StorageError, match="cannot be made: Permission denied"):
+            AdapterRegistry(open_folder / "sub", BASE_MODEL)
+
+
+def test_a_database_that_cannot_be_written_is_explained(open_folder: Path) -> None:
+    with opened(open_folder) as registry:
+        registry.put("a", make_spec("v"))
+    (open_folder / DATABASE_FILE).chmod(0o444)
+    open_folder.chmod(0o555)
+    with without_privileges(), pytest.raises(StorageError, match="cannot be written"):
+        AdapterRegistry(open_folder, BASE_MODEL)
+
+
+def test_a_state_folder_that_is_a_file_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("")
+    with pytest.raises(StorageError, match="cannot be made"):
+        AdapterRegistry(tmp_path / "state", BASE_MODEL)
+
+
+def test_a_file_that_is_no_database_is_explained(tmp_path: Path) -> None:
+    (tmp_path / DATABASE_FILE).write_bytes(b"not a database, but long enough to be read as one" * 100)
+    with pytest.raises(StorageError, match=r"is damaged .*move it away together with its -wal"):
+        AdapterRegistry(tmp_path, BASE_MODEL)
+
+
+def test_a_damaged_database_is_found_when_it_is_opened(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put_many([(f"a{n}", make_spec("v")) for n in range(200)])
+    with (tmp_path / DATABASE_FILE).open("r+b") as file:
+        file.seek(4096 * 3)
+        file.write(b"\xa5" * 8192)
+    with pytest.raises(StorageError, match="is damaged"):
+        AdapterRegistry(tmp_path, BASE_MODEL)
+
+
+def test_a_damaged_entry_is_explained(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put("a", make_spec("v"))
+        registry._connection.execute("UPDATE adapters SET spec = '{}'")
+        with pytest.raises(StorageError, match="the entry of adapter 'a' is damaged"):
+            registry.all()
+
+
+def test_the_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry._connection.execute("PRAGMA user_version = 7")
+    with pytest.raises(StorageError, match=r"newer version \(schema 7, this one knows 1\)"):
+        AdapterRegistry(tmp_path, BASE_MODEL)
+
+
+def test_the_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / DATABASE_FILE)) as connection:
+        connection.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(StorageError, match="database of another program"):
+        AdapterRegistry(tmp_path, BASE_MODEL)
+
+
+def test_a_folder_without_registry_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="is it the state folder of a server"):
+        read_registry(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,145 @@
+"""Whatever comes in whatever order: every request gets the text it would have had alone.
+
+Random arrivals, lengths, adapters, cancels and memory sizes; the books are checked after every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from driving import Finished, run_to_end, step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import save_adapter, save_model
+
+from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
+from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.core import Engine
+from loraplex.model.config import load_config
+
+TOKEN_BYTES = 2 * 2 * 32 * 4  # K and V, two layers, two heads of sixteen, float32
+RANKS = (1, 3, 8, 16)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request and the step it arrives at; `cancel_after` steps later it is cancelled, if not None."""
+
+    at_step: int
+    prompt_seed: int
+    num_prompt: int
+    num_output: int
+    adapter: int | None
+    sampled: bool
+    cancel_after: int | None
+
+
+arrivals = st.builds(
+    Arrival,
+    at_step=st.integers(0, 25),
+    prompt_seed=st.integers(0, 3),  # few, so that prefixes repeat
+    num_prompt=st.integers(1, 60),
+    num_output=st.integers(1, 25),
+    adapter=st.sampled_from([None, 0, 1, 2, 3]),
+    sampled=st.booleans(),
+    cancel_after=st.none() | st.none() | st.integers(0, 15),
+)
+
+
+@lru_cache(maxsize=1)
+def checkpoint() -> tuple[Path, tuple[AdapterSpec, ...]]:
+    root = Path(mkdtemp(prefix="loraplex-properties-"))
+    model = save_model(root / "base", num_hidden_layers=2, eos_token_id=None)
+    shape = load_config(root / "base").shape
+    specs = []
+    for rank in RANKS:
+        save_adapter(root / f"r{rank}", model, rank=rank, seed=rank)
+        specs.append(read_adapter(root / f"r{rank}", shape))
+    return root / "base", tuple(specs)
+
+
+def build(**options: int) -> Engine:
+    folder, specs = checkpoint()
+    engine = build_core(EngineOptions(model=str(folder), block_size=4, **options))
+    for spec in specs:
+        engine.add_adapter(spec)
+    return engine
+
+
+@lru_cache(maxsize=1)
+def roomy_engine() -> Engine:
+    return build(kv_memory_bytes=2000 * TOKEN_BYTES)
+
+
+def request_of(request_id: str, arrival: Arrival) -> EngineRequest:
+    adapter = None if arrival.adapter is None else checkpoint()[1][arrival.adapter].version
+    seed = arrival.prompt_seed
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=[(seed + index * (3 + seed)) % 256 for index in range(arrival.num_prompt)],
+        params=SamplingParams(
+            max_tokens=arrival.num_output, temperature=1.0 if arrival.sampled else 0.0, seed=5
+        ),
+        adapter=adapter,
+    )
+
+
+@lru_cache(maxsize=4096)
+def text_alone(arrival: Arrival) -> tuple[int, ...]:
+    engine = roomy_engine()
+    engine.add_request(request_of("alone", arrival))
+    return tuple(run_to_end(engine)["alone"].token_ids)
+
+
+@settings(max_examples=60)
+@given(
+    requests=st.lists(arrivals, min_size=1, max_size=10),
+    num_blocks=st.integers(22, 60),
+    max_step_tokens=st.integers(3, 80),
+    max_running=st.integers(1, 8),
+    host_adapters=st.integers(1, 4),
+)
+def test_every_request_gets_the_text_it_would_have_had_alone(
+    requests: list[Arrival], num_blocks: int, max_step_tokens: int, max_running: int, host_adapters: int
+) -> None:
+    largest = max(adapter.num_bytes for adapter in roomy_engine().stats().adapters)
+    engine = build(
+        kv_memory_bytes=num_blocks * 4 * TOKEN_BYTES,
+        host_adapter_memory_bytes=largest * host_adapters,
+        max_step_tokens=max_step_tokens,
+        max_running=max_running,
+    )
+    done = drive(engine, requests)
+    assert engine.stats().num_kv_blocks_used == 0
+    assert all(adapter.in_flight == 0 for adapter in engine.stats().adapters)
+    engine.close()
+    for index, arrival in enumerate(requests):
+        found = done.get(str(index), Finished())
+        expected = text_alone(arrival)
+        if found.finish_reason is None:
+            assert arrival.cancel_after is not None, "a request was lost"
+            assert tuple(found.token_ids) == expected[: len(found.token_ids)]
+        else:
+            assert tuple(found.token_ids) == expected
+
+
+def drive(engine: Engine, requests: list[Arrival]) -> dict[str, Finished]:
+    done: dict[str, Finished] = {}
+    last = max(arrival.at_step + (arrival.cancel_after or 0) for arrival in requests)
+    for now in range(20_000):
+        for index, arrival in enumerate(requests):
+            if arrival.at_step == now:
+                engine.add_request(request_of(str(index), arrival))
+            if arrival.cancel_after is not None and arrival.at_step + arrival.cancel_after == now:
+                engine.cancel(str(index))
+        if engine.has_work():
+            step(engine, done)
+        elif now > last:
+            return done
+    raise AssertionError("the engine does not come to an end")

@@ -1,0 +1,320 @@
+"""Scheduling decisions, one claim a test. No model: tokens are made up by the test."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex.adapters.residency import Residency
+from loraplex.core.errors import CapacityError, InvalidRequestError, UnknownModelError
+from loraplex.core.request import EngineRequest, FinishReason
+from loraplex.core.sampling import SamplingParams
+from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.plan import StepPlan, TokenUpdate
+from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+
+EOS = 2
+
+
+class Bench:
+    """A scheduler with small memory, and the few moves the tests make."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 16,
+        budget_bytes: int = 100,
+        max_step_tokens: int = 32,
+        max_running: int = 8,
+        max_model_len: int = 64,
+    ) -> None:
+        self.residency = Residency(budget_bytes)
+        config = SchedulerConfig(
+            max_model_len=max_model_len, max_step_tokens=max_step_tokens, max_running=max_running
+        )
+        self.scheduler = Scheduler(config, BlockPool(num_blocks, 4), self.residency)
+
+    def add(self, request_id: str, num_prompt: int = 5, adapter: str | None = None, **params: object) -> None:
+        # Prompts of different requests share no prefix, unless a test gives its own tokens.
+        tokens = [1000 * (ord(request_id[0]) + 1) + index for index in range(num_prompt)]
+        self.add_tokens(request_id, tokens, adapter, **params)
+
+    def add_tokens(
+        self, request_id: str, tokens: list[int], adapter: str | None = None, **params: object
+    ) -> None:
+        self.scheduler.add(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=tokens,
+                params=SamplingParams(**{"max_tokens": 20, **params}),  # type: ignore[arg-type]
+                adapter=adapter,
+                eos_token_ids=(EOS,),
+            )
+        )
+
+    def schedule(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        return plan
+
+    def run(self, plan: StepPlan, token: int = 7) -> list[TokenUpdate]:
+        sampled = {chunk.request_id: token for chunk in plan.chunks if chunk.samples}
+        updates = self.scheduler.update(plan, sampled)
+        self.scheduler.check_integrity()
+        return updates
+
+    def step(self, token: int = 7) -> tuple[StepPlan, list[TokenUpdate]]:
+        plan = self.schedule()
+        return plan, self.run(plan, token)
+
+
+def sizes(plan: StepPlan) -> dict[str, int]:
+    return {chunk.request_id: len(chunk.token_ids) for chunk in plan.chunks}
+
+
+def test_decodes_and_prompts_share_a_step() -> None:
+    bench = Bench()
+    bench.add("a", 5)
+    bench.step()
+    bench.add("b", 6)
+    plan, _ = bench.step()
+    assert sizes(plan) == {"a": 1, "b": 6}
+
+
+def test_a_long_prompt_is_cut_to_the_token_budget_and_decodes_go_first() -> None:
+    bench = Bench(max_step_tokens=8)
+    bench.add("a", 3)
+    bench.step()
+    bench.add("b", 20)
+    chunks = []
+    for _ in range(3):
+        plan, updates = bench.step()
+        chunks.append(sizes(plan))
+    assert chunks == [{"a": 1, "b": 7}, {"a": 1, "b": 7}, {"a": 1, "b": 6}]
+    assert [update.request_id for update in updates] == ["a", "b"]
+
+
+def test_only_the_last_chunk_of_a_prompt_samples() -> None:
+    bench = Bench(max_step_tokens=8)
+    bench.add("a", 12)
+    plan, updates = bench.step()
+    assert not plan.chunks[0].samples
+    assert updates == []
+    plan, updates = bench.step()
+    assert plan.chunks[0].samples
+    assert updates[0].token_id == 7
+
+
+def test_requests_run_in_order_of_arrival_up_to_the_limit() -> None:
+    bench = Bench(max_running=2)
+    for name in "abc":
+        bench.add(name, 3)
+    plan, _ = bench.step()
+    assert list(sizes(plan)) == ["a", "b"]
+
+
+def test_max_tokens_ends_with_length() -> None:
+    bench = Bench()
+    bench.add("a", 3, max_tokens=2)
+    assert bench.step()[1][0].finish_reason is None
+    assert bench.step()[1][0].finish_reason is FinishReason.LENGTH
+    assert not bench.scheduler.has_work()
+
+
+def test_the_context_length_ends_with_length() -> None:
+    bench = Bench(max_model_len=6)
+    bench.add("a", 4)
+    bench.step()
+    assert bench.step()[1][0].finish_reason is FinishReason.LENGTH
+
+
+def test_an_end_token_stops_and_is_not_part_of_the_output() -> None:
+    bench = Bench()
+    bench.add("a", 3)
+    (update,) = bench.step(EOS)[1]
+    assert (update.token_id, update.finish_reason, update.stop_token_id) == (None, FinishReason.STOP, EOS)
+
+
+def test_ignore_eos_goes_on() -> None:
+    bench = Bench()
+    bench.add("a", 3, ignore_eos=True)
+    (update,) = bench.step(EOS)[1]
+    assert (update.token_id, update.finish_reason) == (EOS, None)
+
+
+def test_stop_token_ids_stop_even_when_eos_is_ignored() -> None:
+    bench = Bench()
+    bench.add("a", 3, ignore_eos=True, stop_token_ids=(7,))
+    assert bench.step(7)[1][0].finish_reason is FinishReason.STOP
+
+
+def test_memory_pressure_preempts_the_youngest_and_it_resumes() -> None:
+    bench = Bench(num_blocks=4)  # 16 tokens
+    bench.add("a", 7)
+    bench.add("b", 7)
+    preempted = []
+    for _ in range(3):
+        plan, _ = bench.step()
+        preempted += plan.preempted
+    assert preempted == ["b"]
+    bench.scheduler.cancel("a")
+    plan, _ = bench.step()
+    assert plan.chunks[0].request_id == "b"
+    assert plan.chunks[0].end == 9  # the prompt and its output so far are computed again
+
+
+def test_the_preempted_request_comes_before_those_that_wait() -> None:
+    bench = Bench(num_blocks=4, max_running=2)
+    for name in "abc":
+        bench.add(name, 7)
+    while not bench.step()[0].preempted:
+        pass
+    bench.scheduler.cancel("a")
+    assert list(sizes(bench.schedule())) == ["b"]
+
+
+def test_a_request_that_outgrows_all_memory_fails_with_the_reason() -> None:
+    bench = Bench(num_blocks=2)
+    bench.add("a", 7, max_tokens=30)
+    updates: list[TokenUpdate] = []
+    while bench.scheduler.has_work():
+        updates += bench.step()[1]
+    assert updates[-1].finish_reason is FinishReason.ERROR
+    assert "KV memory holds 8 tokens" in str(updates[-1].error)
+
+
+def test_a_repeated_prompt_is_computed_from_where_it_differs() -> None:
+    bench = Bench()
+    tokens = list(range(10, 22))
+    bench.add_tokens("a", tokens, max_tokens=1)
+    bench.step()
+    bench.add_tokens("b", [*tokens[:9], 99, 98, 97])
+    plan, updates = bench.step()
+    assert plan.chunks[0].start == 8
+    assert updates[0].num_cached_tokens == 8
+
+
+def test_prompt_logprobs_compute_the_whole_prompt() -> None:
+    bench = Bench()
+    tokens = list(range(10, 22))
+    bench.add_tokens("a", tokens, max_tokens=1)
+    bench.step()
+    bench.add_tokens("b", tokens, prompt_logprobs=0)
+    assert bench.schedule().chunks[0].start == 0
+
+
+def test_a_request_waits_for_its_adapter_and_others_pass_it() -> None:
+    bench = Bench()
+    bench.residency.add("x", 10)
+    bench.add("a", 3, "x")
+    bench.add("b", 3)
+    plan, _ = bench.step()
+    assert plan.adapter_loads == ("x",)
+    assert list(sizes(plan)) == ["b"]
+    bench.scheduler.adapter_loaded("x")
+    assert list(sizes(bench.step()[0])) == ["b", "a"]
+
+
+def test_an_adapter_is_loaded_once_for_all_who_wait() -> None:
+    bench = Bench()
+    bench.residency.add("x", 10)
+    bench.add("a", 3, "x")
+    bench.add("b", 3, "x")
+    assert bench.step()[0].adapter_loads == ("x",)
+    assert bench.step()[0].adapter_loads == ()
+
+
+def test_a_failed_load_fails_its_requests_and_no_other() -> None:
+    bench = Bench()
+    bench.residency.add("x", 10)
+    bench.add("a", 3, "x")
+    bench.add("b", 3)
+    bench.step()
+    bench.scheduler.adapter_failed("x", "file is gone")
+    _, updates = bench.step()
+    assert {u.request_id: u.error for u in updates} == {"a": "file is gone", "b": None}
+
+
+def test_running_adapters_stay_and_idle_ones_go_oldest_first() -> None:
+    bench = Bench(budget_bytes=30)
+    for name in "xyz":
+        bench.residency.add(name, 10)
+        bench.add(name, 3, name, max_tokens=1 if name != "x" else 20)
+    bench.step()
+    for name in "xyz":
+        bench.scheduler.adapter_loaded(name)
+    bench.step()  # y and z end, x runs on
+    bench.residency.add("w", 10)
+    bench.add("w", 3, "w")
+    plan, _ = bench.step()
+    assert plan.adapter_evictions == ("y",)
+    assert plan.adapter_loads == ("w",)
+
+
+def test_adapters_beyond_the_budget_are_served_in_turn() -> None:
+    bench = Bench(budget_bytes=20)
+    for name in "abcdef":
+        bench.residency.add(name, 10)
+        bench.add(name, 3, name, max_tokens=2)
+    done = []
+    for _ in range(40):
+        plan, updates = bench.step()
+        for version in plan.adapter_loads:
+            bench.scheduler.adapter_loaded(version)
+        done += [update.request_id for update in updates if update.finish_reason]
+    assert done == list("abcdef")
+
+
+def test_cancel_frees_blocks_and_pins_in_every_state() -> None:
+    bench = Bench()
+    bench.residency.add("x", 10)
+    bench.add("a", 9, "x")
+    bench.schedule()
+    bench.scheduler.cancel("a")  # while its adapter loads
+    bench.scheduler.adapter_loaded("x")
+    bench.add("b", 9, "x")
+    plan = bench.schedule()
+    bench.scheduler.cancel("b")  # between schedule and update
+    assert bench.run(plan) == []
+    assert not bench.scheduler.has_work()
+    assert bench.scheduler.stats(0).num_kv_blocks_used == 0
+
+
+def test_unload_drains_then_frees() -> None:
+    bench = Bench()
+    bench.residency.add("x", 10)
+    bench.add("a", 3, "x", max_tokens=3)
+    bench.step()
+    bench.scheduler.adapter_loaded("x")
+    bench.step()
+    bench.scheduler.remove_adapter("x")
+    assert bench.residency.take_removed() == []
+    with pytest.raises(UnknownModelError):
+        bench.add("b", 3, "x")
+    while bench.scheduler.has_work():
+        bench.step()
+    assert bench.residency.take_removed() == ["x"]
+    assert bench.residency.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_blocks", "error", "message"),
+    [
+        (0, 16, InvalidRequestError, "empty"),
+        (64, 16, InvalidRequestError, "64 tokens"),
+        (20, 4, CapacityError, "--kv-memory"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(
+    num_prompt: int, num_blocks: int, error: type[Exception], message: str
+) -> None:
+    bench = Bench(num_blocks=num_blocks)
+    with pytest.raises(error, match=message):
+        bench.add("a", num_prompt)
+    assert not bench.scheduler.has_work()
+
+
+def test_a_request_id_in_use_is_refused() -> None:
+    bench = Bench()
+    bench.add("a")
+    with pytest.raises(InvalidRequestError, match="in use"):
+        bench.add("a")
