@@ -1,3 +1,28 @@
-"""loraplex: many LoRA adapters on one base LLM, at the price of the base model."""
+"""loraplex: many LoRA adapters on one base LLM, at the price of the base model.
+
+    from loraplex import LLM, SamplingParams
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loraplex.core.sampling import SamplingParams
+    from loraplex.engine.llm import LLM
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and the engine only when somebody asks for them."""
+    if name == "LLM":
+        from loraplex.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from loraplex.core.sampling import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -66,7 +66,10 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
     decoder = _load_decoder(folder, config, dtype, kernels, max_model_len, report)
     executor = TorchExecutor(
         decoder=decoder,
-        caches=_allocate_caches(config, pool, dtype),
+        caches=[
+            KVCache.zeros(config.shape, pool.num_blocks, pool.block_size, dtype)
+            for _ in range(config.shape.num_layers)
+        ],
         builder=BatchBuilder(kernels, options.block_size),
         dtype=dtype,
     )
@@ -161,16 +164,6 @@ def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype
             f"to at least {wanted * token_bytes:,} bytes or lower --max-model-len"
         )
     return BlockPool(num_blocks, options.block_size), wanted
-
-
-def _allocate_caches(config: ModelConfig, pool: BlockPool, dtype: torch.dtype) -> list[KVCache]:
-    shape = config.shape
-    size = (pool.num_blocks, shape.num_kv_heads, pool.block_size, shape.head_dim)
-    # Zeros, not empty: attention multiplies unused slots of gathered pages by zero, never by NaN.
-    return [
-        KVCache(k=torch.zeros(size, dtype=dtype), v=torch.zeros(size, dtype=dtype))
-        for _ in range(shape.num_layers)
-    ]
 
 
 def _available_bytes() -> int:

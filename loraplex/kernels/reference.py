@@ -51,7 +51,7 @@ class TorchKernels:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> None:
-        num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+        num_kv_heads, block_size, head_dim = v_cache.shape[1:]
         heads_TND = qkv_TO.view(qkv_TO.shape[0], -1, head_dim)
         num_rotated = heads_TND.shape[1] - num_kv_heads
         cos, sin = cos_sin_PD[batch.positions_T].to(qkv_TO.dtype)[:, None].chunk(2, dim=-1)
@@ -65,7 +65,7 @@ class TorchKernels:
     def attention(
         self, qkv_TO: torch.Tensor, batch: KernelBatch, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        num_kv_heads, _, head_dim = k_cache.shape[1:]
+        num_kv_heads, _, head_dim = v_cache.shape[1:]
         q_size = qkv_TO.shape[1] - 2 * num_kv_heads * head_dim
         out_TO = torch.empty(qkv_TO.shape[0], q_size, dtype=qkv_TO.dtype, device=qkv_TO.device)
         self._decode_attention(qkv_TO, batch, k_cache, v_cache, out_TO)
@@ -112,7 +112,7 @@ def _prefill_attention(
     out_TO: torch.Tensor,
 ) -> None:
     """Attention of one sequence's new rows over its whole context."""
-    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    num_kv_heads, block_size, head_dim = v_cache.shape[1:]
     num_new = span.end - span.start
     q_NQD = qkv_TO[span.start : span.end, : out_TO.shape[1]].view(num_new, -1, head_dim).transpose(0, 1)
     if span.context_len == num_new:

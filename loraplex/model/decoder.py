@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loraplex.core.shape import ModelShape
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.interface import Kernels, PackedLinear
 from loraplex.model.config import ModelConfig
@@ -19,6 +20,11 @@ class KVCache:
 
     k: torch.Tensor
     v: torch.Tensor
+
+    @classmethod
+    def zeros(cls, shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
+        size = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+        return cls(k=torch.zeros(size, dtype=dtype), v=torch.zeros(size, dtype=dtype))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from loraplex.kernels.lora import LoraGroup, LoraPart, LoraSegment, LoraWeights,
 from loraplex.kernels.reference import TorchKernels
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, NUM_BLOCKS = 24, 6, 2, 8, 30
+CACHE = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
 GROUP_SIZES = {"qkv": (40, (24, 16, 16)), "o": (24, (40,)), "gate_up": (40, (56, 56)), "down": (56, (40,))}
 NUMBA, TORCH = NumbaKernels(HEAD_DIM), TorchKernels()
 
@@ -32,7 +33,11 @@ def generator() -> torch.Generator:
 
 
 def batch_of(
-    num_rows: int, *, contexts: list[int] | None = None, segments: list[LoraSegment] | None = None, kernels=TORCH
+    num_rows: int,
+    *,
+    contexts: list[int] | None = None,
+    segments: list[LoraSegment] | None = None,
+    kernels=TORCH,
 ) -> KernelBatch:
     """A batch of decode rows; every row has a block table of its own."""
     contexts = contexts or [1] * num_rows
@@ -86,32 +91,32 @@ def test_rope_and_cache_equals_torch(generator: torch.Generator) -> None:
     size = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     qkv, table = torch.randn(5, size, generator=generator), torch.randn(64, HEAD_DIM, generator=generator)
     batch = batch_of(5, contexts=[1, 9, 17, 30, 8])
-    caches = [torch.zeros(4, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM) for _ in range(2)]
+    found_k, found_v = torch.zeros(CACHE), torch.zeros(CACHE)
+    expected_k, expected_v = torch.zeros(CACHE), torch.zeros(CACHE)
     expected = qkv.clone()
-    NUMBA.rope_and_cache(qkv, table, batch, caches[0][0], caches[0][1])
-    TORCH.rope_and_cache(expected, table, batch, caches[1][0], caches[1][1])
+    NUMBA.rope_and_cache(qkv, table, batch, found_k, found_v)
+    TORCH.rope_and_cache(expected, table, batch, expected_k, expected_v)
     torch.testing.assert_close(qkv, expected)
-    torch.testing.assert_close(caches[0], caches[1])
+    torch.testing.assert_close(found_k, expected_k)
+    torch.testing.assert_close(found_v, expected_v)
 
 
 @pytest.mark.parametrize("contexts", [[1], [8], [9, 1, 64, 33, 40], [50] * 20])
 def test_decode_attention_equals_torch(generator: torch.Generator, contexts: list[int]) -> None:
     size = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     qkv = 3 * torch.randn(len(contexts), size, generator=generator)
-    k, v = (
-        3 * torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, generator=generator) for _ in range(2)
-    )
+    k, v = (3 * torch.randn(size, generator=generator) for size in (CACHE, CACHE))
     batch = batch_of(len(contexts), contexts=contexts)
     # The row's own key and value are in the cache by the time attention runs.
     TORCH.rope_and_cache(qkv, torch.ones(64, HEAD_DIM), batch, k, v)
     torch.testing.assert_close(
-        NUMBA.attention(qkv, batch, k, v), TORCH.attention(qkv, batch, k, v), rtol=2e-5, atol=1e-5
+        NUMBA.attention(qkv, batch, k, v), TORCH.attention(qkv, batch, k, v), rtol=5e-5, atol=5e-5
     )
 
 
 def test_prefill_over_a_cached_prefix_equals_one_row_at_a_time(generator: torch.Generator) -> None:
     size = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
-    k, v = (torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, generator=generator) for _ in range(2))
+    k, v = (torch.randn(size, generator=generator) for size in (CACHE, CACHE))
     qkv = torch.randn(6, size, generator=generator)
     blocks = torch.tensor([4, 2, 9])
     span = PrefillSpan(start=0, end=6, context_len=20, block_ids=blocks)
@@ -126,7 +131,7 @@ def test_prefill_over_a_cached_prefix_equals_one_row_at_a_time(generator: torch.
         logit_rows_L=empty,
     )  # fmt: skip
     torch.testing.assert_close(
-        NUMBA.attention(qkv, prefill, k, v), NUMBA.attention(qkv, decode, k, v), rtol=2e-5, atol=1e-5
+        NUMBA.attention(qkv, prefill, k, v), NUMBA.attention(qkv, decode, k, v), rtol=5e-5, atol=5e-5
     )
 
 
@@ -167,7 +172,8 @@ def test_lora_of_any_ranks_modules_and_segments_equals_torch(generator: torch.Ge
     # One row, a few rows, base rows in between (3..4, 12), many rows: both paths, and the gaps.
     spans = [(0, 1), (1, 3), (5, 6), (6, 12), (13, 40)]
     segments = [
-        LoraSegment(start=start, end=end, weights=adapters[index % 4]) for index, (start, end) in enumerate(spans)
+        LoraSegment(start=start, end=end, weights=adapters[index % 4])
+        for index, (start, end) in enumerate(spans)
     ]
     in_features, out_sizes = GROUP_SIZES[group]
     x = torch.randn(41, in_features, generator=generator)
@@ -192,7 +198,9 @@ def test_lora_of_any_ranks_modules_and_segments_equals_torch(generator: torch.Ge
 def test_a_batch_without_adapters_is_left_alone(generator: torch.Generator) -> None:
     y = torch.randn(4, 56, generator=generator)
     before = y.clone()
-    NUMBA.add_lora(y, torch.randn(4, 40, generator=generator), batch_of(1, segments=[], kernels=NUMBA), 0, "qkv")
+    NUMBA.add_lora(
+        y, torch.randn(4, 40, generator=generator), batch_of(1, segments=[], kernels=NUMBA), 0, "qkv"
+    )
     torch.testing.assert_close(y, before, rtol=0, atol=0)
 
 

@@ -100,7 +100,9 @@ def test_a_missing_size_is_named(folder: Path) -> None:
 
 
 def test_the_old_rope_fields_are_understood(folder: Path) -> None:
-    edit_config(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0})
+    edit_config(
+        folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0}
+    )
     rope = load_config(folder).rope
     assert (rope.theta, rope.linear_factor) == (5000.0, 2.0)
 

@@ -39,10 +39,8 @@ def logits_by_chunks(folder: Path, kind: str, cuts: list[int], dtype: torch.dtyp
     config = load_config(folder)
     kernels = kernels_for(kind, config)
     decoder = Decoder(config, load_weights(folder, config, dtype), kernels, max_model_len=512)
-    size = (NUM_BLOCKS, config.shape.num_kv_heads, BLOCK_SIZE, config.shape.head_dim)
     caches = [
-        KVCache(k=torch.zeros(size, dtype=dtype), v=torch.zeros(size, dtype=dtype))
-        for _ in range(config.shape.num_layers)
+        KVCache.zeros(config.shape, NUM_BLOCKS, BLOCK_SIZE, dtype) for _ in range(config.shape.num_layers)
     ]
     blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
     builder, rows, start = BatchBuilder(kernels, BLOCK_SIZE), [], 0

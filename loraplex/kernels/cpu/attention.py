@@ -1,7 +1,6 @@
 """Attention of single rows over a paged cache: one work item for each (row, KV head).
 
-The query heads that share a KV head go through the cache together, so each key and value is read once
-for all of them. The softmax is taken in one pass over the keys with a running maximum per block.
+The softmax is taken in one pass over the blocks, with a running maximum.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -13,55 +12,34 @@ from numba import carray, njit
 
 from loraplex.kernels.cpu import team
 from loraplex.kernels.cpu.intrinsics import claim, fast_exp, float32_array, int64_array
-
-_FLOAT_BYTES = 4
+from loraplex.kernels.cpu.vectors import FLOAT_BYTES, add_rows, dot, scale
 
 
 @njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
-def _attend(q, out, blocks, context_len, k_head, v_head, block_stride, block_size, head_dim, group, scale):
-    """One query row, one KV head: online softmax, block by block, for every query head of the group."""
-    scores = np.empty(block_size, dtype=np.float32)
-    maxima = np.full(group, np.float32(-3.0e38), dtype=np.float32)
-    totals = np.zeros(group, dtype=np.float32)
-    for g in range(group):
-        out_row = float32_array(out + g * head_dim * _FLOAT_BYTES, head_dim)
-        for d in range(head_dim):
-            out_row[d] = np.float32(0.0)
+def _attend(q, out, blocks, context_len, k_head, v_head, block_bytes, block_size, head_dim, factor, scores):
+    """One query head over its context: online softmax, block by block."""
+    peak = np.float32(-3.0e38)
+    total = np.float32(0.0)
+    for d in range(head_dim):
+        out[d] = np.float32(0.0)
     for first in range(0, context_len, block_size):
         count = min(block_size, context_len - first)
-        base = blocks[first // block_size] * block_stride * _FLOAT_BYTES
-        for g in range(group):
-            q_row = float32_array(q + g * head_dim * _FLOAT_BYTES, head_dim)
-            out_row = float32_array(out + g * head_dim * _FLOAT_BYTES, head_dim)
-            peak = maxima[g]
-            for t in range(count):
-                k_row = float32_array(k_head + base + t * head_dim * _FLOAT_BYTES, head_dim)
-                score = np.float32(0.0)
-                for d in range(head_dim):
-                    score += q_row[d] * k_row[d]
-                score *= scale
-                scores[t] = score
-                peak = max(peak, score)
-            rescale = fast_exp(maxima[g] - peak)
-            maxima[g] = peak
-            total = totals[g] * rescale
-            for t in range(count):
-                scores[t] = fast_exp(scores[t] - peak)
-            for t in range(count):
-                total += scores[t]
-            totals[g] = total
-            for d in range(head_dim):
-                out_row[d] *= rescale
-            for t in range(count):
-                v_row = float32_array(v_head + base + t * head_dim * _FLOAT_BYTES, head_dim)
-                weight = scores[t]
-                for d in range(head_dim):
-                    out_row[d] += weight * v_row[d]
-    for g in range(group):
-        out_row = float32_array(out + g * head_dim * _FLOAT_BYTES, head_dim)
-        inverse = np.float32(1.0) / totals[g]
-        for d in range(head_dim):
-            out_row[d] *= inverse
+        offset = blocks[first // block_size] * block_bytes
+        before = peak
+        for t in range(count):
+            key = float32_array(k_head + offset + t * head_dim * FLOAT_BYTES, head_dim)
+            scores[t] = dot(q, key, head_dim) * factor
+            peak = max(peak, scores[t])
+        for t in range(count):
+            scores[t] = fast_exp(scores[t] - peak)
+        if peak > before:
+            rescale = fast_exp(before - peak)
+            total *= rescale
+            scale(out, head_dim, rescale)
+        for t in range(count):
+            total += scores[t]
+        add_rows(out, head_dim, scores, count, v_head + offset)
+    scale(out, head_dim, np.float32(1.0) / total)
 
 
 def _decode_attention(block):
@@ -71,28 +49,28 @@ def _decode_attention(block):
     tables, num_rows, table_width = args[7], args[8], args[9]
     k_cache, v_cache, num_kv_heads, block_size = args[10], args[11], args[12], args[13]
     head_dim, group = args[14], args[15]
-    scale = float32_array(args[16], 1)[0]
-    block_stride = num_kv_heads * block_size * head_dim
+    factor = float32_array(args[16], 1)[0]
+    head_bytes = block_size * head_dim * FLOAT_BYTES
+    scores = np.empty(block_size, dtype=np.float32)
     while True:
         item = claim(block)
         if item >= num_rows * num_kv_heads:
             return
         index, kv_head = item // num_kv_heads, item % num_kv_heads
-        first_head = kv_head * group * head_dim
-        head_offset = kv_head * block_size * head_dim * _FLOAT_BYTES
-        _attend(
-            qkv + (rows[index] * qkv_stride + first_head) * _FLOAT_BYTES,
-            out + (rows[index] * out_stride + first_head) * _FLOAT_BYTES,
-            int64_array(tables + index * table_width * 8, table_width),
-            contexts[index],
-            k_cache + head_offset,
-            v_cache + head_offset,
-            block_stride,
-            block_size,
-            head_dim,
-            group,
-            scale,
-        )
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            _attend(
+                float32_array(qkv + (rows[index] * qkv_stride + head * head_dim) * FLOAT_BYTES, head_dim),
+                float32_array(out + (rows[index] * out_stride + head * head_dim) * FLOAT_BYTES, head_dim),
+                int64_array(tables + index * table_width * 8, table_width),
+                contexts[index],
+                k_cache + kv_head * head_bytes,
+                v_cache + kv_head * head_bytes,
+                num_kv_heads * head_bytes,
+                block_size,
+                head_dim,
+                factor,
+                scores,
+            )
 
 
 DECODE_ATTENTION = team.kernel(_decode_attention)

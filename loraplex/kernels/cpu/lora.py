@@ -14,47 +14,29 @@ from numba import carray, njit
 
 from loraplex.kernels.cpu import team
 from loraplex.kernels.cpu.intrinsics import bits_as_float32, claim, float32_array, int64_array
+from loraplex.kernels.cpu.vectors import FLOAT_BYTES, add_rows, dot
 from loraplex.kernels.lora import TABLE_COLUMNS
 
-_FLOAT_BYTES = 4
 _TABLE_ROW_BYTES = TABLE_COLUMNS * 8
 _SEGMENT_COLUMNS = 3
+_RANKS_AT_ONCE = 16  # rows of B that stay in the first cache while every row of the segment uses them
 
 
 @njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
 def _shrink_expand(x, x_stride, y, y_stride, num_rows, in_features, a, b, rank, out_features, scale):
-    """y += scale * (x A^T) B^T for a few rows given by address; every row of A and B is read once."""
+    """y += scale * (x A^T) B^T for a few rows given by address; A and B come from memory once."""
     shrunk = np.empty(num_rows * rank, dtype=np.float32)
     for j in range(rank):
-        a_row = float32_array(a + j * in_features * _FLOAT_BYTES, in_features)
+        a_row = float32_array(a + j * in_features * FLOAT_BYTES, in_features)
         for i in range(num_rows):
-            x_row = float32_array(x + i * x_stride * _FLOAT_BYTES, in_features)
-            total = np.float32(0.0)
-            for k in range(in_features):
-                total += a_row[k] * x_row[k]
-            shrunk[i * rank + j] = total * scale
-    # Four ranks at a time, so that an output row is loaded and stored once for four rows of B.
-    whole = rank - rank % 4
-    for j in range(0, whole, 4):
-        b0 = float32_array(b + j * out_features * _FLOAT_BYTES, out_features)
-        b1 = float32_array(b + (j + 1) * out_features * _FLOAT_BYTES, out_features)
-        b2 = float32_array(b + (j + 2) * out_features * _FLOAT_BYTES, out_features)
-        b3 = float32_array(b + (j + 3) * out_features * _FLOAT_BYTES, out_features)
+            x_row = float32_array(x + i * x_stride * FLOAT_BYTES, in_features)
+            shrunk[i * rank + j] = dot(a_row, x_row, in_features) * scale
+    for j in range(0, rank, _RANKS_AT_ONCE):
+        count = min(_RANKS_AT_ONCE, rank - j)
         for i in range(num_rows):
-            y_row = float32_array(y + i * y_stride * _FLOAT_BYTES, out_features)
-            s0 = shrunk[i * rank + j]
-            s1 = shrunk[i * rank + j + 1]
-            s2 = shrunk[i * rank + j + 2]
-            s3 = shrunk[i * rank + j + 3]
-            for k in range(out_features):
-                y_row[k] += s0 * b0[k] + s1 * b1[k] + s2 * b2[k] + s3 * b3[k]
-    for j in range(whole, rank):
-        b0 = float32_array(b + j * out_features * _FLOAT_BYTES, out_features)
-        for i in range(num_rows):
-            y_row = float32_array(y + i * y_stride * _FLOAT_BYTES, out_features)
-            s0 = shrunk[i * rank + j]
-            for k in range(out_features):
-                y_row[k] += s0 * b0[k]
+            y_row = float32_array(y + i * y_stride * FLOAT_BYTES, out_features)
+            weights = shrunk[i * rank + j : i * rank + j + count]
+            add_rows(y_row, out_features, weights, count, b + j * out_features * FLOAT_BYTES)
 
 
 def _lora_rows(block):
@@ -74,9 +56,9 @@ def _lora_rows(block):
         if rank == 0:
             continue
         _shrink_expand(
-            x + start * x_stride * _FLOAT_BYTES,
+            x + start * x_stride * FLOAT_BYTES,
             x_stride,
-            y + (start * y_stride + row[3]) * _FLOAT_BYTES,
+            y + (start * y_stride + row[3]) * FLOAT_BYTES,
             y_stride,
             num_rows,
             in_features,

@@ -99,7 +99,7 @@ class NumbaKernels(TorchKernels):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> None:
-        num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+        num_kv_heads, block_size, head_dim = v_cache.shape[1:]
         team.run(
             ROPE_AND_CACHE,
             (
@@ -128,7 +128,7 @@ class NumbaKernels(TorchKernels):
         num_rows = batch.decode_rows_D.shape[0]
         if num_rows == 0:
             return
-        num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+        num_kv_heads, block_size, head_dim = v_cache.shape[1:]
         team.run(
             DECODE_ATTENTION,
             (

@@ -1,0 +1,55 @@
+"""What importing a package drags in: deciding code stays free of tensors, the engine of web servers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+IMPORT_THEN_LIST = (
+    "import importlib, pkgutil, sys\n"
+    "for package in sys.argv[1].split(','):\n"
+    "    module = importlib.import_module(package)\n"
+    "    for found in pkgutil.walk_packages(module.__path__, package + '.'):\n"
+    "        importlib.import_module(found.name)\n"
+    "print(*sys.modules, sep='\\n')\n"
+)
+
+
+def modules_after_importing(packages: str) -> set[str]:
+    command = [sys.executable, "-c", IMPORT_THEN_LIST, packages]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name.partition(".")[0] for name in listed.splitlines()}
+
+
+def test_deciding_code_imports_no_tensors() -> None:
+    loaded = modules_after_importing("loraplex.core,loraplex.scheduling,loraplex.adapters,loraplex.workload")
+    assert loaded.isdisjoint({"torch", "triton", "ray", "numba", "transformers"})
+
+
+def test_the_engine_imports_no_web_server() -> None:
+    loaded = modules_after_importing("loraplex.engine,loraplex.model,loraplex.kernels,loraplex.bench")
+    assert "torch" in loaded
+    assert loaded.isdisjoint({"fastapi", "pydantic", "uvicorn", "starlette", "zmq", "msgspec", "ray"})
+
+
+@pytest.mark.parametrize("name", ["loraplex", "loraplex.engine", "loraplex.kernels", "loraplex.model"])
+def test_package_facades_are_light(name: str) -> None:
+    listed = subprocess.run(
+        [sys.executable, "-c", f"import sys, {name}; print(*sys.modules)"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    assert "torch" not in listed
+
+
+def test_the_facade_offers_llm_and_sampling_params() -> None:
+    import loraplex
+    from loraplex.engine.llm import LLM
+
+    assert loraplex.LLM is LLM
+    assert loraplex.SamplingParams(max_tokens=3).max_tokens == 3
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        loraplex.nothing  # noqa: B018
