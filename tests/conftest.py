@@ -1,4 +1,4 @@
-"""Being here puts this folder on the import path, so that tests of several packages share serving_fakes.py."""
+"""Being here puts this folder on the import path, so that tests of several packages share helpers."""
 
 import os
 

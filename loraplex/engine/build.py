@@ -89,12 +89,6 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
     )
 
 
-def resolve_max_model_len(options: EngineOptions, config: ModelConfig) -> int:
-    """The context length served: what was asked for, or the model's, as far as KV memory holds it."""
-    dtype = _choose_dtype(options.dtype)
-    return _plan_memory(options, config, dtype)[1]
-
-
 def _check_device(device: str) -> None:
     if device not in ("auto", "cpu", "cuda"):
         raise ModelError(f"unknown device {device!r}; choose auto, cpu or cuda")

@@ -23,6 +23,7 @@ class Engine:
     def __init__(
         self, *, config: SchedulerConfig, pool: BlockPool, residency: Residency, executor: Executor
     ) -> None:
+        self.max_model_len = config.max_model_len
         self._residency = residency
         self._scheduler = Scheduler(config, pool, residency)
         self._executor = executor

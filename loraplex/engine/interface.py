@@ -13,6 +13,9 @@ from loraplex.core.stats import EngineStats
 class EngineCore(Protocol):
     """The engine proper: single-threaded, driven by `step`. No method but `step` takes long."""
 
+    max_model_len: int
+    """Tokens a request may have, prompt and output together."""
+
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request. Raises UserError or CapacityError if it can never run; nothing is queued then."""
         ...

@@ -22,7 +22,7 @@ FAMILIES: Final = {
 
 # Fields that change the computation and that no supported family may set to anything else.
 _MUST_BE: Final[dict[str, tuple[Any, ...]]] = {
-    "hidden_act": ("silu",),
+    "hidden_act": (None, "silu"),
     "quantization_config": (None,),
     "use_sliding_window": (None, False),
     "pretraining_tp": (None, 0, 1),

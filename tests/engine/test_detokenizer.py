@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -88,7 +89,7 @@ def test_how_tokens_are_cut_into_batches_does_not_matter(text: str, cuts: list[i
     token_ids = backend.encode(text, add_special_tokens=False).ids
     detokenizer = PieceTable(backend).detokenizer([])
     edges = [0, *sorted(min(cut, len(token_ids)) for cut in cuts), len(token_ids)]
-    parts = [detokenizer.push(token_ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [detokenizer.push(token_ids[a:b]) for a, b in pairwise(edges)]
     assert "".join(parts) + detokenizer.flush() == text
 
 

@@ -56,7 +56,9 @@ def build(base, **options: Any) -> Engine:
     return build_core(EngineOptions(model=str(base[0]), **{"kv_memory_bytes": 1 << 20, **options}))
 
 
-def add(engine: Engine, request_id: str, prompt: list[int] = PROMPT, adapter: str | None = None, **params: Any):
+def add(
+    engine: Engine, request_id: str, prompt: list[int] = PROMPT, adapter: str | None = None, **params: Any
+):
     engine.add_request(
         EngineRequest(
             request_id=request_id,
@@ -242,7 +244,9 @@ def test_logits_that_overflow_fail_that_request_alone(engine: Engine, base, tmp_
         ({"kv_memory_bytes": 100}, CapacityError, "--kv-memory"),
     ],
 )
-def test_options_that_cannot_work_say_what_to_change(base, options: dict[str, Any], error, message: str) -> None:
+def test_options_that_cannot_work_say_what_to_change(
+    base, options: dict[str, Any], error, message: str
+) -> None:
     with pytest.raises(error, match=message):
         build(base, **options)
 

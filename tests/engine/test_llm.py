@@ -38,6 +38,8 @@ SHAPE = ModelShape(
 class EchoCore:
     """Repeats each prompt, one token a step."""
 
+    max_model_len = 128
+
     def __init__(self) -> None:
         self.requests: list[EngineRequest] = []
         self.running: dict[str, list[int]] = {}
@@ -73,9 +75,7 @@ class EchoCore:
         for request_id, tokens in list(self.running.items()):
             token_id, *rest = tokens
             reason = None if rest else FinishReason.STOP
-            outputs.append(
-                EngineOutput(request_id=request_id, token_ids=(token_id,), finish_reason=reason)
-            )
+            outputs.append(EngineOutput(request_id=request_id, token_ids=(token_id,), finish_reason=reason))
             self.running[request_id] = rest
             if not rest:
                 del self.running[request_id]
@@ -95,7 +95,7 @@ def core() -> EchoCore:
 
 @pytest.fixture
 def parts(core: EchoCore) -> EngineParts:
-    return EngineParts(core=core, tokenizer=tiny_tokenizer(), shape=SHAPE, max_model_len=128)
+    return EngineParts(core=core, tokenizer=tiny_tokenizer(), shape=SHAPE)
 
 
 @pytest.fixture

@@ -18,7 +18,9 @@ VOCAB = 1000
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
 
 
-def state_of(*, outputs: tuple[int, ...] = (), prompt: tuple[int, ...] = (999,), **params: Any) -> SamplingState:
+def state_of(
+    *, outputs: tuple[int, ...] = (), prompt: tuple[int, ...] = (999,), **params: Any
+) -> SamplingState:
     request = EngineRequest(
         request_id="r", prompt_token_ids=list(prompt), params=SamplingParams(**params), eos_token_ids=(2,)
     )
@@ -118,7 +120,10 @@ def test_frequency_counts_and_presence_does_not() -> None:
 
 
 def test_repetition_penalty_lowers_negative_logits_too() -> None:
-    assert draw(torch.tensor([-1.0, -1.1]), temperature=0.0, repetition_penalty=1.5, outputs=(0,), prompt=(0,)) == 1
+    assert (
+        draw(torch.tensor([-1.0, -1.1]), temperature=0.0, repetition_penalty=1.5, outputs=(0,), prompt=(0,))
+        == 1
+    )
 
 
 def test_logit_bias_adds() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,7 +54,7 @@ def test_the_result_is_that_of_a_search_in_the_whole_text(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    parts = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [text[a:b] for a, b in pairwise(edges)]
     shown, stop = run(stops, parts)
 
     ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]

@@ -17,7 +17,6 @@ from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.weights import load_weights
 from loraplex.scheduling.plan import Chunk
 
-
 BLOCK_SIZE = 8
 NUM_BLOCKS = 40
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # exact first: later ones round the weights

@@ -1,0 +1,47 @@
+"""The `loraplex` command."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import loraplex
+from loraplex.cli import adapter, bench
+from loraplex.cli.serve import demo, serve
+from loraplex.core.errors import LoraplexError
+
+app = typer.Typer(
+    help="Many LoRA adapters on one base LLM, at the price of the base model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(demo)
+# The command groups import what they need when a command runs, so mounting them costs nothing.
+app.add_typer(adapter.app, name="adapter")
+app.add_typer(bench.app, name="bench")
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(loraplex.__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a command; what a user can fix is one line on stderr and exit code 1 (2 for bad usage)."""
+    try:
+        app()
+    except LoraplexError as error:
+        message = " ".join(str(error).split())
+        typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

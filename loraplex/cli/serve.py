@@ -1,0 +1,103 @@
+"""`loraplex serve` and `loraplex demo`.
+
+Imports wait until a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loraplex.cli.sizes import parse_size
+
+
+def serve(
+    model: Annotated[str, typer.Option(help="The base model: a checkpoint folder or a Hugging Face id.")],
+    adapters: Annotated[
+        list[Path] | None,
+        typer.Option(help="A folder whose subfolders are LoRA adapters; may be repeated."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for the KV cache, e.g. 2GiB.")
+    ] = None,
+    host_adapter_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for adapter weights, e.g. 512MiB.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Context length in tokens; the model's by default.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the base model; --model as given by default.")
+    ] = None,
+    allow_adapter_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="A folder adapters may be loaded from at run time; may be repeated."),
+    ] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Where loaded adapters are remembered.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="LORAPLEX_API_KEY", help="Clients must send one of these.")
+    ] = None,
+) -> None:
+    """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""
+    kv_memory_bytes = None if kv_memory is None else parse_size(kv_memory)
+    adapter_bytes = None if host_adapter_memory is None else parse_size(host_adapter_memory)
+    _log_to_stderr()
+
+    from loraplex.engine.build import EngineOptions
+    from loraplex.server.run import ServeOptions
+    from loraplex.server.run import serve as run_server
+
+    run_server(
+        ServeOptions(
+            engine=EngineOptions(
+                model=model,
+                device=device,
+                dtype=dtype,
+                kv_memory_bytes=kv_memory_bytes,
+                host_adapter_memory_bytes=adapter_bytes,
+                max_model_len=max_model_len,
+            ),
+            served_model_name=served_model_name,
+            adapter_dirs=tuple(adapters or ()),
+            allow_adapter_dirs=tuple(allow_adapter_dir or ()),
+            host=host,
+            port=port,
+            state_dir=state_dir,
+            api_keys=tuple(api_key or ()),
+        )
+    )
+
+
+def demo(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
+) -> None:
+    """Serve a small base model with the adapters that come with loraplex, on this machine only."""
+    _log_to_stderr()
+
+    from loraplex.demo import DEMO_ADAPTERS_DIR, demo_adapters
+    from loraplex.demo.base import ensure_demo_base
+    from loraplex.engine.build import EngineOptions
+    from loraplex.server.banner import Announcer
+    from loraplex.server.run import ServeOptions
+    from loraplex.server.run import serve as run_server
+
+    folder = ensure_demo_base()
+    options = ServeOptions(
+        engine=EngineOptions(model=str(folder)),
+        served_model_name=folder.name,
+        adapter_dirs=(DEMO_ADAPTERS_DIR,),
+        port=port,
+    )
+    prompts = {adapter.name: adapter.example_prompt for adapter in demo_adapters()}
+    run_server(options, Announcer(prompts))
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

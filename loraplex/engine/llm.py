@@ -1,0 +1,325 @@
+"""The engine as a Python object: prompts in, completions out, no server.
+
+with LLM("path/to/model", adapters="path/to/adapters") as llm:
+    [completion] = llm.generate("Once upon a time", adapter="pirate")
+    print(completion.text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from loraplex.adapters.discovery import discover_adapters
+from loraplex.adapters.names import validate_adapter_name
+from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.spec import CONFIG_FILE
+from loraplex.core.errors import AdapterConflictError, InvalidRequestError, UnknownModelError
+from loraplex.core.request import FinishReason
+from loraplex.core.sampling import SamplingParams
+from loraplex.core.shape import ModelShape
+from loraplex.engine.async_local import LocalAsyncEngine
+from loraplex.engine.interface import EngineCore
+from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
+from loraplex.engine.tokenizer import Message, Tokenizer
+
+T = TypeVar("T")
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+Adapters = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
+AdapterNames = str | None | Sequence[str | None]
+ParamsList = SamplingParams | None | Sequence[SamplingParams]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One of the n answers to a prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop: str | int | None = None
+    logprobs: tuple[LogprobText, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """All answers to one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple[LogprobText, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """The first choice's text, which is the only one unless n was above 1."""
+        return self.choices[0].text
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What an LLM is made of."""
+
+    core: EngineCore
+    tokenizer: Tokenizer
+    shape: ModelShape
+
+
+class LLM:
+    """A base model with adapters, in this process. Close it, or use it as a context manager.
+
+    `adapters` is a folder of adapters, a list of adapter folders (named after them), or a dict of
+    name to folder. The synchronous methods may be called from any thread; the asynchronous ones from
+    any event loop.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        adapters: Adapters = (),
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_memory_bytes: int | None = None,
+        host_adapter_memory_bytes: int | None = None,
+        max_model_len: int | None = None,
+        num_threads: int | None = None,
+        parts: EngineParts | None = None,
+    ) -> None:
+        if parts is None:
+            # Imported here: tests bring their own parts, and these bring torch.
+            from loraplex.engine.build import EngineOptions
+
+            options = EngineOptions(
+                model=str(model),
+                device=device,
+                dtype=dtype,
+                kv_memory_bytes=kv_memory_bytes,
+                host_adapter_memory_bytes=host_adapter_memory_bytes,
+                max_model_len=max_model_len,
+                num_threads=num_threads,
+            )
+            parts = _build(options)
+        self._shape = parts.shape
+        self._engine = LocalAsyncEngine(parts.core)
+        self._text = TextEngine(
+            engine=self._engine,
+            tokenizer=parts.tokenizer,
+            max_model_len=parts.core.max_model_len,
+            vocab_size=parts.shape.vocab_size,
+        )
+        self._versions: dict[str, str] = {}
+        self._request_numbers = itertools.count()
+        try:
+            for name, path in _named_folders(adapters):
+                self.add_adapter(name, path)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._text.tokenizer
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters, sorted."""
+        return sorted(self._versions)
+
+    def add_adapter(self, name: str, path: str | Path) -> None:
+        """Make an adapter available under a name. Its weights are read when it is first used."""
+        if validate_adapter_name(name) in self._versions:
+            raise AdapterConflictError(f"there already is an adapter {name!r}; remove it first")
+        spec = read_adapter(Path(path), self._shape)
+        _run(self._engine.add_adapter(spec))
+        self._versions[name] = spec.version
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; returns after its requests in flight."""
+        version = self._version_of(name)
+        assert version is not None
+        del self._versions[name]
+        if version not in self._versions.values():
+            _run(self._engine.remove_adapter(version))
+
+    def generate(
+        self, prompts: Prompts, adapter: AdapterNames = None, params: ParamsList = None
+    ) -> list[Completion]:
+        """Complete one or several prompts (texts or token ids), batched together.
+
+        `adapter` and `params` are one for all prompts, or a list with one for each.
+        """
+        return _run(self.agenerate(prompts, adapter, params))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        adapter: AdapterNames = None,
+        params: ParamsList = None,
+        **template_options: Any,
+    ) -> list[Completion]:
+        """Answer one or several conversations, by the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = []
+        for conversation in conversations:
+            text = self.tokenizer.render_chat(
+                [dict(message) for message in conversation],  # type: ignore[arg-type]
+                template_options=template_options,
+            )
+            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
+        return self.generate(prompts, adapter, params)
+
+    async def agenerate(
+        self, prompts: Prompts, adapter: AdapterNames = None, params: ParamsList = None
+    ) -> list[Completion]:
+        """`generate` for asyncio."""
+        tokens = self._token_prompts(prompts)
+        names: list[str | None] = _one_each(adapter, len(tokens), "adapter")
+        options: list[SamplingParams | None] = _one_each(params, len(tokens), "params")
+        versions = [self._version_of(name) for name in names]
+        for prompt, option in zip(tokens, options, strict=True):
+            self._text.check([prompt], option or SamplingParams())
+        jobs = (
+            self._complete(prompt, option or SamplingParams(), version)
+            for prompt, option, version in zip(tokens, options, versions, strict=True)
+        )
+        return list(await asyncio.gather(*jobs))
+
+    async def astream(
+        self, prompt: str | Sequence[int], adapter: str | None = None, params: SamplingParams | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Deltas of one prompt as they come; close the generator to cancel."""
+        [tokens] = self._token_prompts(prompt)
+        async for batch in self._stream(tokens, params or SamplingParams(), self._version_of(adapter)):
+            for delta in batch:
+                yield delta
+
+    def close(self) -> None:
+        """Stop the engine and free its memory; what is in flight raises EngineDeadError. Idempotent."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _stream(
+        self, prompt: Sequence[int], params: SamplingParams, version: str | None
+    ) -> AsyncGenerator[list[TextDelta], None]:
+        request_id = f"llm-{next(self._request_numbers)}"
+        return self._text.stream(prompt, params, adapter=version, request_id=request_id)
+
+    async def _complete(
+        self, prompt: Sequence[int], params: SamplingParams, version: str | None
+    ) -> Completion:
+        deltas: list[list[TextDelta]] = [[] for _ in range(params.n)]
+        async for batch in self._stream(prompt, params, version):
+            for delta in batch:
+                deltas[delta.choice].append(delta)
+        first = deltas[0]
+        return Completion(
+            prompt_token_ids=tuple(prompt),
+            choices=tuple(map(_choice, deltas)),
+            num_cached_tokens=max(delta.num_cached_tokens for delta in first),
+            prompt_logprobs=first[0].prompt_logprobs,
+        )
+
+    def _token_prompts(self, prompts: Prompts) -> list[list[int]]:
+        if isinstance(prompts, str):
+            return [self.tokenizer.encode(prompts)]
+        if prompts and all(isinstance(item, int) for item in prompts):
+            return [[item for item in prompts if isinstance(item, int)]]
+        tokens: list[list[int]] = []
+        for item in prompts:
+            if isinstance(item, int):
+                raise InvalidRequestError(
+                    "prompts must not mix token ids with texts or lists", param="prompt"
+                )
+            tokens.append(self.tokenizer.encode(item) if isinstance(item, str) else list(item))
+        return tokens
+
+    def _version_of(self, name: str | None) -> str | None:
+        if name is None:
+            return None
+        version = self._versions.get(name)
+        if version is None:
+            known = ", ".join(self.adapters) or "none"
+            raise UnknownModelError(f"there is no adapter {name!r} (known: {known})")
+        return version
+
+
+def _build(options: Any) -> EngineParts:
+    from loraplex.engine.build import build_core
+    from loraplex.model.config import load_config
+    from loraplex.model.source import resolve_model
+
+    config = load_config(resolve_model(options.model))
+    return EngineParts(core=build_core(options), tokenizer=Tokenizer.load(options.model), shape=config.shape)
+
+
+def _named_folders(adapters: Adapters) -> list[tuple[str, Path]]:
+    if isinstance(adapters, Mapping):
+        return [(name, Path(path)) for name, path in adapters.items()]
+    if isinstance(adapters, (str, Path)):
+        folder = Path(adapters)
+        if (folder / CONFIG_FILE).is_file():
+            return [(folder.resolve().name, folder)]
+        return list(discover_adapters(folder).adapters)
+    return [(Path(path).resolve().name, Path(path)) for path in adapters]
+
+
+def _choice(deltas: Sequence[TextDelta]) -> Choice:
+    last = deltas[-1]
+    assert last.finish_reason is not None, "a stream ends with a reason"
+    return Choice(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        finish_reason=last.finish_reason,
+        stop=last.stop,
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+    )
+
+
+def _one_each(value: Any, count: int, param: str) -> list[Any]:
+    """The value for each of `count` prompts; a list must have that length."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != count:
+            raise InvalidRequestError(f"{param} has {len(value)} entries for {count} prompts", param=param)
+        return list(value)
+    return [value] * count
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end from synchronous code, also inside a running event loop (as in a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            results.append(asyncio.run(work))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, name="llm-call")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,68 @@
+"""One request's outputs on their way from an engine to one consumer, merged when the consumer is slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import chain
+
+from loraplex.core.request import EngineOutput
+
+
+class OutputStream:
+    """A queue of one consumer, used from one event loop.
+
+    The consumer gets everything that came since it last asked as one output, so a client that reads
+    slowly costs one wake-up however many steps went by, and what waits is bounded by max_tokens.
+    """
+
+    __slots__ = ("_error", "_pending", "_waiter")
+
+    def __init__(self) -> None:
+        self._pending: list[EngineOutput] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, output: EngineOutput) -> None:
+        self._pending.append(output)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream: what was pushed before is still delivered, then `error` is raised."""
+        self._error = error
+        self._wake()
+
+    async def take(self) -> EngineOutput:
+        """Everything since the last call as one output; waits for the first. Raises what `fail` was given."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if len(self._pending) == 1:
+            return self._pending.pop()
+        merged = merge_outputs(self._pending)
+        self._pending.clear()
+        return merged
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge_outputs(outputs: Sequence[EngineOutput]) -> EngineOutput:
+    """Consecutive outputs of one request as if one step had made them."""
+    first, last = outputs[0], outputs[-1]
+    return EngineOutput(
+        request_id=first.request_id,
+        token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
+        logprobs=tuple(chain.from_iterable(output.logprobs for output in outputs)),
+        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None),
+        num_cached_tokens=max(output.num_cached_tokens for output in outputs),
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        error=last.error,
+    )

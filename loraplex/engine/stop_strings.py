@@ -1,0 +1,73 @@
+"""Finding stop strings in text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopScan:
+    """Text that may be shown now, and the stop string that ended it, if one did."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopMatcher:
+    """Withholds text only as far as it could be the beginning of a stop string.
+
+    The stop string that is completed first wins, the longest of several completed by one character:
+    the result does not depend on how the text was cut into pieces. One Knuth-Morris-Pratt automaton
+    for each stop string, so that a character costs constant time however long the strings are.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
+        # Longest first: of several completed by the same character the first one found is taken.
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._failures = [_failure_table(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        self._include_stop = include_stop
+        self._held = ""
+
+    def push(self, text: str) -> StopScan:
+        """Scan more text. After a stop string was found, do not push again."""
+        buffer = self._held + text
+        for end, char in enumerate(buffer[len(self._held) :], start=len(self._held) + 1):
+            for index, stop in enumerate(self._stops):
+                if self._advance(index, char) == len(stop):
+                    cut = end if self._include_stop else end - len(stop)
+                    return StopScan(text=buffer[:cut], stop=stop)
+        num_held = max(self._matched)
+        split = len(buffer) - num_held
+        self._held = buffer[split:]
+        return StopScan(text=buffer[:split])
+
+    def flush(self) -> str:
+        """The withheld text: no more will come, so it was no stop string."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
+        return held
+
+    def _advance(self, index: int, char: str) -> int:
+        """Feed one character to one automaton; returns how much of its stop string now matches."""
+        stop, failure, state = self._stops[index], self._failures[index], self._matched[index]
+        while state and stop[state] != char:
+            state = failure[state - 1]
+        if stop[state] == char:
+            state += 1
+        self._matched[index] = state
+        return state
+
+
+def _failure_table(pattern: str) -> list[int]:
+    """For each prefix of the pattern, the length of its longest proper prefix that is also its suffix."""
+    table = [0] * len(pattern)
+    length = 0
+    for position in range(1, len(pattern)):
+        while length and pattern[position] != pattern[length]:
+            length = table[length - 1]
+        if pattern[position] == pattern[length]:
+            length += 1
+        table[position] = length
+    return table

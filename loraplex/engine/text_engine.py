@@ -1,0 +1,294 @@
+"""Text on top of a token-level engine: prompts in, deltas of text out.
+
+prompts × n ──▶ one EngineRequest for each choice ──▶ AsyncEngine
+                                                         │ EngineOutput
+TextDelta batches ◀── stop strings ◀── detokenizer ◀─────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Final, cast
+
+from loraplex.core.errors import LoraplexError
+from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
+from loraplex.core.sampling import MAX_SEED, SamplingParams
+from loraplex.engine.interface import AsyncEngine
+from loraplex.engine.request_checks import check_prompt, check_token_ids, fit_max_tokens
+from loraplex.engine.stop_strings import StopMatcher
+from loraplex.engine.tokenizer import Tokenizer
+
+_SEED_SPAN: Final = 2 * (MAX_SEED + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogprobText:
+    """A token with its bytes and log-probability, and the likeliest tokens at its place (best first).
+
+    `logprob` is None for the first prompt token only. A special token has its name as `piece`, but is no
+    part of the text.
+    """
+
+    token_id: int
+    piece: bytes
+    logprob: float | None
+    special: bool = False
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextDelta:
+    """What was added to one choice. The last delta of a choice has a `finish_reason`.
+
+    `choice` counts through prompts × n: prompt `choice // n`. `stop` is the stop string or token that
+    ended the choice. `prompt_logprobs` comes once, with the first delta, when it was asked for.
+    """
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[LogprobText, ...] = ()
+    prompt_logprobs: tuple[LogprobText, ...] | None = None
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+
+
+class TextEngine:
+    """Validates requests, runs them on an AsyncEngine and gives back text."""
+
+    def __init__(
+        self, *, engine: AsyncEngine, tokenizer: Tokenizer, max_model_len: int, vocab_size: int
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+
+    def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        """Raise InvalidRequestError for anything that can be told to be wrong before running."""
+        check_token_ids(params, vocab_size=self.vocab_size)
+        for prompt in prompts:
+            check_prompt(prompt, vocab_size=self.vocab_size)
+            fit_max_tokens(params, num_prompt_tokens=len(prompt), max_model_len=self.max_model_len)
+
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, adapter: str | None, request_id: str
+    ) -> AsyncGenerator[list[TextDelta], None]:
+        """`stream_many` for one prompt."""
+        return self.stream_many([prompt], params, adapter=adapter, request_id=request_id)
+
+    async def stream_many(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        adapter: str | None,
+        request_id: str,
+    ) -> AsyncGenerator[list[TextDelta], None]:
+        """Batches of deltas, each holding all that came since the last one was taken.
+
+        Ends after the last choice has finished. Closing it cancels what still runs. Raises
+        InvalidRequestError before the first batch; a failure of one choice fails them all.
+        `adapter` is a version, None for the base model.
+        """
+        self.check(prompts, params)
+        choices = [
+            _Choice(index, self.tokenizer, request)
+            for index, request in enumerate(self._expand(prompts, params, adapter, request_id))
+        ]
+        source = self._run_one(choices[0]) if len(choices) == 1 else self._run_many(choices)
+        async with aclosing(source):
+            async for batch in source:
+                yield batch
+
+    def _expand(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        adapter: str | None,
+        request_id: str,
+    ) -> list[EngineRequest]:
+        requests: list[EngineRequest] = []
+        for prompt in prompts:
+            fitted = fit_max_tokens(params, num_prompt_tokens=len(prompt), max_model_len=self.max_model_len)
+            for sibling in range(params.n):
+                requests.append(
+                    EngineRequest(
+                        request_id=f"{request_id}-{len(requests)}",
+                        prompt_token_ids=list(prompt),
+                        params=replace(fitted, n=1, seed=_sibling_seed(params.seed, sibling)),
+                        adapter=adapter,
+                        eos_token_ids=self.tokenizer.eos_token_ids,
+                    )
+                )
+        return requests
+
+    async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:
+        # No task in between: this is the path every token of a plain stream takes, and the engine
+        # already merges the outputs of one request while its reader is slow.
+        async with aclosing(self._outputs(choice)) as outputs:
+            async for output in outputs:
+                delta = choice.advance(output)
+                yield [delta]
+                if delta.finish_reason is not None:
+                    return
+
+    async def _run_many(self, choices: Sequence[_Choice]) -> AsyncGenerator[list[TextDelta], None]:
+        mailbox = _Mailbox()
+
+        async def pump(choice: _Choice) -> None:
+            try:
+                async with aclosing(self._outputs(choice)) as outputs:
+                    async for output in outputs:
+                        delta = choice.advance(output)
+                        mailbox.put(delta)
+                        if delta.finish_reason is not None:
+                            return
+            except Exception as error:
+                mailbox.fail(error)
+
+        tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+        num_open = len(choices)
+        try:
+            while num_open:
+                batch = await mailbox.take()
+                num_open -= sum(delta.finish_reason is not None for delta in batch)
+                yield batch
+        finally:
+            for task in tasks:
+                task.cancel()
+            # Waited for, so that the engine has been told to cancel when the caller goes on.
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _outputs(self, choice: _Choice) -> AsyncGenerator[EngineOutput, None]:
+        """The engine's outputs; failures as exceptions, and never an end without a finish reason."""
+        source: AsyncIterator[EngineOutput] = self.engine.generate(choice.request)
+        async with aclosing(cast("AsyncGenerator[EngineOutput, None]", source)) as outputs:
+            async for output in outputs:
+                if output.finish_reason is FinishReason.ERROR:
+                    raise LoraplexError(output.error or "the engine failed on this request")
+                if output.finish_reason is FinishReason.CANCELLED:
+                    raise LoraplexError(output.error or "the request was cancelled by the server")
+                yield output
+                if output.finish_reason is not None:
+                    return
+        raise LoraplexError("the engine ended the request without saying why")
+
+
+class _Choice:
+    """The text state of one engine request."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, request: EngineRequest) -> None:
+        self.request = request
+        self._index = index
+        self._piece = tokenizer.pieces.piece
+        self._special_ids = tokenizer.pieces.special_ids
+        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids)
+        params = request.params
+        self._matcher = (
+            StopMatcher(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None
+        )
+        # Stop strings are not looked for among the first min_tokens tokens.
+        self._unchecked_tokens = params.min_tokens if params.stop else 0
+
+    def advance(self, output: EngineOutput) -> TextDelta:
+        text, stop_string = self._text_of(output.token_ids)
+        finish_reason = output.finish_reason
+        # The end-of-sequence token is no news: only what the caller asked to stop at is reported.
+        stop: str | int | None = output.stop_token_id
+        if stop not in self.request.params.stop_token_ids:
+            stop = None
+        if stop_string is not None:
+            finish_reason, stop = FinishReason.STOP, stop_string
+        elif finish_reason is not None:
+            tail, stop_string = self._scan(self._detokenizer.flush())
+            text += tail
+            if stop_string is not None:
+                finish_reason, stop = FinishReason.STOP, stop_string
+            elif self._matcher is not None:
+                text += self._matcher.flush()
+        return TextDelta(
+            choice=self._index,
+            text=text,
+            token_ids=output.token_ids,
+            logprobs=tuple([self._logprob_text(entry.token_id, entry) for entry in output.logprobs]),
+            prompt_logprobs=self._prompt_logprobs(output),
+            num_cached_tokens=output.num_cached_tokens,
+            finish_reason=finish_reason,
+            stop=stop,
+        )
+
+    def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, str | None]:
+        """Text that may be shown after these tokens, and the stop string found in it."""
+        if self._matcher is None:
+            return self._detokenizer.push(token_ids), None
+        free, checked = token_ids[: self._unchecked_tokens], token_ids[self._unchecked_tokens :]
+        self._unchecked_tokens -= len(free)
+        text = self._detokenizer.push(free)
+        shown, stop = self._scan(self._detokenizer.push(checked))
+        return text + shown, stop
+
+    def _scan(self, text: str) -> tuple[str, str | None]:
+        if self._matcher is None or not text:
+            return text, None
+        scan = self._matcher.push(text)
+        return scan.text, scan.stop
+
+    def _prompt_logprobs(self, output: EngineOutput) -> tuple[LogprobText, ...] | None:
+        if output.prompt_logprobs is None:
+            return None
+        first, *others = output.prompt_logprobs
+        assert first is None, "the first token has nothing before it"
+        return (
+            self._logprob_text(self.request.prompt_token_ids[0], None),
+            *(self._logprob_text(entry.token_id, entry) for entry in others if entry is not None),
+        )
+
+    def _logprob_text(self, token_id: int, entry: TokenLogprob | None) -> LogprobText:
+        top = () if entry is None else entry.top
+        return LogprobText(
+            token_id=token_id,
+            piece=self._piece(token_id),
+            logprob=None if entry is None else entry.logprob,
+            special=token_id in self._special_ids,
+            top=tuple((self._piece(other_id), logprob) for other_id, logprob in top),
+        )
+
+
+class _Mailbox:
+    """Deltas of many choices on their way to one reader, who takes all there are at once.
+
+    What waits is bounded by the tokens of the request: no more comes in than max_tokens × choices.
+    """
+
+    def __init__(self) -> None:
+        self._deltas: list[TextDelta] = []
+        self._error: Exception | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, delta: TextDelta) -> None:
+        self._deltas.append(delta)
+        self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._ready.set()
+
+    async def take(self) -> list[TextDelta]:
+        await self._ready.wait()
+        self._ready.clear()
+        if self._error is not None:
+            raise self._error
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+
+def _sibling_seed(seed: int | None, sibling: int) -> int | None:
+    """The first choice uses the seed itself, so that n changes nothing about it."""
+    if seed is None:
+        return None
+    return (seed + sibling + MAX_SEED + 1) % _SEED_SPAN - (MAX_SEED + 1)

@@ -1,0 +1,234 @@
+"""Which adapter names are served, which version each stands for, and how that changes while requests run.
+
+    name ──▶ ServedAdapter (immutable version) ◀── Lease, held by each request from lookup to last byte
+
+A change of a name is one assignment, after the registry has it on disk. The version that lost its last
+name is retired: once its last lease is gone the engine forgets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Final
+from weakref import WeakValueDictionary
+
+from loraplex.adapters.allowed_paths import AllowedPaths
+from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
+from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.registry import AdapterRegistry
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.errors import (
+    AdapterConflictError,
+    InvalidRequestError,
+    LoraplexError,
+    PathNotAllowedError,
+    StorageError,
+    UnknownModelError,
+)
+from loraplex.core.shape import ModelShape
+from loraplex.engine.interface import AsyncEngine
+from loraplex.server.errors import NotServedError
+from loraplex.server.version_use import VersionUse
+
+logger = logging.getLogger(__name__)
+
+# Comparing a misspelt name with all of ten thousand would take the event loop tenths of a second.
+_MAX_NAMES_COMPARED: Final = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedAdapter:
+    """A name and the version it stands for."""
+
+    name: str
+    spec: AdapterSpec
+
+    @property
+    def version(self) -> str:
+        return self.spec.version
+
+
+class Lease:
+    """A request's hold on the model it asked for. `name` and `version` are None for the base model."""
+
+    def __init__(self, *, name: str | None, version: str | None, use: VersionUse | None) -> None:
+        self.name = name
+        self.version = version
+        self._use = use
+        if use is not None:
+            use.acquire()
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._use is not None:
+            self._use.release()
+            self._use = None
+
+
+class AdapterService:
+    """Lookup, load, reload and unload of adapters, for one base model. Used from one event loop."""
+
+    def __init__(
+        self,
+        *,
+        base_model: str,
+        engine: AsyncEngine,
+        registry: AdapterRegistry,
+        shape: ModelShape,
+        allowed: AllowedPaths,
+    ) -> None:
+        self.base_model = base_model
+        self.shape = shape
+        self.allowed = allowed
+        self.registry = registry
+        self._engine = engine
+        self._served: dict[str, ServedAdapter] = {}
+        self._changing: set[str] = set()
+        self._uses: dict[str, VersionUse] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._retirements: set[asyncio.Task[None]] = set()
+
+    def served(self) -> list[ServedAdapter]:
+        """All adapters, by name."""
+        return [self._served[name] for name in sorted(self._served)]
+
+    def lease(self, model: str) -> Lease:
+        """Hold what a request calls `model`: the base, an adapter, or `base:adapter`."""
+        if model == self.base_model:
+            return Lease(name=None, version=None, use=None)
+        adapter = self._served.get(model) or self._served.get(model.removeprefix(f"{self.base_model}:"))
+        if adapter is None:
+            raise self._unknown(model)
+        use = self._uses.setdefault(adapter.version, VersionUse())
+        return Lease(name=adapter.name, version=adapter.version, use=use)
+
+    async def load(self, name: str, path: str, *, replace: bool) -> ServedAdapter:
+        """Serve the adapter in a folder under a name. It is in the registry when this returns.
+
+        With `replace` a name that is served moves to the new version at once, while requests in flight
+        finish on the old one. On any error everything is as it was.
+        """
+        self.check_name(name)
+        with self._change(name):
+            if name in self._served and not replace:
+                raise InvalidRequestError(
+                    f"the adapter {name!r} is already loaded; set load_inplace to replace it",
+                    param="lora_name",
+                )
+            spec = await asyncio.to_thread(read_adapter, self._check_path(path), self.shape)
+            async with self._lock(spec.version):
+                await self._engine.add_adapter(spec)
+                try:
+                    await asyncio.to_thread(self.registry.put, name, spec)
+                except StorageError:
+                    self._retire_if_unused(spec.version)
+                    raise
+                return self._point(name, spec)
+
+    async def unload(self, name: str, *, drain_timeout_s: float) -> bool:
+        """Stop serving a name, at once for new requests.
+
+        Returns whether its requests in flight ended in time; if not they still finish, and the engine
+        forgets the version after them.
+        """
+        if name not in self._served:
+            raise NotServedError(f"the adapter {name!r} is not loaded{self._near(name)}")
+        with self._change(name):
+            await asyncio.to_thread(self.registry.remove, name)
+            adapter = self._served.pop(name)
+        retirement = self._retire_if_unused(adapter.version)
+        if retirement is None:
+            return True
+        done, _ = await asyncio.wait([retirement], timeout=drain_timeout_s)
+        return bool(done)
+
+    async def adopt(self, name: str, spec: AdapterSpec) -> ServedAdapter:
+        """Serve a version that needs no registering, at start-up. Raises what the engine raises."""
+        async with self._lock(spec.version):
+            await self._engine.add_adapter(spec)
+            return self._point(name, spec)
+
+    def check_name(self, name: str) -> None:
+        """InvalidRequestError unless an adapter may be called this."""
+        validate_adapter_name(name, param="lora_name")
+        if name == self.base_model:
+            raise InvalidRequestError(f"{name!r} is the name of the base model", param="lora_name")
+
+    async def close(self) -> None:
+        for task in self._retirements:
+            task.cancel()
+        await asyncio.gather(*self._retirements, return_exceptions=True)
+
+    def _point(self, name: str, spec: AdapterSpec) -> ServedAdapter:
+        """Let a name stand for a version, and retire the one it stood for."""
+        previous = self._served.get(name)
+        adapter = self._served[name] = ServedAdapter(name=name, spec=spec)
+        if previous is not None:
+            self._retire_if_unused(previous.version)
+        return adapter
+
+    def _retire_if_unused(self, version: str) -> asyncio.Task[None] | None:
+        if self._has_name(version):
+            return None
+        task = asyncio.create_task(self._retire(version), name=f"retire-{version[:12]}")
+        self._retirements.add(task)
+        task.add_done_callback(self._retirements.discard)
+        return task
+
+    async def _retire(self, version: str) -> None:
+        """Let the engine forget a version after its last request, unless it gets a name again meanwhile."""
+        use = self._uses.setdefault(version, VersionUse())
+        await use.wait_idle()
+        async with self._lock(version):
+            if self._has_name(version) or not use.idle:
+                return
+            self._uses.pop(version, None)
+            try:
+                await self._engine.remove_adapter(version)
+            except LoraplexError as error:
+                logger.warning("the engine could not forget adapter version %s: %s", version[:12], error)
+
+    def _has_name(self, version: str) -> bool:
+        return any(adapter.version == version for adapter in self._served.values())
+
+    def _lock(self, version: str) -> asyncio.Lock:
+        """Adding and removing one version take turns; other versions are not held up."""
+        return self._locks.setdefault(version, asyncio.Lock())
+
+    @contextmanager
+    def _change(self, name: str) -> Iterator[None]:
+        if name in self._changing:
+            raise AdapterConflictError(
+                f"the adapter {name!r} is being loaded or unloaded right now; wait until that is done"
+            )
+        self._changing.add(name)
+        try:
+            yield
+        finally:
+            self._changing.discard(name)
+
+    def _check_path(self, path: str) -> Path:
+        try:
+            return self.allowed.check(path)
+        except PathNotAllowedError as error:
+            raise PathNotAllowedError(
+                f"{error}; start the server with --allow-adapter-dir FOLDER to open one"
+            ) from None
+
+    def _unknown(self, model: str) -> UnknownModelError:
+        shown = model if len(model) <= MAX_NAME_CHARS else f"{model[:MAX_NAME_CHARS]}…"
+        return UnknownModelError(f"the model {shown!r} does not exist{self._near(model)}")
+
+    def _near(self, name: str) -> str:
+        if len(name) > MAX_NAME_CHARS:
+            return ""
+        known = [self.base_model, *islice(self._served, _MAX_NAMES_COMPARED)]
+        near = difflib.get_close_matches(name, known, n=3)
+        return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

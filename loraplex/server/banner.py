@@ -1,0 +1,98 @@
+"""What `serve` tells the person at the terminal."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from loraplex.server.protocol_ipc import StartProgress
+
+_MAX_NAMES_SHOWN: Final = 8
+_MAX_NOTES_SHOWN: Final = 20
+
+
+class Announcer:
+    """Progress while loading, and the banner. `prompts` are examples to show, by model name."""
+
+    def __init__(self, prompts: dict[str, str] | None = None, console: Console | None = None) -> None:
+        from rich.console import Console as RichConsole
+
+        self._console = console or RichConsole(highlight=False, soft_wrap=True)
+        self._prompts = prompts or {}
+        self.is_ready = False
+
+    @contextmanager
+    def loading(self, model: str) -> Iterator[Callable[[StartProgress], None]]:
+        """Shows that something happens; yields what is to be called with the engine's progress."""
+        with self._console.status(f"loading {model}") as status:
+
+            def on_progress(progress: StartProgress) -> None:
+                share = "" if progress.fraction is None else f" {progress.fraction:.0%}"
+                status.update(f"loading {model}: {progress.phase}{share}")
+
+            yield on_progress
+
+    def ready(
+        self,
+        *,
+        host: str,
+        port: int,
+        base_model: str,
+        adapters: Sequence[str],
+        notes: Sequence[str],
+        needs_key: bool,
+        has_chat: bool,
+    ) -> None:
+        """The banner: where, what, and lines to paste. `has_chat`: the base model has a chat template."""
+        self.is_ready = True
+        show = self._console.print
+        url = f"http://{_reachable(host)}:{port}"
+        for note in notes[:_MAX_NOTES_SHOWN]:
+            show("note:", note, style="yellow", markup=False)
+        if len(notes) > _MAX_NOTES_SHOWN:
+            show(f"... and {len(notes) - _MAX_NOTES_SHOWN} more notes", style="yellow")
+        show(f"\nloraplex is ready at {url}/v1", style="bold green")
+        show(f"  base model  {base_model}", markup=False)
+        show(f"  adapters    {_summary(adapters)}", markup=False)
+        show("\nTry it:", style="bold")
+        for model in self._examples(base_model, adapters):
+            show(self._curl(url, model, needs_key=needs_key, has_chat=has_chat), markup=False)
+        show()
+
+    def _curl(self, url: str, model: str, *, needs_key: bool, has_chat: bool) -> str:
+        """A command line that asks one model something."""
+        body: dict[str, object] = {"model": model}
+        if has_chat:
+            content = self._prompts.get(model, "Tell me about yourself.")
+            body["messages"] = [{"role": "user", "content": content}]
+        else:
+            body["prompt"] = self._prompts.get(model, "Once upon a time")
+        path = "/v1/chat/completions" if has_chat else "/v1/completions"
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+        return f"  curl {url}{path}{key} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
+
+    def _examples(self, base_model: str, adapters: Sequence[str]) -> list[str]:
+        preferred = [name for name in adapters if name in self._prompts] or list(adapters)
+        return [base_model, *preferred[:2]]
+
+
+def _summary(names: Sequence[str]) -> str:
+    if not names:
+        return "none yet; POST /v1/load_lora_adapter, or start with --adapters FOLDER"
+    more = "" if len(names) <= _MAX_NAMES_SHOWN else f", ... ({len(names)} in all)"
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
+
+
+def _reachable(host: str) -> str:
+    """An address a client on this machine can use."""
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,95 @@
+"""Reading a request body: bounded in size and time, then decoded strictly."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from loraplex.core.errors import InvalidRequestError
+from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError
+from loraplex.server.requests import NOT_SUPPORTED
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_LOCATION: Final = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
+_UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`")
+_MAX_QUOTED_CHARS: Final = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BodyLimits:
+    max_body_bytes: int = 4 * 2**20
+    read_timeout_s: float = 60.0
+
+
+async def read_struct(request: Request, kind: type[T], limits: BodyLimits) -> T:
+    """The request's body as a `kind`; raises what `errors.describe` turns into 400, 408 or 413."""
+    return decode_struct(await _read_bytes(request, limits), kind)
+
+
+def decode_struct(body: bytes, kind: type[T]) -> T:
+    """Decode JSON strictly; InvalidRequestError says what is wrong and where."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), kind) from None
+    except msgspec.DecodeError as error:
+        hint = " (lone surrogates are not characters)" if b"\\ud" in body or b"\\uD" in body else ""
+        raise InvalidRequestError(f"the body is not valid JSON: {error}{hint}") from None
+    except UnicodeError:
+        raise InvalidRequestError("the body is not valid UTF-8") from None
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
+
+
+async def _read_bytes(request: Request, limits: BodyLimits) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limits.max_body_bytes:
+        raise _too_large(limits)
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(limits.read_timeout_s):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > limits.max_body_bytes:
+                    raise _too_large(limits)
+                parts.append(part)
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"the request body did not arrive within {limits.read_timeout_s:g} seconds"
+        ) from None
+    return b"".join(parts)
+
+
+def _too_large(limits: BodyLimits) -> BodyTooLargeError:
+    return BodyTooLargeError(f"the request body is larger than {limits.max_body_bytes} bytes")
+
+
+def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequestError:
+    """msgspec's message with the field's name in OpenAI's way: `messages[0].content`."""
+    location = _LOCATION.search(message)
+    where = location[1] if location else ""
+    what = message[: location.start()] if location else message
+    if unknown := _UNKNOWN_FIELD.search(what):
+        name = unknown[1][:_MAX_QUOTED_CHARS]
+        near = difflib.get_close_matches(name, kind.__struct_encode_fields__, n=1) if not where else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return InvalidRequestError(f"unknown field {_join(where, name)!r}{hint}", param=_join(where, name))
+    if missing := _MISSING_FIELD.search(what):
+        name = _join(where, missing[1])
+        return InvalidRequestError(f"{name} is missing", param=name)
+    if not NOT_SUPPORTED.isdisjoint(re.split(r"[.\[\]]+", where)):
+        return InvalidRequestError(f"{where} is not supported by this server: {what}", param=where)
+    return InvalidRequestError(f"{where}: {what}" if where else what, param=where or None)
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

@@ -1,0 +1,25 @@
+"""What the HTTP application is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from loraplex.engine.text_engine import TextEngine
+from loraplex.server.adapter_service import AdapterService
+from loraplex.server.body import BodyLimits
+from loraplex.server.metrics import ServerMetrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerDeps:
+    """`base_root` is where the base model comes from; its served name is the adapter service's."""
+
+    text: TextEngine
+    adapters: AdapterService
+    metrics: ServerMetrics
+    base_root: str
+    is_healthy: Callable[[], bool]
+    api_keys: tuple[str, ...] = ()
+    limits: BodyLimits = field(default_factory=BodyLimits)
+    drain_timeout_s: float = 30.0

@@ -1,0 +1,341 @@
+"""The engine as the HTTP process sees it: another process, started again when it dies.
+
+NEW ──start()──▶ STARTING ──▶ READY ◀──────────┐
+                    │           │ child died   │ child ready again
+                    ▼           ▼              │
+                  FAILED ◀── RESTARTING ───────┘      close() leads to CLOSED from everywhere
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.clock import Clock, MonotonicClock
+from loraplex.core.errors import EngineDeadError, LoraplexError
+from loraplex.core.request import EngineOutput, EngineRequest
+from loraplex.core.stats import EngineStats
+from loraplex.engine.output_stream import OutputStream
+from loraplex.server.engine_child import EngineChild
+from loraplex.server.protocol_ipc import (
+    AdapterAdded,
+    AdapterRemoved,
+    AddAdapter,
+    AddRequest,
+    Cancel,
+    ErrorInfo,
+    Event,
+    GetStats,
+    Outputs,
+    Ready,
+    Rejected,
+    RemoveAdapter,
+    StartProgress,
+    Stats,
+)
+from loraplex.server.restart_policy import CrashHistory, RestartPolicy
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_FACTORY = "loraplex.engine.build:build_core"
+
+
+class EngineState(StrEnum):
+    NEW = "new"
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStatus:
+    """Where the engine process stands. `message` says why when it is not ready."""
+
+    state: EngineState
+    message: str
+    num_restarts: int
+    pid: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """How patient the client is. `env` is added to the child's environment."""
+
+    ready_timeout_s: float = 60.0
+    stats_max_age_s: float = 0.5
+    stats_timeout_s: float = 2.0
+    stop_grace_s: float = 10.0
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class EngineClient:
+    """An AsyncEngine whose core lives in a supervised child process. For use in one event loop.
+
+    `config` is what the factory takes: any type that msgspec encodes and the child can import. Adapters
+    are remembered here and given to every new child, so they survive its crashes.
+    """
+
+    def __init__(
+        self,
+        config: object,
+        *,
+        factory: str = DEFAULT_FACTORY,
+        options: ClientOptions | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._config = config
+        self._factory = factory
+        self._options = options or ClientOptions()
+        self._clock = clock or MonotonicClock()
+        self._crashes = CrashHistory(self._options.restart, self._clock)
+        self._on_progress: Callable[[StartProgress], None] | None = None
+
+        self._state = EngineState.NEW
+        self._message = "the engine was not started"
+        self._num_restarts = 0
+        self._settled = asyncio.Event()  # set unless the engine is on its way up
+        self._child: EngineChild | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+
+        self._streams: dict[str, OutputStream] = {}
+        self._adapters: dict[str, AdapterSpec] = {}
+        self._additions: dict[str, asyncio.Future[None]] = {}
+        self._removals: dict[str, asyncio.Future[None]] = {}
+        self._stats = EngineStats()
+        self._stats_taken_s = float("-inf")
+        self._stats_reply: asyncio.Future[None] | None = None
+        self.info: Ready | None = None
+        """What the engine said of itself when it was last ready."""
+
+    @property
+    def healthy(self) -> bool:
+        return self._state is EngineState.READY
+
+    @property
+    def status(self) -> EngineStatus:
+        pid = self._child.pid if self._child is not None and self.healthy else None
+        return EngineStatus(
+            state=self._state, message=self._message, num_restarts=self._num_restarts, pid=pid
+        )
+
+    async def start(self, on_progress: Callable[[StartProgress], None] | None = None) -> None:
+        """Start the engine process and wait until it is ready.
+
+        Raises the child's own error if it cannot start; a first start is not tried again. `on_progress`
+        hears of this start only, not of restarts.
+        """
+        assert self._state is EngineState.NEW, "an EngineClient is started once"
+        self._on_progress = on_progress
+        self._set_state(EngineState.STARTING, "the engine is starting")
+        try:
+            child = await self._start_child()
+        except BaseException as error:
+            self._set_state(EngineState.FAILED, str(error) or "the start was cancelled")
+            raise
+        finally:
+            self._on_progress = None
+        self._supervisor = asyncio.create_task(self._supervise(child), name="engine-supervisor")
+
+    async def close(self) -> None:
+        """Stop the engine process; requests in flight raise EngineDeadError. Idempotent."""
+        self._set_state(EngineState.CLOSED, "the engine was shut down")
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+        self._drop_in_flight(self._message)
+        if self._child is not None:
+            await self._child.stop(grace_s=self._options.stop_grace_s)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See AsyncEngine. A restart in progress is waited for; outputs a slow consumer missed are merged."""
+        child = await self._ready_child()
+        request_id = request.request_id
+        assert request_id not in self._streams, "request ids are unique"
+        stream = self._streams[request_id] = OutputStream()
+        finished = False
+        try:
+            child.send(AddRequest(request))
+            while not finished:
+                output = await stream.take()
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            del self._streams[request_id]
+            if not finished:
+                child.send(Cancel(request_id))
+
+    async def add_adapter(self, spec: AdapterSpec) -> None:
+        """See AsyncEngine. Overtakes a removal of the same version that is still under way.
+
+        While the engine restarts this only notes the adapter: it will be known before any request is.
+        """
+        self._raise_if_gone()
+        self._adapters[spec.version] = spec
+        if self._child is None or not self.healthy:
+            return
+        reply = self._additions.get(spec.version)
+        if reply is None:
+            reply = self._additions[spec.version] = asyncio.get_running_loop().create_future()
+            self._child.send(AddAdapter(spec))
+        await asyncio.shield(reply)
+
+    async def remove_adapter(self, version: str) -> None:
+        """See AsyncEngine. Also returns if the engine dies first: its successor never knew the version."""
+        self._adapters.pop(version, None)
+        if self._child is None or not self.healthy:
+            return
+        reply = self._removals.get(version)
+        if reply is None:
+            reply = self._removals[version] = asyncio.get_running_loop().create_future()
+        # Sent even if one is under way already: the version may have been added again since.
+        self._child.send(RemoveAdapter(version))
+        await asyncio.shield(reply)
+
+    async def stats(self) -> EngineStats:
+        """Counters at most `stats_max_age_s` old, or the last ones if a long step delays the answer.
+
+        All zero while there is no engine, which `status` tells.
+        """
+        age_s = self._clock.now_s() - self._stats_taken_s
+        if self._child is not None and self.healthy and age_s > self._options.stats_max_age_s:
+            if self._stats_reply is None:
+                self._stats_reply = asyncio.get_running_loop().create_future()
+                self._child.send(GetStats())
+            await asyncio.wait([self._stats_reply], timeout=self._options.stats_timeout_s)
+        return self._stats
+
+    def _on_event(self, event: Event) -> None:
+        if type(event) is Outputs:
+            streams = self._streams
+            for output in event.outputs:
+                stream = streams.get(output.request_id)
+                if stream is not None:  # else cancelled while this was on its way
+                    stream.push(output)
+            return
+        match event:
+            case Rejected(request_id, error):
+                stream = self._streams.get(request_id)
+                if stream is not None:
+                    stream.fail(error.to_error())
+            case AdapterAdded(version, problem):
+                if problem is not None:
+                    self._adapters.pop(version, None)
+                    logger.warning("adapter %s was refused by the engine: %s", version, problem.message)
+                _settle(self._additions.pop(version, None), problem)
+            case AdapterRemoved(version, problem):
+                _settle(self._removals.pop(version, None), problem)
+            case Stats(stats):
+                self._stats, self._stats_taken_s = stats, self._clock.now_s()
+                _settle(self._stats_reply)
+                self._stats_reply = None
+            case StartProgress() if self._on_progress is not None:
+                try:
+                    self._on_progress(event)
+                except Exception:  # a progress bar must not cost us the events behind this one
+                    logger.exception("the progress of the start could not be shown")
+
+    async def _start_child(self) -> EngineChild:
+        child = EngineChild(
+            factory=self._factory, config=self._config, env=self._options.env, on_event=self._on_event
+        )
+        self._child = child
+        try:
+            self.info = await child.ready
+            self._raise_if_gone()  # closed meanwhile
+        except BaseException:
+            await child.stop(grace_s=self._options.stop_grace_s)
+            raise
+        for spec in self._adapters.values():
+            child.send(AddAdapter(spec))
+        self._crashes.started()
+        self._set_state(EngineState.READY, "")
+        return child
+
+    async def _supervise(self, child: EngineChild) -> None:
+        """Replace the child whenever it ends, until it ends too often."""
+        try:
+            while True:
+                await child.exited.wait()
+                self._set_state(EngineState.RESTARTING, f"the engine process died ({child.exit_reason})")
+                self._drop_in_flight(
+                    f"the engine process died while serving this request ({child.exit_reason}); "
+                    "it is being restarted, send the request again"
+                )
+                child = await self._restart(child.exit_reason)
+        except LoraplexError as error:
+            self._set_state(EngineState.FAILED, str(error))
+            logger.critical("%s", error)
+        except Exception:
+            self._set_state(EngineState.FAILED, "the supervision of the engine process failed")
+            logger.exception("%s", self._message)
+
+    async def _restart(self, reason: str) -> EngineChild:
+        """A new child that is ready; EngineDeadError when the policy has seen enough crashes."""
+        delay_s = self._crashes.crashed(while_starting=False)
+        while delay_s is not None:
+            logger.error("the engine process died (%s); starting it again in %.2f s", reason, delay_s)
+            await asyncio.sleep(delay_s)
+            self._num_restarts += 1
+            try:
+                return await self._start_child()
+            except LoraplexError as error:
+                reason = str(error)
+                delay_s = self._crashes.crashed(while_starting=True)
+        raise EngineDeadError(f"the engine process died too often and is not started again ({reason})")
+
+    async def _ready_child(self) -> EngineChild:
+        """The child as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
+        on_its_way = (EngineState.STARTING, EngineState.RESTARTING)
+        if self._state in on_its_way:
+            try:
+                async with asyncio.timeout(self._options.ready_timeout_s):
+                    while self._state in on_its_way:
+                        await self._settled.wait()
+            except TimeoutError:
+                raise EngineDeadError(f"{self._message}; it is not ready yet, try again later") from None
+        self._raise_if_gone()
+        assert self._child is not None
+        return self._child
+
+    def _raise_if_gone(self) -> None:
+        if self._state in (EngineState.NEW, EngineState.FAILED, EngineState.CLOSED):
+            raise EngineDeadError(self._message)
+
+    def _set_state(self, state: EngineState, message: str) -> None:
+        if self._state is EngineState.CLOSED:
+            return
+        self._state, self._message = state, message
+        if state in (EngineState.STARTING, EngineState.RESTARTING):
+            self._settled.clear()
+        else:
+            self._settled.set()
+
+    def _drop_in_flight(self, reason: str) -> None:
+        """Answer everyone who waits for a child that is gone.
+
+        Adapter changes are not lost with it: what was added is given to the next child, what was being
+        removed is not.
+        """
+        for stream in self._streams.values():
+            stream.fail(EngineDeadError(reason))
+        for reply in (*self._additions.values(), *self._removals.values(), self._stats_reply):
+            _settle(reply)
+        self._additions.clear()
+        self._removals.clear()
+        self._stats, self._stats_taken_s, self._stats_reply = EngineStats(), float("-inf"), None
+
+
+def _settle(reply: asyncio.Future[None] | None, problem: ErrorInfo | None = None) -> None:
+    if reply is None or reply.done():
+        return
+    if problem is None:
+        reply.set_result(None)
+    else:
+        reply.set_exception(problem.to_error())

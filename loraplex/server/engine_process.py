@@ -1,0 +1,235 @@
+"""The engine process: builds a core and drives it, by the commands of the HTTP process that started it.
+
+Run as `python -m loraplex.server.engine_process` with a `Launch` as one JSON line on stdin. Stdin stays
+open for as long as the parent lives, and its end is the child's order to leave.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from loraplex.core.errors import LoraplexError
+from loraplex.engine.interface import EngineCore
+from loraplex.server.protocol_ipc import (
+    COMMANDS_SOCKET,
+    EVENTS_SOCKET,
+    AdapterAdded,
+    AdapterRemoved,
+    AddAdapter,
+    AddRequest,
+    Cancel,
+    Command,
+    ErrorInfo,
+    Event,
+    Failed,
+    GetStats,
+    Hello,
+    Launch,
+    Listening,
+    Outputs,
+    Ready,
+    Rejected,
+    RemoveAdapter,
+    Shutdown,
+    StartProgress,
+    Stats,
+    decode_command,
+    decode_extra,
+    encode,
+    endpoint,
+    has_message,
+)
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED: Final = 1
+EXIT_PARENT_GONE: Final = 3
+LAST_WORDS_S: Final = 3.0
+"""How long a failed child waits to be heard: the parent ends stdin as soon as it has read why."""
+
+_PR_SET_PDEATHSIG: Final = 1
+_MAX_REASON_CHARS: Final = 500
+
+
+class EngineLoop:
+    """Commands in, steps, events out; single-threaded."""
+
+    def __init__(self, core: EngineCore, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+        self._core = core
+        self._commands = commands
+        self._events = events
+
+    def run(self) -> None:
+        """Serve until Shutdown. Any exception of a step is a bug and is left to the caller."""
+        core = self._core
+        while self._receive(wait=not core.has_work()):
+            if core.has_work():
+                outputs = core.step()
+                if outputs:
+                    self._send(Outputs(list(outputs)))
+            # Also without a step: cancelling the last request of an adapter completes its removal.
+            for version in core.take_removed_adapters():
+                self._send(AdapterRemoved(version))
+
+    def _receive(self, *, wait: bool) -> bool:
+        """Take every command there is, at least one if told to wait; False after Shutdown."""
+        while wait or has_message(self._commands):
+            command = decode_command(self._commands.recv())
+            if isinstance(command, Shutdown):
+                return False
+            self._handle(command)
+            wait = False
+        return True
+
+    def _handle(self, command: Command) -> None:
+        core = self._core
+        match command:
+            case AddRequest(request):
+                try:
+                    core.add_request(request)
+                except LoraplexError as error:
+                    self._send(Rejected(request.request_id, ErrorInfo.of(error)))
+            case Cancel(request_id):
+                core.cancel(request_id)
+            case AddAdapter(spec):
+                try:
+                    core.add_adapter(spec)
+                except LoraplexError as error:
+                    self._send(AdapterAdded(spec.version, ErrorInfo.of(error)))
+                else:
+                    self._send(AdapterAdded(spec.version))
+            case RemoveAdapter(version):
+                try:
+                    core.remove_adapter(version)
+                except LoraplexError as error:
+                    self._send(AdapterRemoved(version, ErrorInfo.of(error)))
+            case GetStats():
+                self._send(Stats(core.stats()))
+
+    def _send(self, event: Event) -> None:
+        self._events.send(encode(event))
+
+
+def import_object(path: str) -> Any:
+    """The object that "package.module:name" means."""
+    module_name, _, qualified_name = path.partition(":")
+    found: Any = importlib.import_module(module_name)
+    for name in qualified_name.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def build_core(launch: Launch, events: zmq.Socket[bytes]) -> EngineCore:
+    """Call the factory; one with a parameter `progress` is given a function of (phase, fraction)."""
+    factory = import_object(launch.factory)
+    config = msgspec.json.decode(
+        launch.config, type=import_object(launch.config_type), dec_hook=decode_extra, strict=True
+    )
+
+    def report(phase: str, fraction: float | None = None) -> None:
+        events.send(encode(StartProgress(phase, fraction)))
+
+    extra = {"progress": report} if "progress" in inspect.signature(factory).parameters else {}
+    core: EngineCore = factory(config, **extra)
+    return core
+
+
+def leave_with_parent(parent_pid: int) -> None:
+    """End this process when its parent does, however the parent ends.
+
+    Linux's signal needs nothing of this process, so it works deep inside a native call; the end of
+    stdin is the way on systems without it, and how a living parent dismisses a child that still loads.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the signal was ordered
+        os._exit(EXIT_PARENT_GONE)
+    threading.Thread(target=_wait_for_end_of_stdin, name="parent-watch", daemon=True).start()
+
+
+def _wait_for_end_of_stdin() -> None:
+    # os.read and not sys.stdin, whose lock would be held by this thread when the interpreter ends.
+    while os.read(0, 1024):
+        pass
+    os._exit(EXIT_PARENT_GONE)
+
+
+def describe(error: BaseException) -> str:
+    """One line about an exception that is not of our tree."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line}"[:_MAX_REASON_CHARS].removesuffix(": ")
+
+
+def serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]]) -> int:
+    """Build the core and drive it to its end; the exit code of the process."""
+    events, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    for socket in (events, commands):
+        socket.set_hwm(0)  # what waits is bounded by the requests; dropping or blocking is never right
+    events.connect(endpoint(launch.socket_dir, EVENTS_SOCKET))
+    commands.bind(endpoint(launch.socket_dir, COMMANDS_SOCKET))
+    events.send(encode(Listening()))
+    hello = decode_command(commands.recv())
+    assert isinstance(hello, Hello)
+    shutil.rmtree(launch.socket_dir, ignore_errors=True)
+    started_s = time.monotonic()
+    try:
+        core = build_core(launch, events)
+    except LoraplexError as error:
+        return _report_failure(events, ErrorInfo.of(error))
+    except Exception as error:
+        logger.exception("the engine could not start")
+        reason = f"the engine could not start: {describe(error)}"
+        return _report_failure(events, ErrorInfo(LoraplexError.__name__, reason))
+    ready = Ready(
+        num_kv_blocks=core.stats().num_kv_blocks,
+        max_model_len=core.max_model_len,
+        load_s=time.monotonic() - started_s,
+    )
+    events.send(encode(ready))
+    try:
+        EngineLoop(core, commands, events).run()
+    except Exception as error:
+        logger.exception("the engine failed")
+        return _report_failure(events, ErrorInfo(LoraplexError.__name__, describe(error)))
+    core.close()
+    return 0
+
+
+def _report_failure(events: zmq.Socket[bytes], error: ErrorInfo) -> int:
+    """Say why, and stay until it was read: data still in flight at exit would race with the exit itself."""
+    events.send(encode(Failed(error)))
+    time.sleep(LAST_WORDS_S)
+    return EXIT_FAILED
+
+
+def main() -> int:
+    # Ctrl-C reaches every process of the terminal: the parent decides, and drains its requests first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    leave_with_parent(launch.parent_pid)
+    logging.basicConfig(
+        level=launch.log_level, format="%(asctime)s %(levelname)s %(name)s (engine): %(message)s"
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        return serve(launch, context)
+    finally:
+        context.destroy(linger=1000)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

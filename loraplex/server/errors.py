@@ -1,0 +1,151 @@
+"""Every error leaves the server in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from loraplex.core.errors import (
+    AdapterConflictError,
+    CapacityError,
+    EngineDeadError,
+    InvalidRequestError,
+    LoraplexError,
+    PathNotAllowedError,
+    StorageError,
+    UnknownModelError,
+    UserError,
+)
+from loraplex.server.responses import ErrorBody, ErrorDetail
+
+logger = logging.getLogger(__name__)
+
+INVALID_REQUEST: Final = "invalid_request_error"
+SERVER_ERROR: Final = "server_error"
+_RETRY_AFTER_S: Final = "5"
+
+
+class BodyTooLargeError(UserError):
+    """The request body is over the limit."""
+
+
+class BodyTimeoutError(UserError):
+    """The request body did not arrive in time."""
+
+
+class UnauthorizedError(UserError):
+    """No API key, or a wrong one."""
+
+
+class NotServedError(UserError):
+    """The adapter to change is not there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpError:
+    """An error as the client will see it."""
+
+    status: int
+    detail: ErrorDetail
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(error=self.detail))
+
+    def response(self) -> Response:
+        return Response(
+            self.body(), status_code=self.status, headers=self.headers, media_type="application/json"
+        )
+
+
+def describe(error: Exception) -> HttpError:
+    """How an exception is shown to a client. What is not in our tree shows nothing of itself."""
+    message = str(error)
+    match error:
+        case InvalidRequestError():
+            return _http_error(400, message, param=error.param)
+        case UnknownModelError():
+            return _http_error(404, message, param="model", code="model_not_found")
+        case NotServedError():
+            return _http_error(404, message, param="lora_name", code="adapter_not_found")
+        case AdapterConflictError():
+            return _http_error(409, message, param="lora_name", code="adapter_busy")
+        case PathNotAllowedError():
+            return _http_error(403, message, param="lora_path", code="path_not_allowed")
+        case BodyTooLargeError():
+            return _http_error(413, message, code="body_too_large")
+        case BodyTimeoutError():
+            # The rest of the body may still come: it must not be read as the next request.
+            return _http_error(408, message, code="body_timeout", headers={"connection": "close"})
+        case UnauthorizedError():
+            headers = {"www-authenticate": "Bearer"}
+            return _http_error(401, message, code="invalid_api_key", headers=headers)
+        case CapacityError():
+            return _http_error(400, message, code="capacity_exceeded")
+        case UserError():
+            return _http_error(400, message)
+        case StorageError():
+            return _http_error(507, message, code="storage_failed")
+        case EngineDeadError():
+            return _http_error(503, message, code="engine_down", headers={"retry-after": _RETRY_AFTER_S})
+        case LoraplexError():
+            return _http_error(500, message)
+        case _:
+            return _http_error(500, "internal error; the server's log has the details")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Route every exception, ours or not, through `describe`."""
+
+    async def on_our_error(request: Request, error: Exception) -> Response:
+        http_error = describe(error)
+        # A dead engine is logged once by its supervisor, not again by everyone who asks for it.
+        if http_error.status >= 500 and not isinstance(error, EngineDeadError):
+            logger.warning("%s %s: %s", request.method, request.url.path, error)
+        return http_error.response()
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = {
+            404: f"there is no {request.url.path} on this server",
+            405: f"{request.method} is not allowed on {request.url.path}",
+        }.get(error.status_code, str(error.detail))
+        headers = dict(error.headers or {})
+        return _http_error(error.status_code, message, headers=headers).response()
+
+    async def on_hang_up(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody is there to read it
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        # Starlette raises it again after the answer, so that the server logs the traceback.
+        return describe(error).response()
+
+    app.add_exception_handler(LoraplexError, on_our_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(ClientDisconnect, on_hang_up)
+    app.add_exception_handler(Exception, on_bug)
+
+
+def _http_error(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> HttpError:
+    kind = SERVER_ERROR if status >= 500 else INVALID_REQUEST
+    detail = ErrorDetail(message=_encodable(message), type=kind, param=param, code=code)
+    return HttpError(status=status, detail=detail, headers=headers or {})
+
+
+def _encodable(text: str) -> str:
+    """Messages quote what a client sent or a file is called, which need not be valid Unicode."""
+    return text.encode("utf-8", "replace").decode("utf-8")

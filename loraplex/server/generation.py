@@ -1,0 +1,192 @@
+"""One generation request, from validated input to the last byte sent: what chat and completions share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from loraplex.core.errors import LoraplexError
+from loraplex.core.request import FinishReason
+from loraplex.core.sampling import SamplingParams
+from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
+from loraplex.server.adapter_service import Lease
+from loraplex.server.disconnect import run_until_disconnect
+from loraplex.server.errors import describe
+from loraplex.server.metrics import RequestMeter
+from loraplex.server.responses import PromptTokensDetails, Usage
+
+logger = logging.getLogger(__name__)
+
+_DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(kw_only=True)
+class ChoiceResult:
+    """One choice as it grows."""
+
+    text_parts: list[str] = field(default_factory=list)
+    logprobs: list[LogprobText] = field(default_factory=list)
+    prompt_logprobs: tuple[LogprobText, ...] | None = None
+    finish_reason: FinishReason = FinishReason.STOP
+    stop: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.text_parts)
+
+    def add(self, delta: TextDelta) -> None:
+        self.text_parts.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop = delta.finish_reason, delta.stop
+
+
+class AnswerFormat(Protocol):
+    """How results become JSON: chat or plain completions."""
+
+    def chunks(self, batch: Sequence[TextDelta]) -> bytes:
+        """The stream events for a batch of deltas; may be empty."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The last event of a stream that reports its usage."""
+        ...
+
+    def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> msgspec.Struct:
+        """The whole answer of a request that does not stream."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Everything about one request that was accepted. `prompt_only`: what is generated does not count."""
+
+    request_id: str
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    lease: Lease
+    stream: bool
+    include_usage: bool
+    prompt_only: bool = False
+
+
+class GenerationResponse(Response):
+    """Runs a generation while its client is there, and sends what comes of it.
+
+    Not a StreamingResponse: each engine batch goes out as one ASGI message without a task switch, and
+    nothing is sent before the first batch, so that a refusal by the engine is still a proper HTTP error.
+    """
+
+    def __init__(
+        self, *, text: TextEngine, generation: Generation, answer_format: AnswerFormat, meter: RequestMeter
+    ) -> None:
+        super().__init__()
+        self._text = text
+        self._generation = generation
+        self._format = answer_format
+        self._meter = meter
+        self._usage = _UsageCount(generation)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._send_stream(send) if self._generation.stream else self._send_whole(scope, receive, send)
+        try:
+            await run_until_disconnect(work, receive)
+        finally:
+            self._meter.close()
+            self._generation.lease.release()
+
+    def _batches(self) -> AsyncGenerator[list[TextDelta], None]:
+        job = self._generation
+        return self._text.stream_many(
+            job.prompts, job.params, adapter=job.lease.version, request_id=job.request_id
+        )
+
+    def _observe(self, batch: list[TextDelta]) -> None:
+        self._meter.on_batch(batch)
+        self._usage.add(batch)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        job = self._generation
+        results = [ChoiceResult() for _ in range(len(job.prompts) * job.params.n)]
+        async with aclosing(self._batches()) as batches:
+            async for batch in batches:
+                self._observe(batch)
+                for delta in batch:
+                    results[delta.choice].add(delta)
+        body = msgspec.json.encode(self._format.answer(results, self._usage.total()))
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _send_stream(self, send: Send) -> None:
+        async with aclosing(self._batches()) as batches:
+            first = await anext(batches)
+            self._observe(first)
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            await _send_part(send, self._format.chunks(first))
+            try:
+                async for batch in batches:
+                    self._observe(batch)
+                    if chunks := self._format.chunks(batch):
+                        await _send_part(send, chunks)
+            except Exception as error:
+                # The status has been sent: the stream itself must say what went wrong, then end.
+                if not isinstance(error, LoraplexError):
+                    logger.exception("a stream failed")
+                await _send_part(send, b"data: " + describe(error).body() + b"\n\n")
+            else:
+                last = (
+                    self._format.usage_chunk(self._usage.total()) if self._generation.include_usage else b""
+                )
+                await _send_part(send, last + _DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _UsageCount:
+    def __init__(self, generation: Generation) -> None:
+        self._num_prompt_tokens = sum(map(len, generation.prompts))
+        self._num_siblings = generation.params.n
+        self._prompt_only = generation.prompt_only
+        self._num_completion_tokens = 0
+        self._num_cached_tokens: dict[int, int] = {}
+
+    def add(self, batch: Sequence[TextDelta]) -> None:
+        for delta in batch:
+            if not self._prompt_only:
+                self._num_completion_tokens += len(delta.token_ids)
+            # A prompt is counted once however many choices it has, and so is what was cached of it.
+            if delta.num_cached_tokens and delta.choice % self._num_siblings == 0:
+                self._num_cached_tokens[delta.choice] = delta.num_cached_tokens
+
+    def total(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
+            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens.values())),
+        )
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def now_unix_s() -> int:
+    return int(time.time())
+
+
+def head_bytes(fields: dict[str, Any]) -> bytes:
+    """The fixed beginning of every chunk of one stream, up to and including `"choices":[`."""
+    return b"data: " + msgspec.json.encode(fields)[:-1] + b',"choices":['

@@ -1,0 +1,193 @@
+"""POST /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.core.errors import InvalidRequestError
+from loraplex.core.sampling import SamplingParams
+from loraplex.engine.tokenizer import Tokenizer
+from loraplex.server.adapter_service import Lease
+from loraplex.server.body import read_struct
+from loraplex.server.chat_format import ChatFormat
+from loraplex.server.completion_format import CompletionFormat
+from loraplex.server.deps import ServerDeps
+from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
+from loraplex.server.openapi import operation
+from loraplex.server.requests import ChatMessage, ChatRequest, CompletionRequest, SamplingFields
+from loraplex.server.responses import ChatCompletion, Completion
+from loraplex.server.sampling import chat_params, completion_params
+
+# Prompts × n of one request; each is a request of its own to the engine.
+MAX_CHOICES_PER_REQUEST: Final = 2048
+_ERRORS: Final = (401, 404, 500, 503)
+
+
+def generation_router(deps: ServerDeps) -> APIRouter:
+    router = APIRouter()
+
+    @router.post(
+        "/v1/chat/completions",
+        **operation(
+            summary="Answer a conversation",
+            body=ChatRequest,
+            answer=ChatCompletion,
+            streams=True,
+            errors=_ERRORS,
+        ),
+    )
+    async def chat_completions(request: Request) -> Response:
+        body = await read_struct(request, ChatRequest, deps.limits)
+        lease = deps.adapters.lease(body.model)
+        try:
+            return await _start_chat(deps, body, lease)
+        except BaseException:
+            lease.release()
+            raise
+
+    @router.post(
+        "/v1/completions",
+        **operation(
+            summary="Continue one or several prompts",
+            body=CompletionRequest,
+            answer=Completion,
+            streams=True,
+            errors=_ERRORS,
+        ),
+    )
+    async def completions(request: Request) -> Response:
+        body = await read_struct(request, CompletionRequest, deps.limits)
+        lease = deps.adapters.lease(body.model)
+        try:
+            return await _start_completion(deps, body, lease)
+        except BaseException:
+            lease.release()
+            raise
+
+    return router
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates know them: plain text, and no developer, who is the system's successor."""
+    plain = []
+    for message in messages:
+        content = message.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        role = "system" if message.role == "developer" else message.role
+        name = {} if message.name is None else {"name": message.name}
+        plain.append({"role": role, "content": content, **name})
+    return plain
+
+
+async def _start_chat(deps: ServerDeps, body: ChatRequest, lease: Lease) -> GenerationResponse:
+    params = chat_params(body)
+    prompt = await deps.text.tokenizer.encode_chat_async(
+        template_messages(body.messages),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_options=body.chat_template_kwargs,
+    )
+    try:
+        deps.text.check([prompt], params)
+    except InvalidRequestError as error:
+        if error.param == "prompt":
+            raise InvalidRequestError(str(error), param="messages") from None
+        raise
+    generation = _generation("chatcmpl", [prompt], params, lease, body)
+    chat_format = ChatFormat(
+        request_id=generation.request_id,
+        created=now_unix_s(),
+        model=body.model,
+        with_logprobs=params.logprobs is not None,
+        include_usage=generation.include_usage,
+    )
+    return _response(deps, generation, chat_format)
+
+
+async def _start_completion(deps: ServerDeps, body: CompletionRequest, lease: Lease) -> GenerationResponse:
+    params = completion_params(body)
+    prompts = await _prompts(deps.text.tokenizer, body)
+    if len(prompts) * params.n > MAX_CHOICES_PER_REQUEST:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with n = {params.n} make more than {MAX_CHOICES_PER_REQUEST} choices; "
+            "send several requests",
+            param="prompt",
+        )
+    deps.text.check(prompts, params)
+    prompt_only = body.max_tokens == 0
+    generation = _generation("cmpl", prompts, params, lease, body, prompt_only=prompt_only)
+    completion_format = CompletionFormat(
+        request_id=generation.request_id,
+        created=now_unix_s(),
+        model=body.model,
+        with_logprobs=params.logprobs is not None,
+        include_usage=generation.include_usage,
+        num_siblings=params.n,
+        echo=_prompt_texts(deps.text.tokenizer, body, prompts) if body.echo else None,
+        prompt_only=prompt_only,
+    )
+    return _response(deps, generation, completion_format)
+
+
+def _generation(
+    prefix: str,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    lease: Lease,
+    body: SamplingFields,
+    *,
+    prompt_only: bool = False,
+) -> Generation:
+    return Generation(
+        request_id=f"{prefix}-{uuid.uuid4().hex}",
+        prompts=prompts,
+        params=params,
+        lease=lease,
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        prompt_only=prompt_only,
+    )
+
+
+def _response(deps: ServerDeps, generation: Generation, answer_format: AnswerFormat) -> GenerationResponse:
+    num_prompt_tokens = sum(map(len, generation.prompts))
+    meter = deps.metrics.meter(adapter=generation.lease.name, num_prompt_tokens=num_prompt_tokens)
+    return GenerationResponse(text=deps.text, generation=generation, answer_format=answer_format, meter=meter)
+
+
+async def _prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[list[int]]:
+    """The four forms of `prompt` as lists of token ids."""
+    special = body.add_special_tokens is not False
+    if isinstance(body.prompt, str):
+        return [await tokenizer.encode_async(body.prompt, add_special_tokens=special)]
+    items = body.prompt
+    if not items:
+        raise InvalidRequestError("prompt is an empty list", param="prompt")
+    if all(isinstance(item, int) for item in items):
+        return [[item for item in items if isinstance(item, int)]]
+    if all(isinstance(item, str) for item in items):
+        texts = [item for item in items if isinstance(item, str)]
+        return [await tokenizer.encode_async(text, add_special_tokens=special) for text in texts]
+    if all(isinstance(item, list) for item in items):
+        return [item for item in items if isinstance(item, list)]
+    raise InvalidRequestError(
+        "prompt must be a text, a list of texts, a list of token ids or a list of such lists, not a mixture",
+        param="prompt",
+    )
+
+
+def _prompt_texts(
+    tokenizer: Tokenizer, body: CompletionRequest, prompts: Sequence[Sequence[int]]
+) -> list[str]:
+    """What `echo` repeats: the text as it was sent, or the text of the tokens."""
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    if isinstance(body.prompt[0], str):
+        return [item for item in body.prompt if isinstance(item, str)]
+    return [tokenizer.decode(prompt) for prompt in prompts]

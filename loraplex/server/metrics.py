@@ -1,0 +1,160 @@
+"""Counting what the server does. Plain numbers here; `metrics_export.py` gives them Prometheus names.
+
+A token costs a few integer additions: no locks and no label lookups, since all of it happens in one
+event loop and the objects that count are held by the request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from loraplex.core.clock import Clock
+from loraplex.engine.text_engine import TextDelta
+
+TTFT_BUCKETS_S: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+    10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+ADAPTER_TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+ITL_BUCKETS_S: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+LATENCY_BUCKETS_S: Final = (
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+    240.0, 480.0,
+)  # fmt: skip
+
+
+class Histogram:
+    """Counts of observations by bucket; a value equal to an upper bound belongs to that bucket."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it) pairs, the way Prometheus wants them."""
+        pairs: list[tuple[str, float]] = []
+        running = 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            running += count
+            pairs.append((bound, running))
+        return pairs
+
+
+class Traffic:
+    """Requests of one adapter name."""
+
+    __slots__ = ("num_requests", "num_running", "num_tokens", "num_waiting", "ttft")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.num_waiting = 0
+        self.num_running = 0
+        self.ttft = Histogram(ADAPTER_TTFT_BUCKETS_S)
+
+
+class ServerMetrics:
+    """Counters since start, of one server."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_finished: Counter[str] = Counter()
+        self.ttft = Histogram(TTFT_BUCKETS_S)
+        self.inter_token = Histogram(ITL_BUCKETS_S)
+        self.per_output_token = Histogram(ITL_BUCKETS_S)
+        self.e2e = Histogram(LATENCY_BUCKETS_S)
+        self._traffic: dict[str, Traffic] = {}
+
+    def traffic(self, adapter: str) -> Traffic:
+        """The counters of an adapter, made on first use."""
+        traffic = self._traffic.get(adapter)
+        if traffic is None:
+            traffic = self._traffic[adapter] = Traffic()
+        return traffic
+
+    def forget(self, adapter: str) -> None:
+        """Drop an adapter's counters; requests in flight go on counting into what nobody sees."""
+        self._traffic.pop(adapter, None)
+
+    def meter(self, *, adapter: str | None, num_prompt_tokens: int) -> RequestMeter:
+        """Begin to measure a request; `close` must be called on what this returns."""
+        # A request for the base model counts into a Traffic that is not exported.
+        traffic = Traffic() if adapter is None else self.traffic(adapter)
+        return RequestMeter(self, traffic, num_prompt_tokens)
+
+
+class RequestMeter:
+    """Measures one HTTP request, from its acceptance to its end."""
+
+    def __init__(self, metrics: ServerMetrics, traffic: Traffic, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._traffic = traffic
+        self._num_prompt_tokens = num_prompt_tokens
+        self._arrival_s = metrics.clock.now_s()
+        self._first_token_s: float | None = None
+        self._last_token_s: dict[int, float] = {}
+        self._num_tokens = 0
+        self._num_finished = 0
+        self._closed = False
+        traffic.num_requests += 1
+        traffic.num_waiting += 1
+
+    def on_batch(self, batch: Sequence[TextDelta]) -> None:
+        """Count one batch: its tokens are taken to have come at the same moment, now."""
+        metrics, now_s = self._metrics, self._metrics.clock.now_s()
+        num_tokens = 0
+        for delta in batch:
+            count = len(delta.token_ids)
+            if count:
+                last_s = self._last_token_s.get(delta.choice)
+                if last_s is not None:
+                    metrics.inter_token.observe((now_s - last_s) / count, count)
+                self._last_token_s[delta.choice] = now_s
+                num_tokens += count
+            if delta.finish_reason is not None:
+                metrics.num_finished[delta.finish_reason.value] += 1
+                self._num_finished += 1
+        if self._first_token_s is None:
+            self._on_first_batch(now_s)
+        self._num_tokens += num_tokens
+        metrics.num_generation_tokens += num_tokens
+        self._traffic.num_tokens += num_tokens
+
+    def close(self) -> None:
+        """The request is over, whether it was answered, failed or was cancelled. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._first_token_s is None:
+            self._traffic.num_waiting -= 1
+            return
+        self._traffic.num_running -= 1
+        if self._num_finished < max(1, len(self._last_token_s)):
+            return  # cut short: its duration says nothing about the server
+        now_s = self._metrics.clock.now_s()
+        self._metrics.e2e.observe(now_s - self._arrival_s)
+        if self._num_tokens > 1:
+            tokens_after_first = self._num_tokens - 1
+            self._metrics.per_output_token.observe((now_s - self._first_token_s) / tokens_after_first)
+
+    def _on_first_batch(self, now_s: float) -> None:
+        self._first_token_s = now_s
+        self._metrics.num_prompt_tokens += self._num_prompt_tokens
+        self._metrics.ttft.observe(now_s - self._arrival_s)
+        self._traffic.ttft.observe(now_s - self._arrival_s)
+        self._traffic.num_waiting -= 1
+        self._traffic.num_running += 1

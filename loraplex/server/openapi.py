@@ -1,0 +1,106 @@
+"""The OpenAPI document: bodies and answers are the very structs that are decoded and encoded."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from loraplex.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
+from loraplex.server.responses import (
+    AdapterList,
+    ChatCompletion,
+    Completion,
+    ErrorBody,
+    Health,
+    ModelList,
+    Text,
+    Tokens,
+    Version,
+)
+
+_REF: Final = "#/components/schemas/{name}"
+_ERROR_TEXT: Final = {
+    400: "The request is wrong; the message says what and how to fix it",
+    401: "No valid API key",
+    403: "The path is outside the folders adapters may be loaded from",
+    404: "There is no such model or adapter",
+    408: "The request body did not arrive in time",
+    409: "The adapter is being changed by another call",
+    413: "The request body is too large",
+    500: "This request failed in the server",
+    503: "The engine is down or restarting; try again",
+    507: "The state directory cannot be written",
+}
+BODY_ERRORS: Final = (400, 408, 413)
+
+_STRUCTS: Final = (
+    ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, TokenizeRequest,
+    DetokenizeRequest, ChatCompletion, Completion, ModelList, AdapterList, Tokens, Text, Version, Health,
+    ErrorBody,
+)  # fmt: skip
+
+
+def operation(
+    *,
+    summary: str,
+    body: type[msgspec.Struct] | None = None,
+    answer: type[msgspec.Struct] | None = None,
+    answer_text: str | None = None,
+    streams: bool = False,
+    errors: tuple[int, ...] = (),
+) -> dict[str, Any]:
+    """Keyword arguments for a route that describe it. `answer_text` is the media type of a textual answer."""
+    content: dict[str, Any] = {}
+    if answer is not None:
+        content["application/json"] = {"schema": _reference(answer)}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if answer_text is not None:
+        content[answer_text] = {"schema": {"type": "string"}}
+    responses: dict[int | str, dict[str, Any]] = {200: {"description": "Success", "content": content}}
+    for status in sorted({*errors, *(BODY_ERRORS if body is not None else ())}):
+        responses[status] = {
+            "description": _ERROR_TEXT[status],
+            "content": {"application/json": {"schema": _reference(ErrorBody)}},
+        }
+    extra: dict[str, Any] = {}
+    if body is not None:
+        extra["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _reference(body)}},
+        }
+    return {"summary": summary, "responses": responses, "openapi_extra": extra}
+
+
+def install_openapi(app: FastAPI) -> None:
+    """Add the structs' schemas and the API-key scheme to the document FastAPI makes of the routes."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _, schemas = msgspec.json.schema_components(_STRUCTS, ref_template=_REF)
+            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            made["components"] = {
+                "schemas": schemas,
+                "securitySchemes": {"api_key": {"type": "http", "scheme": "bearer"}},
+            }
+            # The empty alternative: a server without keys asks for none.
+            made["security"] = [{"api_key": []}, {}]
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _reference(kind: type[msgspec.Struct]) -> dict[str, str]:
+    assert kind in _STRUCTS, "the document must define what it refers to"
+    return {"$ref": _REF.format(name=kind.__name__)}

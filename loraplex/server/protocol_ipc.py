@@ -1,0 +1,206 @@
+"""What the HTTP process and the engine process say to each other.
+
+    HTTP process                                 engine process
+    ────────────                                 ──────────────
+    Launch (one JSON line on stdin) ───────────▶ opens the sockets
+                                    ◀─────────── Listening
+    Hello                           ───────────▶ unlinks the sockets, builds the core
+                                    ◀─────────── StartProgress*, then Ready or Failed
+    AddRequest, Cancel              ───────────▶
+                                    ◀─────────── Outputs (one per step), Rejected
+    AddAdapter, RemoveAdapter       ───────────▶
+                                    ◀─────────── AdapterAdded, AdapterRemoved
+    GetStats                        ───────────▶
+                                    ◀─────────── Stats
+    Shutdown                        ───────────▶ exits with 0
+                                    ◀─────────── Failed, then exits with another code
+
+Messages are msgpack on two one-way ZeroMQ sockets, because a socket that only receives can be read
+from its edge-triggered descriptor without the wake-ups that sending on it would swallow. The parent
+binds the events socket before the child exists, and connects to the commands socket when told that
+the child has bound it, so neither side ever sends into a socket without a peer. Once both have heard
+from each other the sockets' names are removed: what does not exist cannot be left behind by a kill -9.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.errors import AdapterFormatError, InvalidRequestError, LoraplexError
+from loraplex.core.request import EngineOutput, EngineRequest
+from loraplex.core.stats import EngineStats
+
+EVENTS_SOCKET: Final = "events.sock"
+COMMANDS_SOCKET: Final = "commands.sock"
+_READABLE: Final = int(zmq.POLLIN)
+
+
+def endpoint(socket_dir: str, name: str) -> str:
+    """The ZeroMQ address of one of the two sockets."""
+    return f"ipc://{socket_dir}/{name}"
+
+
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Whether `recv` would return at once. Cheaper than the exception a refused `recv` raises."""
+    return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """All a child needs to build its core; `factory` and `config_type` are "module:name"."""
+
+    factory: str
+    config_type: str
+    config: msgspec.Raw
+    socket_dir: str
+    parent_pid: int
+    log_level: int
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages: a msgpack array whose first element names the kind."""
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A LoraplexError in flight. `param` is the field at fault, for the classes that name one."""
+
+    kind: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: LoraplexError) -> ErrorInfo:
+        kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in ERROR_KINDS)
+        param = getattr(error, "param", None) or getattr(error, "field", None)
+        return cls(kind=kind, message=str(error), param=param)
+
+    def to_error(self) -> LoraplexError:
+        """A fresh error of the class that was sent."""
+        error_class = ERROR_KINDS.get(self.kind, LoraplexError)
+        if issubclass(error_class, InvalidRequestError):
+            return error_class(self.message, param=self.param)
+        if issubclass(error_class, AdapterFormatError):
+            return error_class(self.message, field=self.param)
+        return error_class(self.message)
+
+
+def _error_kinds(root: type[LoraplexError]) -> dict[str, type[LoraplexError]]:
+    kinds = {root.__name__: root}
+    for child in root.__subclasses__():
+        kinds |= _error_kinds(child)
+    return kinds
+
+
+ERROR_KINDS: Final = _error_kinds(LoraplexError)
+"""Class name -> class, for the tree in core/errors.py; a subclass from elsewhere travels as its base."""
+
+
+class Hello(Message, frozen=True):
+    pass
+
+
+class AddRequest(Message, frozen=True):
+    request: EngineRequest
+
+
+class Cancel(Message, frozen=True):
+    request_id: str
+
+
+class AddAdapter(Message, frozen=True):
+    spec: AdapterSpec
+
+
+class RemoveAdapter(Message, frozen=True):
+    version: str
+
+
+class GetStats(Message, frozen=True):
+    pass
+
+
+class Shutdown(Message, frozen=True):
+    pass
+
+
+class Listening(Message, frozen=True):
+    pass
+
+
+class StartProgress(Message, frozen=True):
+    """How far loading got. `fraction` is of this phase, None while it cannot be told."""
+
+    phase: str
+    fraction: float | None = None
+
+
+class Ready(Message, frozen=True):
+    """The core is built. What it does not tell is None."""
+
+    num_kv_blocks: int
+    max_model_len: int
+    load_s: float
+
+
+class Failed(Message, frozen=True):
+    """The core could not be built, or a step raised. The process ends right after."""
+
+    error: ErrorInfo
+
+
+class Outputs(Message, frozen=True):
+    outputs: list[EngineOutput]
+
+
+class Rejected(Message, frozen=True):
+    """The core refused a request; nothing of it was queued."""
+
+    request_id: str
+    error: ErrorInfo
+
+
+class AdapterAdded(Message, frozen=True):
+    version: str
+    error: ErrorInfo | None = None
+
+
+class AdapterRemoved(Message, frozen=True):
+    version: str
+    error: ErrorInfo | None = None
+
+
+class Stats(Message, frozen=True):
+    stats: EngineStats
+
+
+Command = Hello | AddRequest | Cancel | AddAdapter | RemoveAdapter | GetStats | Shutdown
+Event = (
+    Listening | StartProgress | Ready | Failed | Outputs | Rejected | AdapterAdded | AdapterRemoved | Stats
+)
+
+
+def encode_extra(value: object) -> object:
+    """Types of the core that msgspec does not know."""
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"cannot send a {type(value).__name__}")
+
+
+def decode_extra(kind: type, value: Any) -> object:
+    """The inverse of `encode_extra`."""
+    if issubclass(kind, Path):
+        return Path(value)
+    raise NotImplementedError(f"cannot receive a {kind.__name__}")
+
+
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=encode_extra)
+_commands: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command, dec_hook=decode_extra)
+_events: Final[msgspec.msgpack.Decoder[Event]] = msgspec.msgpack.Decoder(Event, dec_hook=decode_extra)
+
+encode: Final = _encoder.encode
+decode_command: Final = _commands.decode
+decode_event: Final = _events.decode

@@ -1,0 +1,176 @@
+"""What clients may send: one struct for each body, which also is its schema in the OpenAPI document.
+
+Decoding is strict: wrong types, NaN, numbers out of range and unknown fields are refused. Three kinds of
+fields: those that do something; those without effect here, accepted so that common clients work; and
+those that would change the answer but are not supported, accepted only with a value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from loraplex.core.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+StopString = Annotated[str, Meta(min_length=1)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis: none is added
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that chat and plain completions share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-3, le=1e3)] | None = None
+    logit_bias: (
+        dict[Annotated[str, Meta(pattern="^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100.0, le=100.0)]]
+        | None
+    ) = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    # Without effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # Only what is the case anyway.
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = None
+    use_beam_search: Literal[False] | None = None
+    response_format: TextFormat | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+    name: str | None = None
+    # What answers of ours carry when a client sends them back as history.
+    refusal: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_call_id: None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Without effect here.
+    parallel_tool_calls: bool | None = None
+    prediction: dict[str, Any] | None = None
+    # Not supported.
+    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: Annotated[list[Any], Meta(max_length=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """`prompt` is a text, several texts, token ids, or several lists of token ids."""
+
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        Meta(
+            extra_json_schema={
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "minItems": 1, "items": {"type": "string"}},
+                    {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+                    {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+                    },
+                ]
+            }
+        ),
+    ]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    add_special_tokens: bool | None = None
+    # Not supported.
+    suffix: Literal[""] | None = None
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's number for the adapter; the name is what counts
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either `prompt` or `messages`. Special tokens are added to a prompt, not to messages, by default."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+NOT_SUPPORTED: Final = frozenset(
+    {
+        "tools", "tool_choice", "functions", "function_call", "tool_calls", "tool_call_id", "response_format",
+        "modalities", "audio", "reasoning_effort", "verbosity", "web_search_options", "suffix",
+        "skip_special_tokens", "use_beam_search", "continuous_usage_stats",
+    }
+)  # fmt: skip
+"""Fields whose refusal should say "not supported" rather than what type was expected."""

@@ -1,0 +1,160 @@
+"""What the server answers. The structs are what is encoded and what the OpenAPI document shows.
+
+Stream chunks are written by hand in `chunks.py` for speed; the structs here describe them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    content: list[ChatTokenLogprob]
+
+
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """`stop_reason` is the stop string or stop token that ended the choice, if one did."""
+
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Parallel lists, one entry for each token; null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Choices count through the prompts first: n for the first prompt, then n for the next."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A base model (`parent` null) or an adapter (`root` is its folder, `parent` the base model)."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "loraplex"
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter. `tier` is where its weights are; `requests` and `tokens` are of this name since start."""
+
+    name: str
+    version: str
+    path: str
+    rank: int
+    bytes: int
+    tier: str
+    in_flight: int
+    hits: int
+    loads: int
+    requests: int
+    tokens: int
+
+
+class AdapterList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[AdapterInfo]
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: str
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    status: Literal["ok"] = "ok"

@@ -1,0 +1,250 @@
+"""`serve`: an engine process, an HTTP server, and their orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+
+from loraplex.adapters.allowed_paths import AllowedPaths
+from loraplex.adapters.discovery import discover_adapters
+from loraplex.adapters.registry import AdapterRegistry, base_model_key
+from loraplex.core.clock import MonotonicClock
+from loraplex.core.errors import LoraplexError
+from loraplex.engine.build import EngineOptions
+from loraplex.engine.text_engine import TextEngine
+from loraplex.engine.tokenizer import Tokenizer
+from loraplex.model.config import load_config
+from loraplex.model.source import resolve_model
+from loraplex.server.adapter_service import AdapterService
+from loraplex.server.adapter_startup import start_adapters
+from loraplex.server.app import create_app
+from loraplex.server.banner import Announcer
+from loraplex.server.body import BodyLimits
+from loraplex.server.deps import ServerDeps
+from loraplex.server.engine_client import EngineClient
+from loraplex.server.metrics import ServerMetrics
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S: Final = 30
+_LAST_WORDS_S: Final = 5.0
+"""How long streams may take to send their error after the engine was closed under them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """All a user may choose. `adapter_dirs` are served and open for loading, the allowed ones only open."""
+
+    engine: EngineOptions
+    served_model_name: str | None = None
+    adapter_dirs: tuple[Path, ...] = ()
+    allow_adapter_dirs: tuple[Path, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    state_dir: Path | None = None
+    api_keys: tuple[str, ...] = ()
+    limits: BodyLimits = field(default_factory=BodyLimits)
+    shutdown_grace_s: float = 5.0
+
+
+class AddressError(LoraplexError):
+    """The address cannot be listened on."""
+
+
+def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
+    """Serve until SIGINT or SIGTERM. Raises LoraplexError if it cannot start."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(options, announcer or Announcer()))
+
+
+async def _serve(options: ServeOptions, announcer: Announcer) -> None:
+    stop = asyncio.Event()
+    with _signals(stop.set):
+        serving = asyncio.create_task(_serve_until(stop, options, announcer))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done() and not announcer.is_ready:
+                serving.cancel()  # still loading: there is nobody to be polite to
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+        finally:
+            stopping.cancel()
+
+
+async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: Announcer) -> None:
+    # Bound before the model is loaded: a port that is taken should not cost a minute to find out.
+    with _bind(options.host, options.port) as listener:
+        async with AsyncExitStack() as stack:
+            deps, client, notes = await _start(options, announcer, stack)
+            config = uvicorn.Config(
+                create_app(deps),
+                http="httptools",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(options.shutdown_grace_s + _LAST_WORDS_S),
+            )
+
+            def on_ready() -> None:
+                announcer.ready(
+                    host=options.host,
+                    port=listener.getsockname()[1],
+                    base_model=deps.adapters.base_model,
+                    adapters=[adapter.name for adapter in deps.adapters.served()],
+                    notes=notes,
+                    needs_key=bool(deps.api_keys),
+                    has_chat=deps.text.tokenizer.has_chat_template,
+                )
+
+            server = _Server(config, on_ready)
+            ending = asyncio.create_task(_end(stop, server, client, options.shutdown_grace_s))
+            try:
+                await server.serve(sockets=[listener])
+            except OSError as error:
+                # Two servers may bind one port while both load; only one may listen.
+                raise _cannot_listen(options.host, options.port, error) from error
+            finally:
+                ending.cancel()
+
+
+async def _end(stop: asyncio.Event, server: uvicorn.Server, client: EngineClient, grace_s: float) -> None:
+    """After the signal: no new connections, a while for requests in flight, then an error for the rest."""
+    await stop.wait()
+    server.should_exit = True
+    await asyncio.sleep(grace_s)
+    # Streams end with an error event instead of a cut connection.
+    await client.close()
+
+
+async def _start(
+    options: ServeOptions, announcer: Announcer, stack: AsyncExitStack
+) -> tuple[ServerDeps, EngineClient, tuple[str, ...]]:
+    folder = await asyncio.to_thread(resolve_model, options.engine.model)
+    config = load_config(folder)
+    for adapter_dir in options.adapter_dirs:
+        discover_adapters(adapter_dir)  # a folder that is not there should not cost a minute to find out
+    base_model = options.served_model_name or options.engine.model.rstrip("/")
+    key = base_model_key(_model_identity(options.engine.model), config.shape)
+    registry = AdapterRegistry(options.state_dir or default_state_dir(), key)
+    stack.callback(registry.close)
+
+    client = EngineClient(options.engine)
+    stack.push_async_callback(client.close)
+    with announcer.loading(options.engine.model) as on_progress:
+        _, tokenizer = await asyncio.gather(
+            client.start(on_progress), asyncio.to_thread(Tokenizer.load, folder)
+        )
+    assert client.info is not None, "a started engine has said what it can hold"
+    service = AdapterService(
+        base_model=base_model,
+        engine=client,
+        registry=registry,
+        shape=config.shape,
+        allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
+    )
+    stack.push_async_callback(service.close)
+    report = await start_adapters(service, options.adapter_dirs)
+    deps = ServerDeps(
+        text=TextEngine(
+            engine=client,
+            tokenizer=tokenizer,
+            max_model_len=client.info.max_model_len,
+            vocab_size=config.shape.vocab_size,
+        ),
+        adapters=service,
+        metrics=ServerMetrics(MonotonicClock()),
+        base_root=str(folder),
+        is_healthy=lambda: client.healthy,
+        api_keys=options.api_keys,
+        limits=options.limits,
+    )
+    return deps, client, report.notes
+
+
+def default_state_dir() -> Path:
+    """`$LORAPLEX_STATE`, or `loraplex` in the user's folder for program state."""
+    if configured := os.environ.get("LORAPLEX_STATE"):
+        return Path(configured).expanduser()
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "loraplex"
+
+
+def _model_identity(model: str) -> str:
+    """A folder by its full path, so that the registry does not depend on where the server was started."""
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
+
+
+@contextlib.contextmanager
+def _bind(host: str, port: int) -> Iterator[socket.socket]:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise _cannot_listen(host, port, error) from error
+        yield listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> AddressError:
+    return AddressError(
+        f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and --port"
+    )
+
+
+@contextlib.contextmanager
+def _signals(on_stop: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us, whose end is an exit code of 0, and tells when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._on_ready()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None  # not to be had on Windows
+    factory: Any = uvloop.new_event_loop
+    return factory  # type: ignore[no-any-return]

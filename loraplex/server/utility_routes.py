@@ -1,0 +1,93 @@
+"""Tokenizing, health, version and metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+import loraplex
+from loraplex.core.errors import EngineDeadError, InvalidRequestError
+from loraplex.engine.request_checks import check_prompt
+from loraplex.server.body import read_struct
+from loraplex.server.deps import ServerDeps
+from loraplex.server.generation_routes import template_messages
+from loraplex.server.metrics_export import CONTENT_TYPE, render_metrics
+from loraplex.server.model_routes import json_response
+from loraplex.server.openapi import operation
+from loraplex.server.requests import DetokenizeRequest, TokenizeRequest
+from loraplex.server.responses import Health, Text, Tokens, Version
+
+
+def utility_router(deps: ServerDeps) -> APIRouter:
+    router = APIRouter()
+    tokenizer = deps.text.tokenizer
+
+    @router.post(
+        "/tokenize",
+        **operation(
+            summary="Tokens of a text or a conversation",
+            body=TokenizeRequest,
+            answer=Tokens,
+            errors=(401, 404),
+        ),
+    )
+    async def tokenize(request: Request) -> Response:
+        body = await read_struct(request, TokenizeRequest, deps.limits)
+        _check_model(deps, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            tokens = await tokenizer.encode_chat_async(
+                template_messages(body.messages),
+                add_generation_prompt=body.add_generation_prompt,
+                add_special_tokens=bool(body.add_special_tokens),
+                template_options=body.chat_template_kwargs,
+            )
+        else:
+            assert body.prompt is not None
+            special = body.add_special_tokens is not False
+            tokens = await tokenizer.encode_async(body.prompt, add_special_tokens=special)
+        answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=deps.text.max_model_len)
+        return json_response(answer)
+
+    @router.post(
+        "/detokenize",
+        **operation(summary="Text of tokens", body=DetokenizeRequest, answer=Text, errors=(401, 404)),
+    )
+    async def detokenize(request: Request) -> Response:
+        body = await read_struct(request, DetokenizeRequest, deps.limits)
+        _check_model(deps, body.model)
+        if body.tokens:
+            check_prompt(body.tokens, vocab_size=deps.text.vocab_size)
+        return json_response(Text(prompt=tokenizer.decode(body.tokens)))
+
+    @router.get("/health", **operation(summary="Is the engine up?", answer=Health, errors=(503,)))
+    async def health() -> Response:
+        if not deps.is_healthy():
+            raise EngineDeadError("the engine is starting or restarting")
+        return json_response(Health())
+
+    @router.get("/version", **operation(summary="Version of the server", answer=Version, errors=(401,)))
+    async def version() -> Response:
+        return json_response(Version(version=loraplex.__version__))
+
+    @router.get(
+        "/metrics", **operation(summary="Prometheus metrics", answer_text="text/plain", errors=(401, 503))
+    )
+    async def metrics() -> Response:
+        page = render_metrics(
+            base_model=deps.adapters.base_model,
+            metrics=deps.metrics,
+            stats=await deps.text.engine.stats(),
+            adapters=deps.adapters.served(),
+        )
+        return Response(page, headers={"content-type": CONTENT_TYPE})
+
+    return router
+
+
+def _check_model(deps: ServerDeps, model: str | None) -> None:
+    """All models share one tokenizer, but a name that does not exist is still a mistake."""
+    if model is not None:
+        deps.adapters.lease(model).release()

@@ -1,0 +1,31 @@
+"""How many requests hold an adapter version, and a way to wait for the last of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class VersionUse:
+    """A count with an event for zero."""
+
+    def __init__(self) -> None:
+        self._num_leases = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def idle(self) -> bool:
+        return self._num_leases == 0
+
+    def acquire(self) -> None:
+        self._num_leases += 1
+        self._idle.clear()
+
+    def release(self) -> None:
+        assert self._num_leases > 0, "released more often than acquired"
+        self._num_leases -= 1
+        if self._num_leases == 0:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()

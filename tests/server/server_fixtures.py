@@ -1,0 +1,174 @@
+"""A server around the fake engine: in this process over ASGI, or on loopback in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import uvicorn
+from fastapi import FastAPI
+from safetensors.numpy import save_file
+from serving_fakes import FakeEngine, Script, make_spec, says, tiny_tokenizer
+
+from loraplex.adapters.allowed_paths import AllowedPaths
+from loraplex.adapters.registry import AdapterRegistry
+from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
+from loraplex.core.clock import Clock, ManualClock
+from loraplex.core.request import EngineRequest
+from loraplex.core.shape import ModelShape
+from loraplex.engine.text_engine import TextEngine
+from loraplex.server.adapter_service import AdapterService, ServedAdapter
+from loraplex.server.app import create_app
+from loraplex.server.body import BodyLimits
+from loraplex.server.deps import ServerDeps
+from loraplex.server.metrics import ServerMetrics
+
+SHAPE = ModelShape(
+    family="llama",
+    num_layers=1,
+    hidden_size=16,
+    intermediate_size=32,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=400,
+    max_position=256,
+)
+USER = [{"role": "user", "content": "hi"}]
+
+
+def write_adapter(path: Path, *, rank: int = 2, seed: int = 0, **config: Any) -> Path:
+    """A real PEFT checkpoint for SHAPE; another seed is another version."""
+    path.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{prefix}.lora_A.weight": rng.standard_normal((rank, 16)).astype(np.float32),
+        f"{prefix}.lora_B.weight": rng.standard_normal((16, rank)).astype(np.float32),
+    }
+    save_file(tensors, path / WEIGHTS_FILE)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
+    (path / CONFIG_FILE).write_text(json.dumps(settings))
+    return path
+
+
+@dataclass
+class Served:
+    """A server's parts, for tests to look into."""
+
+    app: FastAPI
+    engine: FakeEngine
+    service: AdapterService
+    deps: ServerDeps
+
+
+def make_server(
+    tmp_path: Path,
+    script: Callable[[EngineRequest], Script] | None = None,
+    *,
+    api_keys: tuple[str, ...] = (),
+    limits: BodyLimits | None = None,
+    allowed: list[Path] | None = None,
+    clock: Clock | None = None,
+    drain_timeout_s: float = 30.0,
+) -> Served:
+    engine = FakeEngine(script or says("Hello world! How are you?"))
+    service = AdapterService(
+        base_model="base",
+        engine=engine,
+        registry=AdapterRegistry(tmp_path / "state", "base"),
+        shape=SHAPE,
+        allowed=AllowedPaths(allowed or []),
+    )
+    for name in ("pirate", "poet"):
+        spec = make_spec(f"version-of-{name}", path=tmp_path / name)
+        engine.adapters[spec.version] = spec
+        service._served[name] = ServedAdapter(name=name, spec=spec)
+    deps = ServerDeps(
+        text=TextEngine(engine=engine, tokenizer=tiny_tokenizer(), max_model_len=256, vocab_size=400),
+        adapters=service,
+        metrics=ServerMetrics(clock or ManualClock()),
+        base_root="/models/base",
+        is_healthy=lambda: not engine.dead,
+        api_keys=api_keys,
+        limits=limits or BodyLimits(),
+        drain_timeout_s=drain_timeout_s,
+    )
+    return Served(app=create_app(deps), engine=engine, service=service, deps=deps)
+
+
+class Api:
+    """Calls an application in this process. One event loop for all calls, as in a server."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self._runner = asyncio.Runner()
+
+    def run(self, coroutine: Any) -> Any:
+        return self._runner.run(coroutine)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        if body is not None:
+            options["json"] = body
+        return self.request("POST", path, **options)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return self.run(self.send(method, path, **options))
+
+    async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.served.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    def close(self) -> None:
+        self.run(self.served.service.close())
+        self.served.service.registry.close()
+        self._runner.close()
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of a server-sent event stream; its last event must be [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@contextmanager
+def live(served: Served) -> Iterator[str]:
+    """The server on a free port of loopback, in a thread; yields its URL."""
+    config = uvicorn.Config(
+        served.app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1
+    )
+    server = _Server(config)
+    thread = threading.Thread(target=server.run, name="server")
+    thread.start()
+    try:
+        assert server.ready.wait(30)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        served.service.registry.close()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = threading.Event()
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()

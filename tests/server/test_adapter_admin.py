@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_fixtures import SHAPE, USER, Api, write_adapter
+from serving_fakes import says
+
+from loraplex.adapters.peft_reader import read_adapter
+from loraplex.core.errors import StorageError
+from loraplex.server.adapter_startup import start_adapters
+
+TEXT = "Hello world! How are you?"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that is open for loading, with the adapters `one` and `two` in it."""
+    write_adapter(tmp_path / "open" / "one", seed=1, rank=4)
+    write_adapter(tmp_path / "open" / "two", seed=2)
+    return tmp_path / "open"
+
+
+@pytest.fixture
+def api(make_api: Callable[..., Api], folder: Path) -> Api:
+    return make_api(allowed=[folder])
+
+
+def load(api: Api, name: str, path: Path, **fields: Any) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(path), **fields}
+    return api.post("/v1/load_lora_adapter", body)
+
+
+def unload(api: Api, name: str) -> httpx.Response:
+    return api.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def version_of(api: Api, name: str) -> str:
+    adapters = api.get("/v1/adapters").json()["data"]
+    return next(adapter["version"] for adapter in adapters if adapter["name"] == name)
+
+
+def test_a_loaded_adapter_is_a_model_and_in_the_registry(api: Api, folder: Path) -> None:
+    response = load(api, "new", folder / "one")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+    assert "'new'" in response.text
+    model = next(model for model in api.get("/v1/models").json()["data"] if model["id"] == "new")
+    assert (model["root"], model["parent"]) == (str(folder / "one"), "base")
+    entry = api.served.service.registry.get("new")
+    assert entry is not None
+    assert entry.spec.version == version_of(api, "new")
+    assert api.post("/v1/chat/completions", {"model": "new", "messages": USER}).status_code == 200
+
+
+def test_the_list_of_adapters_tells_what_the_engine_knows(api: Api, folder: Path) -> None:
+    load(api, "new", folder / "one")
+    api.post("/v1/chat/completions", {"model": "new", "messages": USER})
+    info = next(a for a in api.get("/v1/adapters").json()["data"] if a["name"] == "new")
+    assert info["rank"] == 4
+    assert (info["tier"], info["bytes"], info["hits"], info["loads"]) == ("host", 4096, 3, 1)
+    assert info["requests"] == 1
+    assert info["tokens"] > 0
+
+
+def test_a_name_that_is_taken_needs_load_inplace(api: Api, folder: Path) -> None:
+    assert load(api, "new", folder / "one").status_code == 200
+    response = load(api, "new", folder / "two")
+    assert response.status_code == 400
+    assert "load_inplace" in response.json()["error"]["message"]
+    first = version_of(api, "new")
+    assert load(api, "new", folder / "two", load_inplace=True).status_code == 200
+    assert version_of(api, "new") != first
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "status", "words"),
+    [
+        ("base", "one", 400, "base model"),
+        ("no/slash", "one", 400, "not a valid adapter name"),
+        ("", "one", 400, "empty"),
+        ("new", "../outside", 403, "--allow-adapter-dir"),
+        ("new", "/etc", 403, "--allow-adapter-dir"),
+        ("new", "nothing", 400, "nothing"),
+        ("new", "a\x00b", 403, "--allow-adapter-dir"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(
+    api: Api, folder: Path, name: str, path: str, status: int, words: str
+) -> None:
+    write_adapter(folder.parent / "outside")
+    response = load(api, name, Path(path) if path.startswith("/") else folder / path)
+    assert response.status_code == status
+    assert words in response.json()["error"]["message"]
+    assert api.served.service.registry.names() == []
+
+
+def test_a_broken_adapter_is_refused_with_the_reason(api: Api, folder: Path) -> None:
+    write_adapter(folder / "bad", use_dora=True)
+    response = load(api, "bad", folder / "bad")
+    assert response.status_code == 400
+    assert "use_dora" in response.json()["error"]["message"]
+
+
+def test_unload_forgets_the_name_and_the_version(api: Api, folder: Path) -> None:
+    load(api, "new", folder / "one")
+    version = version_of(api, "new")
+    response = unload(api, "new")
+    assert response.status_code == 200
+    assert "removed" in response.text
+    assert api.served.engine.removed == [version]
+    assert api.served.service.registry.names() == []
+    assert unload(api, "new").status_code == 404
+    assert api.post("/v1/completions", {"model": "new", "prompt": "x"}).status_code == 404
+
+
+def test_a_version_with_another_name_stays(api: Api, folder: Path) -> None:
+    load(api, "first", folder / "one")
+    load(api, "second", folder / "one")
+    assert version_of(api, "first") == version_of(api, "second")
+    unload(api, "first")
+    assert api.served.engine.removed == []
+    assert api.post("/v1/completions", {"model": "second", "prompt": "x"}).status_code == 200
+    unload(api, "second")
+    assert len(api.served.engine.removed) == 1
+
+
+def test_two_changes_of_one_name_at_once_conflict(api: Api, folder: Path) -> None:
+    engine = api.served.engine
+
+    async def race() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
+        engine.add_gate = asyncio.Event()
+        body = {"lora_name": "new", "lora_path": str(folder / "one")}
+        first = asyncio.create_task(api.send("POST", "/v1/load_lora_adapter", json=body))
+        while "new" not in api.served.service._changing:
+            await asyncio.sleep(0)
+        second = await api.send("POST", "/v1/load_lora_adapter", json=body)
+        other = asyncio.create_task(
+            api.send("POST", "/v1/load_lora_adapter", json={**body, "lora_name": "other"})
+        )
+        engine.add_gate.set()
+        return await first, second, await other
+
+    first, second, other = api.run(race())
+    assert (first.status_code, second.status_code, other.status_code) == (200, 409, 200)
+    assert "right now" in second.json()["error"]["message"]
+
+
+def test_requests_in_flight_keep_the_version_they_began_with(
+    make_api: Callable[..., Api], folder: Path
+) -> None:
+    async def scenario() -> None:
+        resume = asyncio.Event()
+        api.served.engine.script = says(TEXT, pause_after=2, resume=resume)
+        body = {"model": "new", "messages": USER}
+        running = asyncio.create_task(api.send("POST", "/v1/chat/completions", json=body))
+        while not api.served.engine.was_paused.is_set():
+            await asyncio.sleep(0)
+        reload = {"lora_name": "new", "lora_path": str(folder / "two"), "load_inplace": True}
+        assert (await api.send("POST", "/v1/load_lora_adapter", json=reload)).status_code == 200
+        assert api.served.engine.removed == []  # still in use
+        resume.set()
+        assert (await running).status_code == 200
+        later = await api.send("POST", "/v1/chat/completions", json=body)
+        assert later.status_code == 200
+        while not api.served.engine.removed:
+            await asyncio.sleep(0)
+
+    api = make_api(allowed=[folder])
+    load(api, "new", folder / "one")
+    old = version_of(api, "new")
+    api.run(scenario())
+    assert [request.adapter for request in api.served.engine.requests] == [old, version_of(api, "new")]
+    assert api.served.engine.removed == [old]
+
+
+def test_unload_says_so_when_requests_do_not_end_in_time(make_api: Callable[..., Api], folder: Path) -> None:
+    async def scenario() -> None:
+        resume = asyncio.Event()
+        api.served.engine.script = says(TEXT, pause_after=2, resume=resume)
+        body = {"model": "new", "messages": USER}
+        running = asyncio.create_task(api.send("POST", "/v1/chat/completions", json=body))
+        while not api.served.engine.was_paused.is_set():
+            await asyncio.sleep(0)
+        response = await api.send("POST", "/v1/unload_lora_adapter", json={"lora_name": "new"})
+        assert response.status_code == 200
+        assert "draining" in response.text
+        assert (await api.send("POST", "/v1/chat/completions", json=body)).status_code == 404
+        resume.set()
+        assert (await running).status_code == 200
+        while not api.served.engine.removed:
+            await asyncio.sleep(0)
+
+    api = make_api(allowed=[folder], drain_timeout_s=0.0)
+    load(api, "new", folder / "one")
+    api.run(scenario())
+
+
+def test_a_version_that_comes_back_while_it_is_retired_stays(api: Api, folder: Path) -> None:
+    async def scenario() -> None:
+        lease = api.served.service.lease("new")
+        unloading = asyncio.create_task(api.served.service.unload("new", drain_timeout_s=30))
+        while "new" in {adapter.name for adapter in api.served.service.served()}:
+            await asyncio.sleep(0)
+        await api.served.service.load("again", str(folder / "one"), replace=False)
+        lease.release()
+        assert await unloading
+
+    load(api, "new", folder / "one")
+    api.run(scenario())
+    assert api.served.engine.removed == []
+    assert api.post("/v1/completions", {"model": "again", "prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_a_full_disk_leaves_everything_as_it_was(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool
+) -> None:
+    if replacing:
+        load(api, "new", folder / "one")
+    before = dict(api.served.engine.adapters)
+
+    def full(*args: Any) -> None:
+        raise StorageError("the disk is full") from sqlite3.OperationalError()
+
+    monkeypatch.setattr(api.served.service.registry, "put", full)
+    response = load(api, "new", folder / "two", load_inplace=True)
+    assert response.status_code == 507
+
+    async def settle() -> None:
+        await asyncio.gather(*api.served.service._retirements)
+
+    api.run(settle())
+    assert api.served.engine.adapters == before
+    names = {adapter.name for adapter in api.served.service.served()}
+    assert ("new" in names) == replacing
+
+    monkeypatch.setattr(api.served.service.registry, "remove", full)
+    if replacing:
+        assert unload(api, "new").status_code == 507
+        assert api.post("/v1/completions", {"model": "new", "prompt": "x"}).status_code == 200
+
+
+def test_a_server_starts_with_its_folders_and_its_registry(api: Api, folder: Path, tmp_path: Path) -> None:
+    service = api.served.service
+    elsewhere = write_adapter(tmp_path / "elsewhere", seed=3)
+    service.registry.put("by-hand", read_adapter(elsewhere, SHAPE))
+    write_adapter(folder / "broken", use_dora=True)
+    write_adapter(folder / "base")
+    (folder / "empty").mkdir()
+    report = api.run(start_adapters(service, [folder]))
+    assert {"one", "two", "by-hand"} <= {adapter.name for adapter in service.served()}
+    assert (report.num_served, report.num_skipped) == (3, 1)
+    notes = "\n".join(report.notes)
+    assert "'broken'" in notes
+    assert "use_dora" in notes
+    assert "'base'" in notes
+    assert service.registry.names() == ["by-hand", "one", "two"]
+
+
+def test_a_restart_reads_only_what_has_changed(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.run(start_adapters(api.served.service, [folder]))
+    before = {name: version_of(api, name) for name in ("one", "two")}
+    write_adapter(folder / "one", seed=99)
+    reads: list[list[Path]] = []
+
+    def recording(paths: list[Path], shape: Any) -> Any:
+        reads.append(list(paths))
+        return [read_adapter(path, shape) for path in paths]
+
+    monkeypatch.setattr("loraplex.server.adapter_startup.read_adapters", recording)
+    report = api.run(start_adapters(api.served.service, [folder]))
+    assert reads == [[folder / "one"]]
+    assert any("changed" in note and "'one'" in note for note in report.notes)
+    assert version_of(api, "one") != before["one"]
+    assert version_of(api, "two") == before["two"]
+
+
+def test_a_registered_adapter_whose_files_are_gone_is_skipped(api: Api, folder: Path) -> None:
+    load(api, "gone", folder / "one")
+    unload(api, "pirate")
+    shutil.rmtree(folder / "one")
+    api.served.service._served.clear()
+    report = api.run(start_adapters(api.served.service, [folder]))
+    assert [adapter.name for adapter in api.served.service.served()] == ["two"]
+    assert any("'gone'" in note for note in report.notes)
+    assert report.num_skipped == 1
+
+
+def test_a_name_loaded_by_hand_is_not_taken_by_a_folder(api: Api, folder: Path) -> None:
+    load(api, "two", folder / "one")
+    by_hand = version_of(api, "two")
+    report = api.run(start_adapters(api.served.service, [folder]))
+    assert version_of(api, "two") == by_hand
+    assert any("taken" in note for note in report.notes)

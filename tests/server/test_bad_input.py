@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from server_fixtures import USER, Api
+
+from loraplex.server.body import BodyLimits
+
+CHAT = {"model": "base", "messages": USER}
+COMPLETION = {"model": "base", "prompt": "hi"}
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error object, which must have OpenAI's shape."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1), ("temperature", "hot"), ("temperature", True), ("temperature", 1e9),
+        ("top_p", 0), ("top_p", 1.5), ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("n", 0), ("n", 129),
+        ("n", "2"), ("seed", 2**70), ("seed", 1.5), ("max_tokens", -1), ("max_tokens", 1000),
+        ("min_tokens", -1),
+        ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0),
+        ("logit_bias", {"-5": 1}), ("logit_bias", {"x": 1}), ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": None}), ("logit_bias", {"999": 1}), ("logit_bias", [1]),
+        ("stop", ""), ("stop", [""]), ("stop", ["x"] * 17), ("stop", 5), ("stop", ["x" * 2000]),
+        ("stop_token_ids", [-1]), ("stop_token_ids", [400]), ("stop_token_ids", 4),
+        ("stream", "yes"), ("stream_options", {"include_usage": True}), ("best_of", 2), ("ignore_eos", 1),
+        ("model", None), ("model", 5), ("user", 5), ("include_stop_str_in_output", "x"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_wrong_value_is_refused_with_the_fields_name(api: Api, path: str, field: str, value: Any) -> None:
+    base = CHAT if "chat" in path else COMPLETION
+    error = error_of(api.post(path, {**base, field: value}))
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"] or "").startswith(field)
+    assert api.served.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{"name": "f"}]),
+        ("response_format", {"type": "json_object"}), ("audio", {"voice": "x"}), ("modalities", ["audio"]),
+        ("reasoning_effort", "high"), ("web_search_options", {}), ("skip_special_tokens", False),
+        ("use_beam_search", True), ("function_call", {"name": "f"}), ("verbosity", "low"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_answer_but_is_not_supported_is_refused(
+    api: Api, field: str, value: Any
+) -> None:
+    error = error_of(api.post("/v1/chat/completions", {**CHAT, field: value}))
+    assert error["param"].startswith(field)
+    assert "not supported" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": "x", "extra": 1}], "messages[0].extra"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], "messages"),
+        ([{"role": "user", "content": "long " * 1000}], "messages"),
+    ],
+)
+def test_wrong_messages_are_refused_where_they_are_wrong(api: Api, messages: Any, param: str) -> None:
+    assert error_of(api.post("/v1/chat/completions", {**CHAT, "messages": messages}))["param"] == param
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [],
+        [[]],
+        ["a", 1],
+        [1, [2]],
+        [400],
+        [-1],
+        [10**30],
+        [1.5],
+        "",
+        None,
+        {"a": 1},
+        [True],
+        [1] * 256,
+        ["a", ""],
+    ],
+)
+def test_wrong_prompts_are_refused(api: Api, prompt: Any) -> None:
+    error = error_of(api.post("/v1/completions", {**COMPLETION, "prompt": prompt}))
+    assert error["param"].startswith(("prompt", "max_tokens"))
+
+
+def test_too_many_choices_are_refused(api: Api) -> None:
+    error = error_of(api.post("/v1/completions", {**COMPLETION, "prompt": [[1]] * 100, "n": 100}))
+    assert "2048" in error["message"]
+
+
+def test_an_unknown_field_is_refused_with_its_likely_name(api: Api) -> None:
+    error = error_of(api.post("/v1/chat/completions", {**CHAT, "temperatur": 1}))
+    assert error["param"] == "temperatur"
+    assert "'temperature'" in error["message"]
+
+
+def test_fields_that_need_each_other(api: Api) -> None:
+    assert error_of(api.post("/v1/chat/completions", {**CHAT, "top_logprobs": 2}))["param"] == "top_logprobs"
+    assert error_of(api.post("/v1/chat/completions", {**CHAT, "max_tokens": 0}))["param"] == "max_tokens"
+    assert error_of(api.post("/v1/completions", {**COMPLETION, "max_tokens": 0}))["param"] == "max_tokens"
+    error = error_of(api.post("/v1/completions", {**COMPLETION, "max_tokens": 2, "min_tokens": 3}))
+    assert error["param"] == "min_tokens"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b'{"model": "base"} trailing', b"\xef\xbb\xbf{}",
+        b'{"model": "base", "prompt": "x", "temperature": NaN}',
+        b'{"model": "base", "prompt": "x", "temperature": Infinity}',
+        b'{"model": "base", "prompt": "x", "temperature": -Infinity}',
+        b'{"model": "base", "prompt": "x", "temperature": 1e999}',
+        b'{"model": "base", "prompt": "x", "metadata": {"a": NaN}}',
+        b'{"model": "base", "prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"model": "base", "prompt": "\\ud800"}', b'{"model": "\\udfff", "prompt": "x"}',
+        b'{"model": "base", "prompt": "x", "\\ud800": 1}', b'{"model": "base", "prompt": "\xff"}',
+        b'{"model": "base", "prompt": "x", "metadata": {"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}",
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/tokenize", "/detokenize"],
+)
+def test_a_body_that_is_no_good_json_is_refused(api: Api, path: str, body: bytes) -> None:
+    error_of(api.post(path, content=body))
+
+
+def test_what_is_quoted_from_the_client_is_short(api: Api) -> None:
+    error = error_of(api.post("/v1/completions", {**COMPLETION, "model": "x" * 100_000}), 404)
+    assert len(error["message"]) < 500
+    error = error_of(api.post("/v1/completions", {**COMPLETION, "x" * 100_000: 1}))
+    assert len(error["message"]) < 500
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_over_the_limit_is_refused(make_api: Callable[..., Api], declared: bool) -> None:
+    api = make_api(limits=BodyLimits(max_body_bytes=1000))
+    body = json.dumps({**COMPLETION, "user": "x" * 2000}).encode()
+
+    async def parts() -> Any:
+        for start in range(0, len(body), 100):
+            yield body[start : start + 100]
+
+    error = error_of(api.post("/v1/completions", content=body if declared else parts()), 413)
+    assert "1000" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405)],
+)
+def test_wrong_paths_and_methods_are_answered_in_the_same_shape(
+    api: Api, method: str, path: str, status: int
+) -> None:
+    error = error_of(api.request(method, path), status)
+    assert path in error["message"]
+
+
+def test_a_bug_is_answered_without_its_details(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(api.served.deps.adapters, "lease", broken)
+
+    async def call() -> httpx.Response:
+        # The error is raised again after the answer, for the server's log; a client does not see that.
+        transport = httpx.ASGITransport(api.served.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post("/v1/completions", json=COMPLETION)
+
+    error = error_of(api.run(call()), 500)
+    assert "secret" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Basic one"}, 401),
+        ({"Authorization": "Bearer "}, 401),
+        ({"Authorization": b"Bearer \xff\xfe"}, 401),
+        ({"Authorization": "Bearer one"}, 200),
+        ({"Authorization": "bearer zwei-ü".encode()}, 200),
+    ],
+)
+def test_every_route_but_health_wants_an_api_key(
+    make_api: Callable[..., Api], header: dict[str, Any], status: int
+) -> None:
+    api = make_api(api_keys=("one", "zwei-ü"))
+    assert api.get("/health", headers=header).status_code == 200
+    for path in ("/v1/models", "/metrics", "/openapi.json"):
+        response = api.get(path, headers=header)
+        assert response.status_code == status
+        if status == 401:
+            error_of(response, 401)
+
+
+def test_tokenize_and_detokenize(api: Api) -> None:
+    answer = api.post("/tokenize", {"prompt": "Hello world", "model": "pirate"}).json()
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == 256
+    assert api.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "Hello world"}
+    chat = api.post("/tokenize", {"messages": USER}).json()
+    text = api.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"]
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": "a", "messages": USER}, 400),
+        ("/tokenize", {"prompt": "a", "model": "nobody"}, 404),
+        ("/detokenize", {"tokens": [400]}, 400),
+        ("/detokenize", {"tokens": [-1]}, 400),
+        ("/detokenize", {"tokens": ["a"]}, 400),
+        ("/detokenize", {}, 400),
+    ],
+)
+def test_wrong_tokenize_requests_are_refused(api: Api, path: str, body: Any, status: int) -> None:
+    error_of(api.post(path, body), status)
+
+
+def test_health_follows_the_engine(api: Api) -> None:
+    assert api.get("/health").status_code == 200
+    api.served.engine.dead = True
+    response = api.get("/health")
+    error_of(response, 503)
+    assert response.headers["retry-after"]
+    assert api.get("/version").json()["version"]

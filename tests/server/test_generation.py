@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from server_fixtures import USER, Api, events
+from serving_fakes import Script, says, tiny_tokenizer
+
+from loraplex.core.errors import CapacityError, EngineDeadError
+from loraplex.core.request import EngineRequest
+from loraplex.engine.text_engine import LogprobText
+from loraplex.server.logprobs import CompletionLogprobWriter
+
+TEXT = "Hello world! How are you?"
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "base", "messages": USER, **fields}
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "base", "prompt": "the quick", **fields}
+
+
+def streamed_text(chunks: list[Any], choice: int = 0) -> str:
+    parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice]
+    return "".join(part["delta"]["content"] if "delta" in part else part["text"] for part in parts)
+
+
+def test_chat_answers_in_one_piece(api: Api) -> None:
+    answer = api.post("/v1/chat/completions", chat()).json()
+    assert answer["object"] == "chat.completion"
+    [choice] = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == len(tiny_tokenizer().encode(TEXT))
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_chat_streams_deltas_that_begin_with_the_role(api: Api) -> None:
+    chunks = events(api.post("/v1/chat/completions", chat(stream=True)))
+    assert streamed_text(chunks) == TEXT
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert all("role" not in chunk["choices"][0]["delta"] for chunk in chunks[1:])
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert "usage" not in chunks[0]
+
+
+def test_the_last_chunk_has_the_usage_when_asked_for(make_api: Callable[..., Api]) -> None:
+    api = make_api(says(TEXT, num_cached_tokens=5))
+    body = chat(stream=True, stream_options={"include_usage": True})
+    *chunks, last = events(api.post("/v1/chat/completions", body))
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == len(tiny_tokenizer().encode(TEXT))
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs_have_text_and_bytes(api: Api, stream: bool) -> None:
+    response = api.post("/v1/chat/completions", chat(stream=stream, logprobs=True, top_logprobs=2))
+    answers = events(response) if stream else [response.json()]
+    entries = [e for a in answers for c in a["choices"] for e in c["logprobs"]["content"]]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == TEXT
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    assert entries[0]["top_logprobs"][0]["token"] == entries[0]["token"]
+
+
+@pytest.mark.parametrize("model", ["pirate", "base:pirate"])
+def test_an_adapter_is_a_model(api: Api, model: str) -> None:
+    answer = api.post("/v1/chat/completions", chat(model=model)).json()
+    assert answer["model"] == model
+    assert api.served.engine.requests[0].adapter == "version-of-pirate"
+
+
+def test_the_base_model_uses_no_adapter(api: Api) -> None:
+    api.post("/v1/completions", completion())
+    assert api.served.engine.requests[0].adapter is None
+
+
+def test_an_unknown_model_is_answered_with_near_names(api: Api) -> None:
+    response = api.post("/v1/chat/completions", chat(model="pirat"))
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert error["code"] == "model_not_found"
+    assert "'pirate'" in error["message"]
+
+
+def test_content_may_come_in_text_parts(api: Api) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    assert api.post("/v1/chat/completions", chat(messages=messages)).status_code == 200
+    prompt = tiny_tokenizer().decode(api.served.engine.requests[0].prompt_token_ids)
+    assert "<|im_start|>system\nbe brief<|im_end|>" in prompt
+    assert "<|im_start|>user\none\ntwo<|im_end|>" in prompt
+
+
+def test_template_options_reach_the_prompt(api: Api) -> None:
+    api.post("/v1/chat/completions", chat(chat_template_kwargs={"shout": True}))
+    assert tiny_tokenizer().decode(api.served.engine.requests[0].prompt_token_ids).endswith("HEY ")
+
+
+def test_completions_default_to_sixteen_tokens_and_chat_to_the_context(api: Api) -> None:
+    api.post("/v1/completions", completion())
+    api.post("/v1/chat/completions", chat())
+    first, second = api.served.engine.requests
+    assert first.params.max_tokens == 16
+    assert second.params.max_tokens == 256 - len(second.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("the quick", [tiny_tokenizer().encode("the quick")]),
+        (["the", "dog"], [tiny_tokenizer().encode("the"), tiny_tokenizer().encode("dog")]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+def test_a_prompt_has_four_forms(api: Api, prompt: Any, expected: list[list[int]]) -> None:
+    answer = api.post("/v1/completions", completion(prompt=prompt)).json()
+    assert [request.prompt_token_ids for request in api.served.engine.requests] == expected
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_count_through_prompts_and_n(make_api: Callable[..., Api], stream: bool) -> None:
+    def script(request: EngineRequest) -> Script:
+        seed = request.params.seed
+        assert seed is not None
+        return Script(token_ids=[request.prompt_token_ids[0], tiny_tokenizer().encode("abc")[seed]])
+
+    api = make_api(script)
+    first, second = (tiny_tokenizer().encode(text)[0] for text in ("x", "y"))
+    response = api.post(
+        "/v1/completions", completion(prompt=[[first], [second]], n=2, seed=0, stream=stream, best_of=2)
+    )
+    if stream:
+        chunks = events(response)
+        texts = [streamed_text(chunks, choice) for choice in range(4)]
+    else:
+        texts = [choice["text"] for choice in response.json()["choices"]]
+    assert texts == ["xa", "xb", "ya", "yb"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["the quick", tiny_tokenizer().encode("the quick")])
+def test_echo_repeats_the_prompt_with_its_logprobs(api: Api, stream: bool, prompt: Any) -> None:
+    body = completion(prompt=prompt, echo=True, logprobs=1, stream=stream)
+    response = api.post("/v1/completions", body)
+    choices = [c for a in (events(response) if stream else [response.json()]) for c in a["choices"]]
+    text = "".join(choice["text"] for choice in choices)
+    assert text == "the quick" + TEXT
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    assert "".join(tokens) == text
+    assert all(text[offset:].startswith(token) for token, offset in zip(tokens, offsets, strict=True))
+    assert choices[0]["logprobs"]["token_logprobs"][0] is None
+    assert choices[0]["logprobs"]["top_logprobs"][0] is None
+
+
+def test_special_tokens_take_no_room_in_the_text() -> None:
+    entries = [
+        LogprobText(token_id=1, piece=b"<s>", logprob=None, special=True),
+        LogprobText(token_id=5, piece=b"a\xc3", logprob=float("-inf")),
+        LogprobText(token_id=6, piece=b"\xa4b", logprob=-1.0, top=((b"\xa4b", -1.0), (b"\xa5", -2.0))),
+    ]
+    written = CompletionLogprobWriter().write(entries)
+    assert written.text_offset == [0, 0, 1]
+    assert written.token_logprobs == [None, -9999.0, -1.0]
+    assert written.tokens == ["<s>", "bytes:a\\xc3", "bytes:\\xa4b"]
+    assert written.top_logprobs[2] == {"bytes:\\xa4b": -1.0, "bytes:\\xa5": -2.0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_no_tokens_gives_the_prompt_alone(api: Api, stream: bool) -> None:
+    fields: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    body = completion(echo=True, max_tokens=0, logprobs=0, stream=stream, **fields)
+    response = api.post("/v1/completions", body)
+    answers = events(response) if stream else [response.json()]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "the quick"
+    assert choices[-1]["finish_reason"] == "length"
+    assert answers[-1]["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_answer(api: Api, path: str, stream: bool) -> None:
+    make = completion if path == "/v1/completions" else chat
+    response = api.post(path, make(stop=" How", stream=stream))
+    if stream:
+        chunks = events(response)
+        assert streamed_text(chunks) == "Hello world!"
+        last = chunks[-1]["choices"][0]
+    else:
+        last = response.json()["choices"][0]
+        assert last.get("text", last.get("message", {}).get("content")) == "Hello world!"
+    assert last["finish_reason"] == "stop"
+    assert last["stop_reason"] == " How"
+
+
+def test_every_sampling_field_reaches_the_engine(api: Api) -> None:
+    fields = {
+        "max_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1,
+        "seed": 11, "presence_penalty": 0.1, "frequency_penalty": -0.2, "repetition_penalty": 1.1,
+        "logit_bias": {"5": -100, "6": 3}, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
+    }  # fmt: skip
+    assert api.post("/v1/completions", completion(**fields)).status_code == 200
+    params = api.served.engine.requests[0].params
+    expected = {**fields, "logit_bias": ((5, -100.0), (6, 3.0)), "stop": ("a", "b"), "stop_token_ids": (3,)}
+    assert {name: getattr(params, name) for name in fields} == expected
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_top_k_can_be_off_in_two_ways(api: Api, top_k: int) -> None:
+    api.post("/v1/completions", completion(top_k=top_k))
+    assert api.served.engine.requests[0].params.top_k == 0
+
+
+def test_fields_without_effect_are_accepted(api: Api) -> None:
+    fields = {
+        "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "tools": [],
+        "parallel_tool_calls": True, "tool_choice": "none", "response_format": {"type": "text"},
+        "modalities": ["text"], "audio": None, "logit_bias": None, "stop": None, "n": None,
+        "skip_special_tokens": True, "use_beam_search": False, "prompt_cache_key": "k",
+    }  # fmt: skip
+    assert api.post("/v1/chat/completions", chat(**fields)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [(CapacityError("never fits"), 400), (EngineDeadError("it died"), 503), (None, 500)],
+)
+def test_a_failure_before_the_first_token_is_an_http_error(
+    make_api: Callable[..., Api], stream: bool, failure: Exception | None, status: int
+) -> None:
+    api = make_api(says(TEXT, fail_after=0, failure=failure))
+    response = api.post("/v1/chat/completions", chat(stream=stream))
+    assert response.status_code == status
+    assert (str(failure) if failure else "out of luck") in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("failure", [EngineDeadError("it died"), None, RuntimeError("a bug")])
+def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(
+    make_api: Callable[..., Api], failure: Exception | None
+) -> None:
+    api = make_api(says(TEXT, fail_after=2, failure=failure))
+    response = api.post("/v1/chat/completions", chat(stream=True))
+    assert response.status_code == 200
+    *_, last = [line for line in response.text.split("\n\n") if line]
+    assert last.startswith('data: {"error":{"message":')
+    assert "a bug" not in last
+
+
+def test_a_lease_is_given_back_whatever_happens(make_api: Callable[..., Api]) -> None:
+    api = make_api(says(TEXT, fail_after=2, failure=EngineDeadError("it died")))
+    api.post("/v1/chat/completions", chat(model="pirate"))
+    api.post("/v1/chat/completions", chat(model="pirate", stream=True))
+    api.post("/v1/chat/completions", chat(model="pirate", max_tokens=100000))
+    assert api.served.service._uses["version-of-pirate"].idle

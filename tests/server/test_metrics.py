@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server_fixtures import USER, Api
+from serving_fakes import Script, tiny_tokenizer
+
+from loraplex.core.clock import ManualClock
+from loraplex.core.request import EngineRequest
+from loraplex.server.metrics import Histogram
+
+
+def samples(api: Api) -> dict[str, float]:
+    """Every sample of the page, keyed by its name and label values."""
+    found = {}
+    for family in text_string_to_metric_families(api.get("/metrics").text):
+        for sample in family.samples:
+            labels = ",".join(value for name, value in sorted(sample.labels.items()) if name != "model_name")
+            found[f"{sample.name}[{labels}]" if labels else sample.name] = sample.value
+    return found
+
+
+def chat(api: Api, model: str = "base") -> None:
+    assert api.post("/v1/chat/completions", {"model": model, "messages": USER}).status_code == 200
+
+
+def test_a_histogram_counts_into_the_right_buckets() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 3.0):
+        histogram.observe(value)
+    histogram.observe(2.0, times=3)
+    assert histogram.cumulative() == [("1.0", 2), ("2.0", 6), ("+Inf", 7)]
+    assert histogram.total == 12.0
+
+
+def test_requests_and_tokens_are_counted(api: Api) -> None:
+    chat(api)
+    chat(api, "pirate")
+    page = samples(api)
+    num_tokens = len(tiny_tokenizer().encode("Hello world! How are you?"))
+    assert page["vllm:generation_tokens_total"] == 2 * num_tokens
+    assert page["vllm:prompt_tokens_total"] == 2 * len(api.served.engine.requests[0].prompt_token_ids)
+    assert page["vllm:request_success_total[stop]"] == 2
+    assert page["vllm:request_success_total[length]"] == 0
+    assert page["vllm:time_to_first_token_seconds_count"] == 2
+    assert page["vllm:e2e_request_latency_seconds_count"] == 2
+    assert page["vllm:inter_token_latency_seconds_count"] == 2 * (num_tokens - 1)
+    assert page["loraplex:adapter_generation_tokens_total[pirate]"] == num_tokens
+    assert page["loraplex:adapter_requests_total[pirate]"] == 1
+    assert page["loraplex:adapter_ttft_seconds_count[pirate]"] == 1
+
+
+def test_the_page_shows_the_engine(api: Api) -> None:
+    page = samples(api)
+    assert page["vllm:kv_cache_usage_perc"] == 0.25
+    assert page["loraplex:host_adapter_budget_bytes"] == 1 << 20
+    for name in (
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total",
+        "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "loraplex:host_adapter_bytes",
+    ):  # fmt: skip
+        assert page[name] == 0
+
+
+def test_idle_adapters_are_visible_and_unloaded_ones_are_not(api: Api) -> None:
+    page = samples(api)
+    assert page["loraplex:adapter_requests_total[poet]"] == 0
+    assert page["loraplex:adapter_hits_total[poet]"] == 3
+    assert page["loraplex:adapter_loads_total[poet]"] == 1
+    assert page["loraplex:adapter_resident[poet,host]"] == 1
+    assert page["loraplex:adapter_resident[poet,disk]"] == 0
+    assert api.post("/v1/unload_lora_adapter", {"lora_name": "poet"}).status_code == 200
+    assert not any("poet" in name for name in samples(api))
+
+
+def test_latencies_are_those_of_the_clock(make_api: Callable[..., Api]) -> None:
+    clock = ManualClock()
+
+    def script(request: EngineRequest) -> Script:
+        clock.advance(0.5)  # between arrival and first token
+        return Script(token_ids=[10, 11, 12])
+
+    api = make_api(script, clock=clock)
+    chat(api, "pirate")
+    page = samples(api)
+    assert page["vllm:time_to_first_token_seconds_sum"] == 0.5
+    assert page["loraplex:adapter_ttft_seconds_bucket[pirate,0.25]"] == 0
+    assert page["loraplex:adapter_ttft_seconds_bucket[pirate,0.5]"] == 1
+
+
+def test_adapters_in_use_are_named_for_load_balancers(make_api: Callable[..., Api]) -> None:
+    async def scenario() -> str:
+        resume = asyncio.Event()
+
+        def script(request: EngineRequest) -> Script:
+            # The pirate pauses after a token and is running; the poet before the first, and waits.
+            pause_after = 1 if request.adapter == "version-of-pirate" else 0
+            return Script(token_ids=[10, 11, 12], pause_after=pause_after, resume=resume)
+
+        api.served.engine.script = script
+        tasks = []
+        for num_requests, model in enumerate(("pirate", "poet"), start=1):
+            body = {"model": model, "messages": USER}
+            tasks.append(asyncio.create_task(api.send("POST", "/v1/chat/completions", json=body)))
+            traffic = api.served.deps.metrics.traffic("pirate")
+            while len(api.served.engine.requests) < num_requests or not traffic.num_running:
+                await asyncio.sleep(0)
+        page = await api.send("GET", "/metrics")
+        resume.set()
+        await asyncio.gather(*tasks)
+        return next(line for line in page.text.splitlines() if line.startswith("vllm:lora_requests_info"))
+
+    api = make_api()
+    line = api.run(scenario())
+    assert 'running_lora_adapters="pirate"' in line
+    assert 'waiting_lora_adapters="poet"' in line
+
+
+def test_a_request_that_fails_leaves_no_gauge_behind(api: Api, tmp_path: Path) -> None:
+    api.served.engine.dead = True
+    assert api.post("/v1/completions", {"model": "pirate", "prompt": "x"}).status_code == 503
+    traffic = api.served.deps.metrics.traffic("pirate")
+    assert (traffic.num_waiting, traffic.num_running) == (0, 0)
+    api.served.engine.dead = False
+    assert samples(api)["vllm:e2e_request_latency_seconds_count"] == 0
+
+
+@pytest.mark.parametrize("model", ["base", "pirate"])
+def test_two_servers_do_not_share_counters(make_api: Callable[..., Api], model: str) -> None:
+    first, second = make_api(), make_api()
+    chat(first, model)
+    assert samples(second)["vllm:generation_tokens_total"] == 0

@@ -1,0 +1,149 @@
+"""`loraplex serve` as a user runs it: a process, a port, signals and exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny
+from serving_fakes import hf_tokenizer
+from typer import BadParameter
+
+from loraplex.cli.sizes import parse_size
+
+COMMAND = [sys.executable, "-m", "loraplex.cli.main"]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    base = tiny.save_model(folder, vocab_size=400)
+    hf_tokenizer().save_pretrained(folder)
+    tiny.save_adapter(folder / "adapters" / "one", base, rank=4)
+    tiny.save_adapter(folder / "more" / "two", base, rank=8, seed=2)
+    broken = folder / "adapters" / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text("{}")
+    return folder
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """A server process; yields it, its URL and all it said until it was ready."""
+    command = [*COMMAND, "serve", "--model", str(folder), "--served-model-name", "tiny", "--port", "0"]
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "1", "COLUMNS": "200"}
+    process = subprocess.Popen(
+        [*command, "--kv-memory", "4MiB", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    said = ""
+    try:
+        for line in process.stdout:
+            said += line
+            if "ready at " in line:
+                url = line.split("ready at ")[1].strip().removesuffix("/v1")
+                break
+        else:
+            pytest.fail(f"the server ended: {said}")
+        yield process, url, said
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_server_serves_loads_remembers_and_ends_in_peace(model_folder: Path, tmp_path: Path) -> None:
+    options = [
+        "--adapters", str(model_folder / "adapters"), "--allow-adapter-dir", str(model_folder / "more"),
+        "--state-dir", str(tmp_path), "--api-key", "secret",
+    ]  # fmt: skip
+    headers = {"Authorization": "Bearer secret"}
+    with serving(model_folder, *options) as (process, url, said):
+        assert "'broken' is not served" in said
+        with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+            names = [model["id"] for model in client.get("/v1/models").json()["data"]]
+            assert names == ["tiny", "one"]
+            body = {"lora_name": "two", "lora_path": str(model_folder / "more" / "two")}
+            assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
+            texts = set()
+            for model in ("tiny", "one", "two"):
+                request = {"model": model, "prompt": "the dog", "temperature": 0, "ignore_eos": True}
+                answer = client.post("/v1/completions", json=request).json()
+                assert answer["usage"]["completion_tokens"] == 16
+                texts.add(answer["choices"][0]["text"])
+            assert len(texts) == 3
+            tiers = {a["name"]: a["tier"] for a in client.get("/v1/adapters").json()["data"]}
+            assert tiers == {"one": "host", "two": "host"}
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+    with serving(model_folder, *options) as (process, url, _):
+        models = httpx.get(f"{url}/v1/models", headers=headers).json()["data"]
+        assert [model["id"] for model in models] == ["tiny", "one", "two"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_a_port_in_use_is_one_clear_line(tmp_path: Path, model_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        command = [*COMMAND, "serve", "--model", str(model_folder), "--port", port]
+        done = subprocess.run(
+            [*command, "--state-dir", str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 1
+    [line] = done.stderr.strip().splitlines()
+    assert port in line
+    assert "--port" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (["serve"], 2, "--model"),
+        (["serve", "--model", "x", "--kv-memory", "lots"], 2, "512MiB"),
+        (["serve", "--model", "/does/not/exist"], 1, "/does/not/exist"),
+        (["--version"], 0, ""),
+        (["--help"], 0, "serve"),
+    ],
+)
+def test_mistakes_are_told_apart_by_exit_code(arguments: list[str], exit_code: int, words: str) -> None:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == exit_code
+    assert words in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("512MiB", 512 * 2**20),
+        ("2GB", 2 * 10**9),
+        ("2g", 2 * 2**30),
+        ("1.5 GiB", 3 * 2**29),
+        ("1000", 1000),
+        ("4 kb", 4000),
+        ("1t", 2**40),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1g", "5x", "0", "1e9", "1.2.3m", "nan", "inf"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(BadParameter):
+        parse_size(text)
