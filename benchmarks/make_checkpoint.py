@@ -1,0 +1,189 @@
+"""Write the random checkpoint the CPU benchmarks serve: a 28M-parameter Llama and N PEFT adapters.
+
+    python -m benchmarks.make_checkpoint OUT --adapters 16
+
+Layout: OUT/base (model and tokenizer), OUT/adapters/lora-0000, lora-0001, ...
+Random weights cost an engine exactly as much as trained ones; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+HIDDEN = 512
+NUM_LAYERS = 8
+NUM_HEADS = 8
+NUM_KV_HEADS = 4
+HEAD_DIM = HIDDEN // NUM_HEADS
+MLP_HIDDEN = 1408
+VOCAB_SIZE = 4096
+MAX_POSITIONS = 2048
+RANKS = (8, 16, 32, 64)
+
+# Output width of each adapted projection; every input is HIDDEN wide.
+TARGET_OUT_FEATURES = {
+    "q_proj": NUM_HEADS * HEAD_DIM,
+    "k_proj": NUM_KV_HEADS * HEAD_DIM,
+    "v_proj": NUM_KV_HEADS * HEAD_DIM,
+    "o_proj": HIDDEN,
+}
+
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def adapter_name(index: int) -> str:
+    return f"lora-{index:04d}"
+
+
+def adapter_bytes(rank: int) -> int:
+    """Weight bytes of one adapter of this rank, in float32."""
+    floats_per_rank = NUM_LAYERS * sum(HIDDEN + out for out in TARGET_OUT_FEATURES.values())
+    return 4 * floats_per_rank * rank
+
+
+def write_base(directory: Path, *, seed: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        intermediate_size=MLP_HIDDEN,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype=torch.float32,
+    )
+    model = LlamaForCausalLM(config).to(torch.float32)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level BPE in which every id decodes to ASCII text of its own.
+
+    A token that were half a UTF-8 character would be held back by streaming detokenizers, and
+    chunks would no longer be tokens; so bytes beyond ASCII have no id here.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab, merges = _ascii_bpe()
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=SPECIAL_TOKENS[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    unk, bos, eos = SPECIAL_TOKENS
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=unk,
+        bos_token=bos,
+        eos_token=eos,
+        model_max_length=MAX_POSITIONS,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+
+
+def _ascii_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    space, newline = "\u0120", "\u010a"  # how byte-level BPE spells " " and "\n"
+    pieces = [*SPECIAL_TOKENS, *(chr(code) for code in range(33, 127)), space, newline]
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    merges = [(first, second) for first in (space, *letters) for second in letters]
+    pairs = ["".join(merge) for merge in merges]
+    num_triples = VOCAB_SIZE - len(pieces) - len(pairs)
+    triples = [(pair, letter) for pair in pairs for letter in letters][:num_triples]
+    merges += triples
+    pieces += ["".join(merge) for merge in merges]
+    assert len(set(pieces)) == len(pieces) == VOCAB_SIZE
+    return {piece: index for index, piece in enumerate(pieces)}, merges
+
+
+def write_adapters(directory: Path, *, base: Path, num_adapters: int, seed: int) -> None:
+    configs = {rank: _peft_config_text(rank, base=base) for rank in RANKS}
+    for index in range(num_adapters):
+        rank = RANKS[index % len(RANKS)]
+        target = directory / adapter_name(index)
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "adapter_config.json").write_text(configs[rank])
+        weights = _adapter_weights(rank, rng=np.random.default_rng((seed, index)))
+        save_file(weights, target / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _peft_config_text(rank: int, *, base: Path) -> str:
+    """What PEFT itself writes for this configuration, once per rank (importing PEFT is slow)."""
+    from tempfile import TemporaryDirectory
+
+    from peft import LoraConfig, TaskType
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=list(TARGET_OUT_FEATURES),
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=str(base),
+        inference_mode=True,
+    )
+    with TemporaryDirectory() as scratch:
+        config.save_pretrained(scratch)
+        return (Path(scratch) / "adapter_config.json").read_text()
+
+
+def _adapter_weights(rank: int, *, rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
+    # A keeps the scale of its input and B is small: the delta moves the logits, and they stay finite.
+    std_a, std_b = HIDDEN**-0.5, 0.01
+    weights = {}
+    for layer in range(NUM_LAYERS):
+        for module, out_features in TARGET_OUT_FEATURES.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{prefix}.lora_A.weight"] = _noise(rng, (rank, HIDDEN), std=std_a)
+            weights[f"{prefix}.lora_B.weight"] = _noise(rng, (out_features, rank), std=std_b)
+    return weights
+
+
+def _noise(rng: np.random.Generator, shape: tuple[int, int], *, std: float) -> npt.NDArray[np.float32]:
+    """Uniform noise of this deviation: several times faster to draw than normal, and as good here."""
+    noise = rng.random(shape, dtype=np.float32)
+    noise -= np.float32(0.5)
+    noise *= np.float32(std * 12**0.5)
+    return noise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("out", type=Path, help="directory to write into")
+    parser.add_argument("--adapters", type=int, default=16, help="number of adapters (16)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    base, adapters = args.out / "base", args.out / "adapters"
+
+    started_s = time.perf_counter()
+    write_base(base, seed=args.seed)
+    write_adapters(adapters, base=base, num_adapters=args.adapters, seed=args.seed + 1)
+    num_bytes = sum(path.stat().st_size for path in args.out.rglob("*.safetensors"))
+    summary = {
+        "base": str(base),
+        "adapters": args.adapters,
+        "megabytes": round(num_bytes / 1e6, 1),
+        "seconds": round(time.perf_counter() - started_s, 1),
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

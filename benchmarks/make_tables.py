@@ -1,0 +1,202 @@
+"""Fill the tables of the docs from the committed results, so that no published number is typed by hand.
+
+    python -m benchmarks.make_tables            rewrite docs/benchmarks.md and README.md in place
+    python -m benchmarks.make_tables --check    exit 1 if a table is not what the results say
+
+A document says where a table goes with a pair of markers; what is between them is replaced:
+
+    <!-- table:cpu-serve -->
+    <!-- /table:cpu-serve -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "cpu_serve.json"
+DOCUMENTS = (Path("docs/benchmarks.md"), Path("README.md"))
+_BLOCK = re.compile(
+    r"<!-- table:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- /table:(?P=name) -->",
+    re.DOTALL,
+)
+
+Result = dict[str, Any]
+
+
+class TableError(Exception):
+    """A document or a result file that no table can be made from."""
+
+
+def serve_table(result: Result) -> str:
+    rows = {(row["engine"], row["traffic"]): row for row in _suite(result, "serve")}
+    lines = []
+    for engine in dict.fromkeys(name for name, _ in rows):
+        base, adapters = rows.get((engine, "base")), rows.get((engine, "adapters"))
+        row = base or adapters
+        assert row is not None
+        lines.append(
+            (f"{row['label']} {row['version']}", _figures(base), _figures(adapters), _cost(base, adapters))
+        )
+    adapters_heading = f"{result['parameters']['adapters']} adapters, round-robin"
+    return _table(("engine", "base model only", adapters_heading, "cost of the adapters"), lines)
+
+
+def startup_table(result: Result) -> str:
+    seen = {row["engine"]: row for row in _suite(result, "serve")}
+    lines = [(row["label"], f"{min(row['start_s']):.1f} s", f"`{_command(row)}`") for row in seen.values()]
+    return _table(("engine", "start-up (best)", "command"), lines)
+
+
+def runs_table(result: Result) -> str:
+    """Every repeat, so that a reader sees the noise the medians hide."""
+    lines = [
+        (
+            row["label"],
+            row["traffic"],
+            ", ".join(f"{run['output_tokens_per_s']:.0f}" for run in row["runs"]),
+            ", ".join(_ms(run["ttft_ms"]) for run in row["runs"]),
+            ", ".join(_ms(run["tpot_ms"]) for run in row["runs"]),
+        )
+        for row in _suite(result, "serve")
+    ]
+    return _table(("engine", "traffic", "output tok/s, each run", "mean TTFT ms", "mean TPOT ms"), lines)
+
+
+def many_adapters_table(result: Result) -> str:
+    suite = _suite(result, "many-adapters")
+    registration = suite["registration"]
+    took = (
+        f"{registration['seconds']:.1f} s" if registration else f"{suite['start_s']:.1f} s with the start-up"
+    )
+    lines = [
+        ("16 adapters, all in memory", _figures(suite["all_in_memory"])),
+        (
+            f"{suite['adapters_on_disk']:,} adapters in turn, memory for {suite['adapters_that_fit']}",
+            _figures(suite["in_turn"]),
+        ),
+        (f"registering {suite['adapters_on_disk']:,} adapters", took),
+    ]
+    return _table(("loraplex", "measured"), lines)
+
+
+def bystanders_table(result: Result) -> str:
+    suite = _suite(result, "bystanders")
+    crowd = f"among {suite['idle_clients']} idle clients and {suite['slow_readers']} slow readers"
+    lines = [
+        (name, _figures(row), f"{row['median']['itl_ms.p99']:,.0f} ms")
+        for name, row in (("alone", suite["alone"]), (crowd, suite["among_bystanders"]))
+    ]
+    return _table(("loraplex, 16 adapters", "measured", "ITL p99"), lines)
+
+
+def machine_note(result: Result) -> str:
+    machine, traffic = result["machine"], result["parameters"]["traffic"]
+    return (
+        f"Measured {result['date'][:10]} on {machine['cores']} cores of {machine['cpu']} ({machine['os']}), "
+        f"Python {result['python']}, torch {result['packages'].get('torch', '?')}, "
+        f"commit {result['git_commit'] or 'unknown'}. Model: {result['parameters']['model'].split(' (')[0]}. "
+        f"{traffic['num_requests']} requests of {traffic['prompt_tokens']} prompt and "
+        f"{traffic['output_tokens']} output tokens, closed loop of {traffic['concurrency']}; "
+        f"medians of {result['parameters']['repeats']} interleaved runs.\n"
+    )
+
+
+TABLES: dict[str, Callable[[Result], str]] = {
+    "cpu-serve": serve_table,
+    "cpu-startup": startup_table,
+    "cpu-runs": runs_table,
+    "cpu-many-adapters": many_adapters_table,
+    "cpu-bystanders": bystanders_table,
+    "cpu-machine": machine_note,
+}
+
+
+def fill(text: str, result: Result) -> str:
+    """The document with the inside of every marked block made anew."""
+    opened = re.findall(r"<!-- table:([\w-]+) -->", text)
+    if not opened:
+        raise TableError("no <!-- table:NAME --> marker in it")
+    if unknown := [name for name in opened if name not in TABLES]:
+        raise TableError(f"no table {unknown[0]!r}; there are {', '.join(TABLES)}")
+    if len(_BLOCK.findall(text)) != len(opened):
+        raise TableError("a <!-- table:NAME --> marker has no <!-- /table:NAME --> after it")
+    return _BLOCK.sub(
+        lambda block: (
+            f"<!-- table:{block['name']} -->\n{TABLES[block['name']](result)}<!-- /table:{block['name']} -->"
+        ),
+        text,
+    )
+
+
+def _suite(result: Result, name: str) -> Any:
+    if name not in result:
+        raise TableError(f"the results hold no suite {name!r}: run benchmarks.cpu_serve with it")
+    return result[name]
+
+
+def _figures(row: Result | None) -> str:
+    if row is None:
+        return "-"
+    median = row["median"]
+    failed = f", **{row['num_failed']} failed**" if row["num_failed"] else ""
+    return (
+        f"{median['output_tokens_per_s']:,.0f} tok/s, TTFT {median['ttft_ms.mean']:,.0f} ms, "
+        f"TPOT {median['tpot_ms.mean']:,.0f} ms{failed}"
+    )
+
+
+def _cost(base: Result | None, adapters: Result | None) -> str:
+    if base is None or adapters is None:
+        return "-"
+    ratio = base["median"]["output_tokens_per_s"] / adapters["median"]["output_tokens_per_s"]
+    return f"{ratio:.2f}x"
+
+
+def _ms(distribution: Result | None) -> str:
+    return "-" if distribution is None else f"{distribution['mean']:,.0f}"
+
+
+def _command(row: Result) -> str:
+    env = "".join(f"{name}={value} " for name, value in row["env"].items())
+    return env + str(row["command"])
+
+
+def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [headings, ["---"] * len(headings), *lines]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("documents", nargs="*", type=Path, default=DOCUMENTS)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if anything would change"
+    )
+    args = parser.parse_args()
+    result = json.loads(args.results.read_text())
+    stale = []
+    for document in args.documents:
+        before = document.read_text()
+        try:
+            after = fill(before, result)
+        except TableError as error:
+            sys.exit(f"{document}: {error}")
+        if after != before:
+            stale.append(str(document))
+            if not args.check:
+                document.write_text(after)
+    print(f"{'out of date' if args.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
+    sys.exit(1 if args.check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

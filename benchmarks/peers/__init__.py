@@ -1,0 +1,1 @@
+"""What the engines we compare with need: set-up scripts and checkpoint conversion."""

@@ -1,0 +1,1 @@
+"""Load client, reports and plots: what `loraplex bench` runs against any OpenAI-compatible server."""

@@ -1,0 +1,70 @@
+"""Where and with what a measurement was taken. No host names and no paths: results are published."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+CLIENT_PACKAGES = ("loraplex", "aiohttp", "numpy", "uvloop")
+
+
+def environment(packages: Sequence[str] = CLIENT_PACKAGES) -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in packages if (found := package_version(name)) is not None},
+        "git_commit": git_commit(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "arch": platform.machine(),
+        "os": f"{platform.system()} {platform.release()}",
+    }
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    fields = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
+    # ARM kernels name no model, only the implementer's part number.
+    name = fields.get("model name") or (
+        f"ARM part {part.strip()}" if (part := fields.get("CPU part")) else ""
+    )
+    return name.strip() or platform.processor() or platform.machine()
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def git_commit(directory: Path = Path(__file__).parent) -> str | None:
+    """The commit the code was run from, `+dirty` when files differ from it; None outside a repository."""
+    try:
+        commit = _git(directory, "rev-parse", "--short=12", "HEAD")
+        changed = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+dirty" if changed else "")
+
+
+def _git(directory: Path, *args: str) -> str:
+    result = subprocess.run(
+        ["git", "-C", str(directory), *args], capture_output=True, text=True, check=True, timeout=10
+    )
+    return result.stdout.strip()

@@ -1,0 +1,1 @@
+"""The parts of scripts/train_demo_adapters.py: prompts, styles, recipes and the training loop."""

@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fake_openai import FakeServer, serving
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with serving() as server:
+        yield server

@@ -1,0 +1,211 @@
+"""The scripts behind the published numbers must start, stop and count right before they are believed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_openai import FakeServer
+
+pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
+
+from benchmarks import cpu_serve, engines, make_tables
+from benchmarks.bystanders import bystanders
+from benchmarks.make_checkpoint import RANKS, adapter_bytes, write_adapters, write_tokenizer
+from benchmarks.measure import Traffic, measure, with_median
+from benchmarks.servers import ServerCommand, ServerFailedError, running
+from loraplex.bench.report import Distribution, Report
+
+
+def report(tokens_per_s: float, *, num_failed: int = 0) -> dict[str, Any]:
+    one = Distribution(mean=tokens_per_s, p50=1.0, p95=1.0, p99=2.0)
+    return Report(
+        num_requests=48,
+        num_failed=num_failed,
+        duration_s=1.0,
+        prompt_tokens=1,
+        output_tokens=1,
+        output_tokens_per_s=tokens_per_s,
+        total_tokens_per_s=3 * tokens_per_s,
+        requests_per_s=1.0,
+        ttft_ms=one,
+        tpot_ms=one,
+        itl_ms=one,
+        e2e_ms=one,
+    ).as_json()
+
+
+def test_a_server_is_started_polled_and_killed_with_its_children(tmp_path: Path) -> None:
+    code = (
+        "import http.server, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), http.server.SimpleHTTPRequestHandler)"
+        ".serve_forever()\n"
+    )
+    command = ServerCommand(args=(sys.executable, "-c", code, "{port}"), health_path="/")
+    with running(command, log_path=tmp_path / "log") as server:
+        child_pid = int((tmp_path / "log").read_text().split()[0])
+        os.kill(child_pid, 0)
+        assert server.start_s > 0
+    assert not _alive(server.pid)
+    assert not _alive(child_pid)
+
+
+def _alive(pid: int) -> bool:
+    """Gone, or a zombie that nobody has reaped yet (orphans are reaped by init, in its own time)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_server_that_dies_at_start_is_reported_with_its_log(tmp_path: Path) -> None:
+    command = ServerCommand(args=(sys.executable, "-c", "import sys; sys.exit('bad option')"))
+    with pytest.raises(ServerFailedError, match="bad option"), running(command, log_path=tmp_path / "log"):
+        pass
+
+
+def test_a_missing_program_is_named(tmp_path: Path) -> None:
+    command = ServerCommand(args=("/no/such/program",))
+    with (
+        pytest.raises(ServerFailedError, match="/no/such/program"),
+        running(command, log_path=tmp_path / "l"),
+    ):
+        pass
+
+
+def test_bystanders_hold_their_connections_while_others_are_served(fake: FakeServer) -> None:
+    long = Traffic(prompt_tokens=4, output_tokens=2000)
+    *slow, probe = long.requests(["s"], seed=1, num_requests=4)
+
+    async def main() -> Report:
+        async with bystanders(fake.base_url, num_idle=5, slow_requests=slow, probe=probe):
+            assert fake.num_open == len(slow)  # still writing to readers that do not read
+            requests = Traffic(num_requests=6, prompt_tokens=4, output_tokens=3).requests(["m"], seed=2)
+            return await measure(fake.base_url, requests, concurrency=3)
+
+    assert asyncio.run(main()).num_failed == 0
+
+
+def test_medians_keep_every_run_and_sum_failures() -> None:
+    summary = with_median([report(10.0), report(30.0, num_failed=2), report(20.0)])
+    assert summary["median"]["output_tokens_per_s"] == 20.0
+    assert summary["median"]["tpot_ms.p99"] == 2.0
+    assert summary["num_failed"] == 2
+    assert len(summary["runs"]) == 3
+
+
+def test_shown_commands_hold_no_folders(tmp_path: Path) -> None:
+    served = engines.Checkpoint(root=tmp_path / "ckpt", num_adapters=2)
+    engine = engines.loraplex(served, state_dir=tmp_path / "state")
+    shown = cpu_serve.shown_command(engine)
+    assert (
+        shown
+        == "loraplex serve --model base --adapters adapters --dtype float32 --port {port} --state-dir state"
+    )
+
+
+def test_adapters_are_what_peft_writes(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from safetensors import safe_open
+
+    write_adapters(tmp_path, base=tmp_path / "base", num_adapters=5, seed=0)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["lora-0000", "lora-0001", "lora-0002", "lora-0003", "lora-0004"]
+    for name, rank in zip(names, (*RANKS, RANKS[0]), strict=True):
+        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", rank, 2 * rank)
+        with safe_open(tmp_path / name / "adapter_model.safetensors", "np") as weights:
+            tensors = {key: weights.get_tensor(key) for key in weights.keys()}  # noqa: SIM118
+        assert len(tensors) == 8 * 4 * 2
+        assert sum(tensor.nbytes for tensor in tensors.values()) == adapter_bytes(rank)
+        assert all(tensor.any() for tensor in tensors.values())
+
+
+def test_every_plain_token_of_the_tokenizer_decodes_to_text_of_its_own(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 4096
+    texts = [tokenizer.decode([token_id]) for token_id in range(3, 4096)]
+    assert all(texts)
+    assert len(set(texts)) == len(texts)
+    assert tokenizer.decode(tokenizer.encode("hello, big world").ids) == "hello, big world"
+
+
+def results() -> dict[str, Any]:
+    def row(engine: str, traffic: str, tokens_per_s: float) -> dict[str, Any]:
+        about = {"label": engine, "version": "1", "command": f"{engine} serve", "env": {"A": "b"}}
+        runs = with_median([report(tokens_per_s)])
+        return {"engine": engine, "traffic": traffic, "start_s": [2.0, 1.5], **about, **runs}
+
+    pair = with_median([report(100.0)])
+    return {
+        "date": "2026-01-02T03:04:05+00:00",
+        "machine": {"cpu": "CPU", "cores": 2, "os": "Linux 6"},
+        "python": "3.11.0",
+        "packages": {"torch": "2.0"},
+        "git_commit": None,
+        "parameters": {
+            "adapters": 16,
+            "repeats": 5,
+            "model": "random Llama (x)",
+            "traffic": {"num_requests": 48, "concurrency": 16, "prompt_tokens": 64, "output_tokens": 32},
+        },
+        "serve": [row("ours", "base", 300.0), row("ours", "adapters", 250.0), row("theirs", "base", 200.0)],
+        "many-adapters": {
+            "adapters_on_disk": 1000,
+            "adapters_that_fit": 100,
+            "registration": None,
+            "start_s": 3.2,
+            "all_in_memory": pair,
+            "in_turn": pair,
+        },
+        "bystanders": {"idle_clients": 64, "slow_readers": 16, "alone": pair, "among_bystanders": pair},
+    }
+
+
+@pytest.mark.parametrize("name", list(make_tables.TABLES))
+def test_every_table_can_be_made_and_remade(name: str) -> None:
+    document = f"before\n<!-- table:{name} -->\nold\n<!-- /table:{name} -->\nafter\n"
+    filled = make_tables.fill(document, results())
+    assert "old" not in filled
+    assert filled.startswith("before\n")
+    assert filled.endswith("after\n")
+    assert make_tables.fill(filled, results()) == filled
+
+
+def test_the_serve_table_divides_like_by_like() -> None:
+    table = make_tables.serve_table(results())
+    assert (
+        "| ours 1 | 300 tok/s, TTFT 300 ms, TPOT 300 ms | 250 tok/s, TTFT 250 ms, TPOT 250 ms | 1.20x |"
+        in table
+    )
+    assert "| theirs 1 | 200 tok/s, TTFT 200 ms, TPOT 200 ms | - | - |" in table
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        ("no markers", "no <!-- table:NAME -->"),
+        ("<!-- table:nonsense -->\n<!-- /table:nonsense -->", "no table 'nonsense'"),
+        ("<!-- table:cpu-serve -->\n", "has no <!-- /table:NAME -->"),
+    ],
+)
+def test_a_document_that_cannot_be_filled_says_why(document: str, reason: str) -> None:
+    with pytest.raises(make_tables.TableError, match=reason):
+        make_tables.fill(document, results())
+
+
+def test_a_suite_not_measured_is_named() -> None:
+    without = {key: value for key, value in results().items() if key != "bystanders"}
+    with pytest.raises(make_tables.TableError, match="bystanders"):
+        make_tables.bystanders_table(without)

@@ -1,0 +1,43 @@
+"""`loraplex serve` as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "loraplex.cli.main"]
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """A server process; yields it, its URL and all it said until it was ready."""
+    command = [*COMMAND, "serve", "--model", str(folder), "--served-model-name", "tiny", "--port", "0"]
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "1", "COLUMNS": "200"}
+    process = subprocess.Popen(
+        [*command, "--kv-memory", "4MiB", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    said = ""
+    try:
+        for line in process.stdout:
+            said += line
+            if "ready at " in line:
+                url = line.split("ready at ")[1].strip().removesuffix("/v1")
+                break
+        else:
+            pytest.fail(f"the server ended: {said}")
+        yield process, url, said
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

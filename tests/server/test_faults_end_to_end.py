@@ -1,0 +1,191 @@
+"""The whole thing under faults: real server and engine processes, real HTTP, a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tiny
+from server_process import serving
+from serving_fakes import hf_tokenizer
+
+CONTEXT = 8192
+LONG = {"max_tokens": 8000, "temperature": 0, "ignore_eos": True, "stream": True}
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("faults")
+    base = tiny.save_model(root, vocab_size=400, max_position_embeddings=CONTEXT)
+    hf_tokenizer().save_pretrained(root)
+    for seed, name in enumerate(("one", "two", "three")):
+        tiny.save_adapter(root / "adapters" / name, base, rank=4 * (seed + 1), seed=seed + 1)
+    return root
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    options = ["--adapters", str(folder / "adapters"), "--state-dir", str(tmp_path), "--kv-memory", "64MiB"]
+    with serving(folder, *options) as (process, url, _):
+        yield process, url
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Polls: what happens in another process can only be asked for."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for: {what}"
+        time.sleep(0.02)
+
+
+def engine_pid(server_pid: int) -> int:
+    children = [
+        int(pid)
+        for task in Path(f"/proc/{server_pid}/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    [engine] = [
+        pid
+        for pid in children
+        if b"loraplex.server.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return engine
+
+
+def metric(url: str, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", httpx.get(f"{url}/metrics").text, re.M)
+    assert found is not None, f"no metric {name}"
+    return float(found.group(1))
+
+
+def everything_is_free(url: str) -> bool:
+    adapters = httpx.get(f"{url}/v1/adapters").json()["data"]
+    return (
+        all(adapter["in_flight"] == 0 for adapter in adapters)
+        and metric(url, "vllm:num_requests_running") == 0
+        and metric(url, "vllm:num_requests_waiting") == 0
+        and metric(url, "vllm:kv_cache_usage_perc") == 0
+    )
+
+
+def complete(url: str, model: str, **fields: Any) -> str:
+    body = {"model": model, "prompt": "the dog", "temperature": 0, "ignore_eos": True, "max_tokens": 12}
+    answer = httpx.post(f"{url}/v1/completions", json=body | fields, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_the_openai_client_streams_what_it_gets_whole(server) -> None:
+    _, url = server
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        for model in ("tiny", "one", "tiny:two"):
+            request: dict[str, Any] = {"model": model, "seed": 3, "max_tokens": 20}
+            messages = [{"role": "user", "content": "hello"}]
+            whole = client.chat.completions.create(messages=messages, **request)
+            stream = client.chat.completions.create(
+                messages=messages, stream=True, stream_options={"include_usage": True}, **request
+            )
+            chunks = list(stream)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            assert text == whole.choices[0].message.content
+            assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+
+
+def test_a_client_that_hangs_up_frees_blocks_and_pins(server) -> None:
+    _, url = server
+    for model in ("one", "tiny"):
+        request = {"model": model, "prompt": "the dog", **LONG}
+        with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            wait_until(lambda: metric(url, "vllm:num_requests_running") == 1, "the request runs")
+            assert metric(url, "vllm:kv_cache_usage_perc") > 0
+        wait_until(lambda: everything_is_free(url), "blocks and pins are free")
+
+
+def test_a_killed_engine_is_reported_restarted_and_answers_again(server) -> None:
+    process, url = server
+    before = complete(url, "one")
+    request = {"model": "two", "prompt": "the dog", **LONG}
+    with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.kill(engine_pid(process.pid), signal.SIGKILL)
+        last = [line for line in lines if line.startswith("data: ")][-1]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert "engine" in error["message"]
+    wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, "the engine is back")
+    assert complete(url, "one") == before
+    assert everything_is_free(url)
+
+
+def test_adapters_survive_a_killed_server(folder: Path, tmp_path: Path) -> None:
+    options = ["--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(tmp_path)]
+    with serving(folder, *options) as (process, url, _):
+        for name in ("one", "three"):
+            body = {"lora_name": name, "lora_path": str(folder / "adapters" / name)}
+            assert httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=PATIENCE_S).status_code == 200
+        before = {name: complete(url, name) for name in ("one", "three")}
+        process.kill()
+        process.wait()
+    with serving(folder, *options) as (_, url, _):
+        assert {name: complete(url, name) for name in ("one", "three")} == before
+
+
+def test_a_reload_serves_old_requests_with_the_old_version(folder: Path, tmp_path: Path) -> None:
+    adapters = tmp_path / "adapters"
+    shutil.copytree(folder / "adapters" / "one", adapters / "live")
+    options = ["--adapters", str(adapters), "--state-dir", str(tmp_path / "state"), "--kv-memory", "64MiB"]
+    with serving(folder, *options) as (_, url, _):
+        old = complete(url, "live", max_tokens=600)
+        request = {"model": "live", "prompt": "the dog", **LONG, "max_tokens": 600}
+        with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
+            lines = response.iter_lines()
+            streamed = text_of(next(lines))
+            shutil.copytree(folder / "adapters" / "two", tmp_path / "new")
+            for file in (tmp_path / "new").iterdir():
+                os.replace(file, adapters / "live" / file.name)
+            body = {"lora_name": "live", "lora_path": str(adapters / "live"), "load_inplace": True}
+            reloaded = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=PATIENCE_S)
+            assert reloaded.status_code == 200, reloaded.text
+            new = complete(url, "live")
+            streamed += "".join(text_of(line) for line in lines)
+        assert streamed == old
+        assert new == complete(url, "live")
+        assert not old.startswith(new)
+        wait_until(lambda: everything_is_free(url), "the old version is gone")
+
+
+def test_unloading_an_adapter_in_use_drains_it(server) -> None:
+    _, url = server
+    expected = complete(url, "three", max_tokens=600)
+    request = {"model": "three", "prompt": "the dog", **LONG, "max_tokens": 600}
+    with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        streamed = text_of(next(lines))
+        answer = httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "three"}, timeout=PATIENCE_S)
+        assert answer.status_code == 200, answer.text
+        streamed += "".join(text_of(line) for line in lines)
+    assert streamed == expected
+    body = {"model": "three", "prompt": "x"}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 404
+    assert "three" not in {a["name"] for a in httpx.get(f"{url}/v1/adapters").json()["data"]}
+
+
+def text_of(line: str) -> str:
+    if not line.startswith("data: {"):
+        return ""
+    choices = json.loads(line.removeprefix("data: "))["choices"]
+    return str(choices[0]["text"]) if choices else ""
