@@ -161,23 +161,28 @@ def lora_weights(generator: torch.Generator, ranks: dict[str, int]) -> LoraWeigh
     return LoraWeights(groups=(groups,), table_LM=build_table([groups]), max_rank=max(ranks.values()))
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["few segments", "many segments"])
 @pytest.mark.parametrize("group", GROUP_SIZES)
-def test_lora_of_any_ranks_modules_and_segments_equals_torch(generator: torch.Generator, group: str) -> None:
+def test_lora_of_any_ranks_modules_and_segments_equals_torch(
+    generator: torch.Generator, group: str, many: bool
+) -> None:
     adapters = [
         lora_weights(generator, {"q_proj": 1, "v_proj": 3, "o_proj": 16, "gate_proj": 5, "down_proj": 64}),
         lora_weights(generator, {"k_proj": 17, "up_proj": 2}),
         lora_weights(generator, {module: 8 for name in GROUPS.values() for module in name}),
         lora_weights(generator, {"q_proj": 512}),
     ]
-    # One row, a few rows, base rows in between (3..4, 12), many rows: both paths, and the gaps.
+    # One row, a few rows, base rows in between (3..4, 12), many rows: every path, and the gaps.
     spans = [(0, 1), (1, 3), (5, 6), (6, 12), (13, 40)]
+    if many:
+        spans += [(40 + 2 * index, 42 + 2 * index) for index in range(8)]
     segments = [
         LoraSegment(start=start, end=end, weights=adapters[index % 4])
         for index, (start, end) in enumerate(spans)
     ]
     in_features, out_sizes = GROUP_SIZES[group]
-    x = torch.randn(41, in_features, generator=generator)
-    base = torch.randn(41, sum(out_sizes), generator=generator)
+    x = torch.randn(60, in_features, generator=generator)
+    base = torch.randn(60, sum(out_sizes), generator=generator)
     found, expected = base.clone(), base.double()
     NUMBA.add_lora(found, x, batch_of(1, segments=segments, kernels=NUMBA), 0, group)
     for segment in segments:

@@ -51,6 +51,28 @@ def bits_as_float32(typingctx, bits):
     return types.float32(types.int32), codegen
 
 
+@intrinsic
+def _prefetch_line(typingctx, address):
+    """Ask for the cache line at an integer address; never faults, whatever the address."""
+
+    def codegen(context, builder, signature, args):
+        pointer = ir.IntType(8).as_pointer()
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        read, keep, data = (ir.Constant(i32, value) for value in (0, 2, 1))
+        builder.call(prefetch, [builder.inttoptr(args[0], pointer), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@njit(inline="always")
+def prefetch(address, num_bytes):
+    for offset in range(0, num_bytes, 64):
+        _prefetch_line(address + offset)
+
+
 @njit(inline="always")
 def float32_array(address, length):
     return carray(_float32_pointer(address), length, np.float32)

@@ -1,8 +1,9 @@
 """LoRA for segments of a few rows: memory-bound work, one pass over each adapter's weights.
 
-A work item is one (segment, module). Its thread shrinks the segment's rows with A into a small
-buffer, then expands with B transposed straight into the base output. Nothing is gathered or padded:
-the cost is the adapter's own rank. Long segments are compute-bound and go to the matrix library.
+A work item is a segment, or one module of it where segments are too few to share out. Its thread
+shrinks the segment's rows with A into a small buffer, then expands with B transposed straight into the
+base output. Nothing is gathered or padded: the cost is the adapter's own rank. Long segments are
+compute-bound and go to the matrix library.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -13,63 +14,89 @@ import numpy as np
 from numba import carray, njit
 
 from loraplex.kernels.cpu import team
-from loraplex.kernels.cpu.intrinsics import bits_as_float32, claim, float32_array, int64_array
+from loraplex.kernels.cpu.intrinsics import bits_as_float32, claim, float32_array, int64_array, prefetch
 from loraplex.kernels.cpu.vectors import FLOAT_BYTES, add_rows, dot
 from loraplex.kernels.lora import TABLE_COLUMNS
 
-_TABLE_ROW_BYTES = TABLE_COLUMNS * 8
 _SEGMENT_COLUMNS = 3
-_RANKS_AT_ONCE = 16  # rows of B that stay in the first cache while every row of the segment uses them
+_RANKS_AT_ONCE = 4
+"""Rows of A asked for ahead of use, and rows of B that stay in the first cache while every row of the
+segment uses them. The weights of a step's adapters come from DRAM: without prefetch they arrive at two
+thirds of its bandwidth."""
 
 
 @njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
-def _shrink_expand(x, x_stride, y, y_stride, num_rows, in_features, a, b, rank, out_features, scale):
-    """y += scale * (x A^T) B^T for a few rows given by address; A and B come from memory once."""
-    shrunk = np.empty(num_rows * rank, dtype=np.float32)
+def _shrink(x, x_stride, num_rows, in_features, a, rank, scale, shrunk):
+    """shrunk = scale * x A^T; every row of A is read once, for all rows of x."""
     for j in range(rank):
         a_row = float32_array(a + j * in_features * FLOAT_BYTES, in_features)
+        prefetch(a + (j + _RANKS_AT_ONCE) * in_features * FLOAT_BYTES, in_features * FLOAT_BYTES)
         for i in range(num_rows):
             x_row = float32_array(x + i * x_stride * FLOAT_BYTES, in_features)
             shrunk[i * rank + j] = dot(a_row, x_row, in_features) * scale
+
+
+@njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
+def _expand(y, y_stride, num_rows, out_features, b, rank, shrunk):
+    """y += shrunk B^T; a few rows of B at a time stay in the first cache for all rows of y."""
     for j in range(0, rank, _RANKS_AT_ONCE):
         count = min(_RANKS_AT_ONCE, rank - j)
+        prefetch(b + (j + count) * out_features * FLOAT_BYTES, count * out_features * FLOAT_BYTES)
         for i in range(num_rows):
             y_row = float32_array(y + i * y_stride * FLOAT_BYTES, out_features)
             weights = shrunk[i * rank + j : i * rank + j + count]
             add_rows(y_row, out_features, weights, count, b + j * out_features * FLOAT_BYTES)
 
 
+@njit(error_model="numpy")
+def _add_segment(x, x_stride, y, y_stride, num_rows, in_features, modules, num_modules):
+    """All the shrinks, then all the expands: the order in which the weights lie in memory."""
+    total_rank = 0
+    for m in range(num_modules):
+        total_rank += modules[m * TABLE_COLUMNS + 2]
+    if total_rank == 0:
+        return
+    shrunk = np.empty(num_rows * total_rank, dtype=np.float32)
+    start = 0
+    for m in range(num_modules):
+        row = modules[m * TABLE_COLUMNS : (m + 1) * TABLE_COLUMNS]
+        scale = bits_as_float32(np.int32(row[5]))
+        _shrink(x, x_stride, num_rows, in_features, row[0], row[2], scale, shrunk[start:])
+        start += num_rows * row[2]
+    start = 0
+    for m in range(num_modules):
+        row = modules[m * TABLE_COLUMNS : (m + 1) * TABLE_COLUMNS]
+        outputs = y + row[3] * FLOAT_BYTES
+        _expand(outputs, y_stride, num_rows, row[4], row[1], row[2], shrunk[start:])
+        start += num_rows * row[2]
+
+
 def _lora_rows(block):
-    args = carray(block, 11)
+    args = carray(block, 12)
     x, x_stride, y, y_stride = args[1], args[2], args[3], args[4]
-    in_features, layer_row, first_module, num_modules = args[5], args[6], args[7], args[8]
+    in_features, first_row, num_modules, modules_per_item = args[5], args[6], args[7], args[8]
     segments, num_segments = args[9], args[10]
+    items_per_segment = num_modules // modules_per_item
     while True:
         item = claim(block)
-        if item >= num_segments * num_modules:
+        if item >= num_segments * items_per_segment:
             return
-        segment = int64_array(segments + (item // num_modules) * _SEGMENT_COLUMNS * 8, _SEGMENT_COLUMNS)
-        start, num_rows = segment[0], segment[1]
-        module_row = layer_row + first_module + item % num_modules
-        row = int64_array(segment[2] + module_row * _TABLE_ROW_BYTES, TABLE_COLUMNS)
-        rank = row[2]
-        if rank == 0:
-            continue
-        _shrink_expand(
+        segment = int64_array(segments + (item // items_per_segment) * _SEGMENT_COLUMNS * 8, _SEGMENT_COLUMNS)
+        start, num_rows, table = segment[0], segment[1], segment[2]
+        row = first_row + (item % items_per_segment) * modules_per_item
+        _add_segment(
             x + start * x_stride * FLOAT_BYTES,
             x_stride,
-            y + (start * y_stride + row[3]) * FLOAT_BYTES,
+            y + start * y_stride * FLOAT_BYTES,
             y_stride,
             num_rows,
             in_features,
-            row[0],
-            row[1],
-            rank,
-            row[4],
-            bits_as_float32(np.int32(row[5])),
+            int64_array(table + row * TABLE_COLUMNS * 8, modules_per_item * TABLE_COLUMNS),
+            modules_per_item,
         )
 
 
 LORA_ROWS = team.kernel(_lora_rows)
-"""Arguments: x, x row stride, y, y row stride, in_features, layer * modules per layer, first module of
-the group, number of modules in the group, segments (start row, number of rows, table address), count."""
+"""Arguments: x, x row stride, y, y row stride, in_features, the group's first row in an adapter's table,
+number of modules in the group, modules in a work item (1 or all), segments (start row, number of rows,
+table address), number of segments."""

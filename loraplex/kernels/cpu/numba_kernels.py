@@ -21,6 +21,8 @@ from loraplex.kernels.reference import TorchKernels, TorchLinear
 
 # A segment this long or longer is compute-bound: the matrix library beats one pass over the weights.
 _GEMM_ROWS = 6
+# From so many short segments on, each is one work item: its weights are then one stream in memory.
+_WHOLE_SEGMENTS = 8
 # The blocked layout oneDNN chooses depends little on the batch; this is a decode batch.
 _PACK_ROWS = 16
 
@@ -186,9 +188,9 @@ class NumbaKernels(TorchKernels):
                 y_TO.data_ptr(),
                 y_TO.shape[1],
                 x_TI.shape[1],
-                layer * len(MODULES),
-                MODULE_INDEX[modules[0]],
+                layer * len(MODULES) + MODULE_INDEX[modules[0]],
                 len(modules),
+                len(modules) if len(split.short) >= _WHOLE_SEGMENTS else 1,
                 split.short.ctypes.data,
                 len(split.short),
             ),
