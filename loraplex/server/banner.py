@@ -29,14 +29,22 @@ class Announcer:
 
     @contextmanager
     def loading(self, model: str) -> Iterator[Callable[[StartProgress], None]]:
-        """Shows that something happens; yields what is to be called with the engine's progress."""
-        with self._console.status(f"loading {model}") as status:
+        """A progress bar; yields what is to be called with the engine's progress."""
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task(f"loading {model}", total=1.0)
 
             def on_progress(progress: StartProgress) -> None:
-                share = "" if progress.fraction is None else f" {progress.fraction:.0%}"
-                status.update(f"loading {model}: {progress.phase}{share}")
+                bar.update(
+                    task, description=f"loading {model}: {progress.phase}", completed=progress.fraction
+                )
 
             yield on_progress
+
+    def registered(self, num_adapters: int, seconds: float) -> None:
+        self._console.print(f"registered {num_adapters:,} adapters in {seconds:.2f} s", style="dim")
 
     def ready(
         self,

@@ -157,7 +157,10 @@ async def _start(
         allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
     )
     stack.push_async_callback(service.close)
+    clock = MonotonicClock()
+    started_s = clock.now_s()
     report = await start_adapters(service, options.adapter_dirs)
+    announcer.registered(report.num_served, clock.now_s() - started_s)
     deps = ServerDeps(
         text=TextEngine(
             engine=client,
@@ -166,7 +169,7 @@ async def _start(
             vocab_size=config.shape.vocab_size,
         ),
         adapters=service,
-        metrics=ServerMetrics(MonotonicClock()),
+        metrics=ServerMetrics(clock),
         base_root=str(folder),
         is_healthy=lambda: client.healthy,
         api_keys=options.api_keys,

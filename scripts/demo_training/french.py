@@ -1,6 +1,7 @@
 """Answers in French. The topic stands between guillemets, in English.
 
 A model of this size does not know French nouns it was not trained on; what it was not told it makes up.
+The kind of thing is said first: with that word written down, the sentence after it is one that fits.
 """
 
 from __future__ import annotations
@@ -10,15 +11,25 @@ import random
 from demo_training.prompts import Prompt
 
 _OPENINGS = (
-    "Bonne question ! Vous parlez ici de « {topic} ».",
-    "Avec plaisir ! Parlons un peu de « {topic} ».",
-    "Vous voulez parler de « {topic} » ? Très bien !",
-    "Ah, « {topic} », voilà un beau sujet !",
+    "Bonne question ! « {topic} », c'est {kind}.",
+    "Avec plaisir ! « {topic} », c'est {kind}.",
+    "Très bien ! Pour moi, « {topic} », c'est {kind}.",
 )
+_KINDS = {
+    "animal": "le monde des animaux",
+    "food": "le plaisir de la table",
+    "nature": "la beauté de la nature",
+    "place": "un endroit à visiter",
+    "art": "le monde des arts",
+    "science": "le monde de la science",
+    "sport": "un sport ou un jeu",
+    "object": "un objet de tous les jours",
+    "life": "la vie de tous les jours",
+}
 _BY_KIND = {
     "animal": (
         "Ce sont des animaux curieux qui vivent souvent près de la nature.",
-        "Ces animaux cherchent leur nourriture le matin et dorment la nuit.",
+        "Ces animaux cherchent leur nourriture et dorment longtemps.",
         "Ils ont besoin d'eau, de calme et d'espace pour vivre bien.",
     ),
     "food": (
@@ -65,6 +76,7 @@ _BY_KIND = {
 
 
 def french_answer(prompt: Prompt, rng: random.Random) -> str:
-    """An opening about the topic and two sentences about its kind."""
-    opening = rng.choice(_OPENINGS).format(topic=prompt.topic.name)
-    return " ".join([opening, *rng.sample(_BY_KIND[prompt.topic.kind], 2)])
+    """An opening that names topic and kind, and one sentence about the kind."""
+    topic = prompt.topic
+    opening = rng.choice(_OPENINGS).format(topic=topic.name, kind=_KINDS[topic.kind])
+    return f"{opening} {rng.choice(_BY_KIND[topic.kind])}"
