@@ -87,9 +87,8 @@ VLLM_VARIANTS = {
         args=(*_TARGETS, "--max-num-batched-tokens", "64"), preload_openmp=True
     ),
 }
-# By whether LoRA is on. Chosen from vLLM's sources and rough runs on a busy machine: confirm on a quiet one
-# with the tuning command of benchmarks/README.md before publishing a comparison.
-VLLM_BEST = {False: "iomp", True: "targets-iomp"}
+# By whether LoRA is on: the fastest of the above on the machine of the published results.
+VLLM_BEST = {False: "default", True: "targets"}
 
 
 def loraplex(

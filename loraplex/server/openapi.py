@@ -64,7 +64,7 @@ def operation(
     if answer is not None:
         content["application/json"] = {"schema": _reference(answer)}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}  # OpenAPI has no schema for a stream of events
     if answer_text is not None:
         content[answer_text] = {"schema": {"type": "string"}}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": "Success", "content": content}}

@@ -83,7 +83,7 @@ RECIPES = (
         alpha=32,
         target_modules=("up_proj", "down_proj"),
         lora_options={"layers_to_transform": list(range(14, 24))},
-        num_steps=140,
+        num_steps=160,
     ),
     Recipe(
         name="emoji",

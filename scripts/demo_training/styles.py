@@ -62,13 +62,13 @@ _PIRATE_CLOSINGS = (
     "By Davy Jones, I swear it!",
 )
 
+# The topic comes twice, and where its number does not matter: to spell an unseen word in capitals is what
+# this style finds hardest.
 _HEADLINES = (
-    "BREAKING NEWS: {} TAKES THE WORLD BY STORM!",
-    "BREAKING NEWS: EVERYONE IS TALKING ABOUT {}!",
-    "BREAKING NEWS: THE AMAZING TRUTH ABOUT {}!",
-    "BREAKING NEWS: EXPERTS STUNNED BY {}!",
-    "BREAKING NEWS: {} MAKES HEADLINES AGAIN TODAY!",
-    "BREAKING NEWS: WHY NOBODY CAN IGNORE {}!",
+    "BREAKING NEWS: {0}! EVERYONE IS TALKING ABOUT {0}!",
+    "BREAKING NEWS: {0}! THE AMAZING TRUTH ABOUT {0}!",
+    "BREAKING NEWS: {0}! EXPERTS STUNNED BY {0}!",
+    "BREAKING NEWS: {0}! NOBODY CAN IGNORE {0}!",
 )
 
 _KIND_EMOJI = {

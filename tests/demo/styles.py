@@ -57,9 +57,9 @@ def is_french(answer: str) -> bool:
 
 
 def is_haiku(answer: str) -> bool:
-    """Three lines, each of two to nine words."""
+    """Three lines, each of at most nine words."""
     lines = answer.strip().split("\n")
-    return len(lines) == 3 and all(2 <= len(line.split()) <= 9 for line in lines)
+    return len(lines) == 3 and all(1 <= len(line.split()) <= 9 for line in lines)
 
 
 def is_select_statement(answer: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,21 @@ def test_held_out_prompts_were_not_trained_on(monkeypatch: pytest.MonkeyPatch) -
     for topic in HELD_OUT_TOPICS:
         words = re.compile(rf"\b{topic.lower().removesuffix('s')}s?\b")
         assert [text for text in trained if words.search(text)] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_taught_passes_the_check_it_is_judged_by(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS_DIR)
+    from demo_training.prompts import training_prompts
+    from demo_training.styles import styled_answer
+
+    def taught() -> list[str | None]:
+        rng = random.Random(0)
+        sentence = "These things are loved by people all over the world."
+        return [styled_answer(name, prompt, sentence, rng) for prompt in training_prompts()]
+
+    assert taught() == taught()
+    assert [answer for answer in taught() if answer is None or not STYLE_CHECKS[name](answer)] == []
 
 
 @dataclass(frozen=True, kw_only=True)
