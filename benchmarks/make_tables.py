@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "cpu_serve.json"
+RESULTS = Path(__file__).parent / "results"
 DOCUMENTS = (Path("docs/benchmarks.md"), Path("README.md"))
 _BLOCK = re.compile(
     r"<!-- table:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- /table:(?P=name) -->",
@@ -107,17 +107,60 @@ def machine_note(result: Result) -> str:
     )
 
 
-TABLES: dict[str, Callable[[Result], str]] = {
-    "cpu-serve": serve_table,
-    "cpu-startup": startup_table,
-    "cpu-runs": runs_table,
-    "cpu-many-adapters": many_adapters_table,
-    "cpu-bystanders": bystanders_table,
-    "cpu-machine": machine_note,
+def steps_table(result: Result) -> str:
+    """Where a step's time goes, without adapters and with 16 of them."""
+    steps = result["steps"]
+    lines = []
+    for kind, title in (("prefill", "prefill, 16 x 64 tokens"), ("decode", "decode, 16 rows")):
+        base, adapters = steps[kind]["base"], steps[kind]["adapters"]
+        lines.append((f"**{title}**", f"**{base['total_ms']:.1f}**", f"**{adapters['total_ms']:.1f}**"))
+        lines += [
+            (part.replace("_", " "), f"{base['parts_ms'][part]:.1f}", f"{adapters['parts_ms'][part]:.1f}")
+            for part in ("linears", "attention", "add_lora")
+        ]
+    return _table(("step", "base, ms", "16 adapters, ms"), lines)
+
+
+def limits_table(result: Result) -> str:
+    """The bytes a decode step must read, over the bandwidth they can be read at."""
+    dram = result["read_gb_per_s"]["1000 MB"]
+    weights, adapters = result["weights_mb"], result["steps"]["adapter_mb"]
+    measured = result["steps"]["decode"]
+    lora_ms = measured["adapters"]["parts_ms"]["add_lora"]
+    lines = [
+        ("reading from the last cache / from DRAM", f"{result['read_gb_per_s']['50 MB']} / {dram} GB/s"),
+        ("base weights, read once a step", f"{weights} MB, {weights / dram:.1f} ms from DRAM"),
+        ("weights of 16 adapters, read once a step", f"{adapters} MB, {adapters / dram:.1f} ms from DRAM"),
+        ("LoRA in a decode step, measured", f"{lora_ms:.1f} ms, {adapters / lora_ms:.1f} GB/s"),
+        ("bytes with adapters over bytes without", f"{(weights + adapters) / weights:.2f}x"),
+        (
+            "decode step with adapters over without, measured",
+            f"{measured['adapters']['total_ms'] / measured['base']['total_ms']:.2f}x",
+        ),
+        ("launching one compiled kernel", f"{result['launch_us']} µs"),
+        (
+            "all linears on 16 rows: `F.linear` / packed once",
+            " / ".join(f"{ms}" for ms in result["linears_ms"]["16 rows"].values()) + " ms",
+        ),
+    ]
+    return _table(("what", "measured"), lines)
+
+
+SERVE, KERNELS = "cpu_serve.json", "cpu_kernels.json"
+TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "cpu-serve": (SERVE, serve_table),
+    "cpu-startup": (SERVE, startup_table),
+    "cpu-runs": (SERVE, runs_table),
+    "cpu-many-adapters": (SERVE, many_adapters_table),
+    "cpu-bystanders": (SERVE, bystanders_table),
+    "cpu-machine": (SERVE, machine_note),
+    "cpu-steps": (KERNELS, steps_table),
+    "cpu-limits": (KERNELS, limits_table),
 }
+"""Name of a table -> the result file it is made from, and how."""
 
 
-def fill(text: str, result: Result) -> str:
+def fill(text: str, results: Path) -> str:
     """The document with the inside of every marked block made anew."""
     opened = re.findall(r"<!-- table:([\w-]+) -->", text)
     if not opened:
@@ -128,10 +171,19 @@ def fill(text: str, result: Result) -> str:
         raise TableError("a <!-- table:NAME --> marker has no <!-- /table:NAME --> after it")
     return _BLOCK.sub(
         lambda block: (
-            f"<!-- table:{block['name']} -->\n{TABLES[block['name']](result)}<!-- /table:{block['name']} -->"
+            f"<!-- table:{block['name']} -->\n{_make(block['name'], results)}<!-- /table:{block['name']} -->"
         ),
         text,
     )
+
+
+def _make(name: str, results: Path) -> str:
+    file, table = TABLES[name]
+    try:
+        result = json.loads((results / file).read_text())
+    except OSError as error:
+        raise TableError(f"table {name!r} needs {file}: {error}") from error
+    return table(result)
 
 
 def _suite(result: Result, name: str) -> Any:
@@ -182,12 +234,11 @@ def main() -> None:
         "--check", action="store_true", help="change nothing; exit 1 if anything would change"
     )
     args = parser.parse_args()
-    result = json.loads(args.results.read_text())
     stale = []
     for document in args.documents:
         before = document.read_text()
         try:
-            after = fill(before, result)
+            after = fill(before, args.results)
         except TableError as error:
             sys.exit(f"{document}: {error}")
         if after != before:

@@ -173,14 +173,33 @@ def results() -> dict[str, Any]:
     }
 
 
+def kernel_results() -> dict[str, Any]:
+    parts = {"linears": 8.0, "attention": 1.0, "add_lora": 2.0}
+    step = {name: {"total_ms": 10.0, "parts_ms": parts} for name in ("base", "adapters")}
+    return {
+        "read_gb_per_s": {"50 MB": 40.0, "1000 MB": 20.0},
+        "launch_us": 2.0,
+        "linears_ms": {"16 rows": {"F.linear": 14.0, "packed": 7.0}},
+        "weights_mb": 100.0,
+        "steps": {"adapter_mb": 50.0, "prefill": step, "decode": step},
+    }
+
+
+@pytest.fixture
+def results_folder(tmp_path: Path) -> Path:
+    (tmp_path / make_tables.SERVE).write_text(json.dumps(results()))
+    (tmp_path / make_tables.KERNELS).write_text(json.dumps(kernel_results()))
+    return tmp_path
+
+
 @pytest.mark.parametrize("name", list(make_tables.TABLES))
-def test_every_table_can_be_made_and_remade(name: str) -> None:
+def test_every_table_can_be_made_and_remade(name: str, results_folder: Path) -> None:
     document = f"before\n<!-- table:{name} -->\nold\n<!-- /table:{name} -->\nafter\n"
-    filled = make_tables.fill(document, results())
+    filled = make_tables.fill(document, results_folder)
     assert "old" not in filled
     assert filled.startswith("before\n")
     assert filled.endswith("after\n")
-    assert make_tables.fill(filled, results()) == filled
+    assert make_tables.fill(filled, results_folder) == filled
 
 
 def test_the_serve_table_divides_like_by_like() -> None:
@@ -200,9 +219,15 @@ def test_the_serve_table_divides_like_by_like() -> None:
         ("<!-- table:cpu-serve -->\n", "has no <!-- /table:NAME -->"),
     ],
 )
-def test_a_document_that_cannot_be_filled_says_why(document: str, reason: str) -> None:
+def test_a_document_that_cannot_be_filled_says_why(document: str, reason: str, results_folder: Path) -> None:
     with pytest.raises(make_tables.TableError, match=reason):
-        make_tables.fill(document, results())
+        make_tables.fill(document, results_folder)
+
+
+def test_a_missing_result_file_is_named(tmp_path: Path) -> None:
+    document = "<!-- table:cpu-serve -->\n<!-- /table:cpu-serve -->\n"
+    with pytest.raises(make_tables.TableError, match=make_tables.SERVE):
+        make_tables.fill(document, tmp_path)
 
 
 def test_a_suite_not_measured_is_named() -> None:

@@ -21,8 +21,8 @@ from loraplex.kernels.lora import TABLE_COLUMNS
 _SEGMENT_COLUMNS = 3
 _RANKS_AT_ONCE = 4
 """Rows of A asked for ahead of use, and rows of B that stay in the first cache while every row of the
-segment uses them. The weights of a step's adapters come from DRAM: without prefetch they arrive at two
-thirds of its bandwidth."""
+segment uses them. The weights of a step's adapters come from DRAM in many short streams, which
+hardware prefetch alone does not keep up with."""
 
 
 @njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
