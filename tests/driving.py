@@ -19,6 +19,7 @@ class Finished:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_param: str | None = None
 
 
 def step(engine: Engine, done: dict[str, Finished]) -> None:
@@ -33,6 +34,7 @@ def step(engine: Engine, done: dict[str, Finished]) -> None:
         request.stop_token_id = output.stop_token_id
         request.num_cached_tokens = output.num_cached_tokens
         request.error = output.error
+        request.error_param = output.error_param
     engine.take_removed_adapters()
     engine.check_integrity()
 

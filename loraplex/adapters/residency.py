@@ -134,6 +134,11 @@ class Residency:
         removed, self._removed = self._removed, []
         return removed
 
+    @property
+    def resident(self) -> set[str]:
+        """Versions whose weights are in memory."""
+        return {version for version, entry in self._entries.items() if entry.tier is Tier.HOST}
+
     def snapshot(self) -> list[tuple[str, Tier, int, int, int, int]]:
         """(version, tier, bytes, in flight, hits, loads) of every version that is known."""
         return [

@@ -43,8 +43,8 @@ class EngineOutput:
 
     `logprobs` has one entry per new token when they were asked for. `prompt_logprobs` comes once, with
     the first token, one entry per prompt token (None for the first, which has nothing before it).
-    `stop_token_id` is the stop token that ended the request, if one did; it is not in `token_ids`
-    unless it is an ordinary token the caller listed in stop_token_ids.
+    `stop_token_id` is the stop token that ended the request, if one did; it is never in `token_ids`.
+    `error_param` is "model" where the failure is the adapter's: its files are gone, changed or broken.
     """
 
     request_id: str
@@ -55,3 +55,4 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    error_param: str | None = None

@@ -12,14 +12,16 @@ MAX_LOGPROBS: Final = 20
 MAX_CHOICES: Final = 128
 MAX_STOP_STRINGS: Final = 16
 MAX_SEED: Final = 2**63 - 1
+MIN_TEMPERATURE: Final = 1e-5
+"""Below it, logits over temperature leave float32's range; the likeliest token is certain by then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling options, validated on construction; `InvalidRequestError` names the bad field.
 
-    temperature 0 means greedy. top_k 0 means off. `max_tokens` None means: up to the context length.
-    `logprobs` k returns the chosen token's log-probability and the k likeliest beside it.
+    temperature 0 (or as good as 0) means greedy. top_k 0 means off. `max_tokens` None means: up to the
+    context length. `logprobs` k returns the chosen token's log-probability and the k likeliest beside it.
     `prompt_logprobs` does the same for every prompt token. `n` is expanded before the engine sees it.
     """
 
@@ -73,7 +75,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loraplex.core import paths as core_paths
 from loraplex.demo.errors import DemoBaseError
 from loraplex.demo.source import (
     SMOLLM2_135M_INSTRUCT,
@@ -39,12 +40,6 @@ MANIFEST_NAME = "loraplex-manifest.json"
 _CONVERSION_VERSION = 1
 
 
-def default_cache_dir() -> Path:
-    """`$LORAPLEX_CACHE`, or `~/.cache/loraplex`."""
-    configured = os.environ.get("LORAPLEX_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "loraplex"
-
-
 def ensure_demo_base(
     cache_dir: Path | None = None,
     *,
@@ -56,7 +51,7 @@ def ensure_demo_base(
     With a warm cache this is a few `stat` calls. Safe to call from several processes at once.
     Raises DemoBaseError with the way out when the model cannot be had.
     """
-    cache = cache_dir if cache_dir is not None else default_cache_dir()
+    cache = cache_dir if cache_dir is not None else core_paths.cache_dir()
     target = cache / BASE_FOLDER_NAME
     if _is_complete(target, source):
         return target

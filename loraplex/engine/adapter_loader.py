@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from loraplex.adapters.tensors import TensorInfo, read_header
 from loraplex.core.errors import AdapterError, AdapterFormatError
 from loraplex.core.shape import ModelShape
 from loraplex.kernels.lora import LoraGroup, LoraPart, LoraWeights, build_table
+
+logger = logging.getLogger(__name__)
 
 _SOURCE_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -43,9 +46,10 @@ class AdapterLoader:
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self.num_pending = 0
 
-    def submit(self, spec: AdapterSpec) -> None:
+    def submit(self, sources: Sequence[AdapterSpec]) -> None:
+        """Load one version from the first of its folders that still holds it."""
         self.num_pending += 1
-        self._threads.submit(self._load, spec)
+        self._threads.submit(self._load, sources)
 
     def poll(self, timeout_s: float = 0.0) -> list[LoadResult]:
         """Loads that finished; waits for the first of them no longer than `timeout_s`."""
@@ -63,14 +67,24 @@ class AdapterLoader:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self, spec: AdapterSpec) -> None:
-        try:
-            result = LoadResult(version=spec.version, weights=read_weights(spec, self._shape, self._dtype))
-        except (AdapterError, OSError) as error:
-            result = LoadResult(version=spec.version, error=f"adapter at {spec.path}: {error}")
-        except Exception as error:  # a bug must fail the waiting requests, not leave them waiting
-            result = LoadResult(version=spec.version, error=f"adapter at {spec.path}: {error!r}")
-        self._finished.put(result)
+    def _load(self, sources: Sequence[AdapterSpec]) -> None:
+        version, reason = sources[0].version, ""
+        for spec in sources:
+            try:
+                weights = read_weights(spec, self._shape, self._dtype)
+            except AdapterError as error:
+                reason = str(error)
+            except OSError as error:
+                reason = f"its files cannot be read ({error.strerror}); restore them or load it again"
+            except Exception:  # a bug must fail the waiting requests, not leave them waiting
+                reason = "it could not be loaded; the server's log says why"
+                logger.exception("a bug while loading an adapter")
+            else:
+                self._finished.put(LoadResult(version=version, weights=weights))
+                return
+            # Clients are told the reason; the path is the operator's business.
+            logger.warning("the adapter in %s was not loaded: %s", spec.path, reason)
+        self._finished.put(LoadResult(version=version, error=f"the adapter is not available: {reason}"))
 
 
 def resident_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from loraplex.adapters.residency import Residency
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
+from loraplex.engine.machine import available_bytes
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.interface import Kernels
 from loraplex.kernels.reference import TorchKernels
@@ -75,7 +75,7 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
     )
     budget = options.host_adapter_memory_bytes
     if budget is None:
-        budget = min(int(_available_bytes() * _DEFAULT_ADAPTER_SHARE), _MAX_DEFAULT_ADAPTER_BYTES)
+        budget = min(int(available_bytes() * _DEFAULT_ADAPTER_SHARE), _MAX_DEFAULT_ADAPTER_BYTES)
     report("ready", 1.0)
     return Engine(
         config=SchedulerConfig(
@@ -135,7 +135,7 @@ def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype
     token_bytes = 2 * shape.num_layers * shape.kv_size * dtype.itemsize
     budget = options.kv_memory_bytes
     if budget is None:
-        budget = min(int(_available_bytes() * _DEFAULT_KV_SHARE), _MAX_DEFAULT_KV_BYTES)
+        budget = min(int(available_bytes() * _DEFAULT_KV_SHARE), _MAX_DEFAULT_KV_BYTES)
         # No more than every request the engine runs at once could ever fill.
         budget = min(budget, options.max_running * shape.max_position * token_bytes)
     num_blocks = budget // (token_bytes * options.block_size)
@@ -158,15 +158,3 @@ def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype
             f"to at least {wanted * token_bytes:,} bytes or lower --max-model-len"
         )
     return BlockPool(num_blocks, options.block_size), wanted
-
-
-def _available_bytes() -> int:
-    """Memory to be had without swapping; the machine's whole memory where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

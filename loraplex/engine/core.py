@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from loraplex.adapters.residency import Residency
 from loraplex.adapters.spec import AdapterSpec
@@ -27,7 +28,8 @@ class Engine:
         self._residency = residency
         self._scheduler = Scheduler(config, pool, residency)
         self._executor = executor
-        self._specs: dict[str, AdapterSpec] = {}
+        # A version may lie in several folders, under as many names; any of them will do to load it.
+        self._sources: dict[str, dict[Path, AdapterSpec]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         self._num_steps = 0
 
@@ -37,7 +39,7 @@ class Engine:
         for version in plan.adapter_evictions:
             self._executor.evict_adapter(version)
         for version in plan.adapter_loads:
-            self._executor.load_adapter(self._specs[version])
+            self._executor.load_adapter(list(self._sources[version].values()))
         result = StepResult()
         if plan.chunks:
             result = self._executor.execute(plan)
@@ -64,7 +66,7 @@ class Engine:
 
     def add_adapter(self, spec: AdapterSpec) -> None:
         self._residency.add(spec.version, self._executor.adapter_bytes(spec))
-        self._specs[spec.version] = spec
+        self._sources.setdefault(spec.version, {})[spec.path] = spec
 
     def remove_adapter(self, version: str) -> None:
         self._scheduler.remove_adapter(version)
@@ -72,18 +74,22 @@ class Engine:
     def take_removed_adapters(self) -> Sequence[str]:
         for version in self._residency.take_evictions():
             self._executor.evict_adapter(version)
-        removed = self._residency.take_removed()
+        removed = self._scheduler.take_removed_adapters()
         for version in removed:
             if version not in self._residency:  # it may have been added again meanwhile
-                self._specs.pop(version, None)
+                self._sources.pop(version, None)
         return removed
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats(self._num_steps)
 
     def check_integrity(self) -> None:
-        """Assert the scheduler's invariants and that nothing is kept of requests that ended."""
+        """Assert the scheduler's invariants, and that nothing is kept of what ended. For tests, after
+        `take_removed_adapters`."""
         self._scheduler.check_integrity()
+        self._executor.check_integrity(self._scheduler.request_ids, self._residency.resident)
+        assert self._prompt_logprobs.keys() <= self._scheduler.request_ids
+        assert self._sources.keys() == {version for version, *_ in self._residency.snapshot()}
 
     def close(self) -> None:
         self._executor.close()
@@ -119,6 +125,7 @@ class Engine:
             finish_reason=update.finish_reason,
             stop_token_id=update.stop_token_id,
             error=update.error,
+            error_param=update.error_param,
         )
 
     def _end(self, request_id: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,8 +46,11 @@ class Executor(Protocol):
         """What a version takes when it is loaded."""
         ...
 
-    def load_adapter(self, spec: AdapterSpec) -> None:
-        """Start to load a version beside the running steps; `poll_adapters` tells when it is there."""
+    def load_adapter(self, sources: Sequence[AdapterSpec]) -> None:
+        """Start to load a version beside the running steps; `poll_adapters` tells when it is there.
+
+        Sources are the folders that hold it, any of which will do.
+        """
         ...
 
     def evict_adapter(self, version: str) -> None: ...
@@ -60,5 +63,9 @@ class Executor(Protocol):
     def num_pending_loads(self) -> int: ...
 
     def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
+        """Assert that state is kept for exactly these requests, and weights for exactly these versions."""
+        ...
 
     def close(self) -> None: ...

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -186,20 +187,28 @@ class LLM:
         versions = [self._version_of(name) for name in names]
         for prompt, option in zip(tokens, options, strict=True):
             self._text.check([prompt], option or SamplingParams())
-        jobs = (
-            self._complete(prompt, option or SamplingParams(), version)
+        jobs = [
+            asyncio.ensure_future(self._complete(prompt, option or SamplingParams(), version))
             for prompt, option, version in zip(tokens, options, versions, strict=True)
-        )
-        return list(await asyncio.gather(*jobs))
+        ]
+        try:
+            return list(await asyncio.gather(*jobs))
+        finally:
+            # Where one failed, the others must not go on for nobody.
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
 
     async def astream(
         self, prompt: str | Sequence[int], adapter: str | None = None, params: SamplingParams | None = None
     ) -> AsyncGenerator[TextDelta, None]:
         """Deltas of one prompt as they come; close the generator to cancel."""
         [tokens] = self._token_prompts(prompt)
-        async for batch in self._stream(tokens, params or SamplingParams(), self._version_of(adapter)):
-            for delta in batch:
-                yield delta
+        stream = self._stream(tokens, params or SamplingParams(), self._version_of(adapter))
+        async with aclosing(stream):
+            async for batch in stream:
+                for delta in batch:
+                    yield delta
 
     def close(self) -> None:
         """Stop the engine and free its memory; what is in flight raises EngineDeadError. Idempotent."""
@@ -226,9 +235,10 @@ class LLM:
         self, prompt: Sequence[int], params: SamplingParams, version: str | None
     ) -> Completion:
         deltas: list[list[TextDelta]] = [[] for _ in range(params.n)]
-        async for batch in self._stream(prompt, params, version):
-            for delta in batch:
-                deltas[delta.choice].append(delta)
+        async with aclosing(self._stream(prompt, params, version)) as stream:
+            async for batch in stream:
+                for delta in batch:
+                    deltas[delta.choice].append(delta)
         first = deltas[0]
         return Completion(
             prompt_token_ids=tuple(prompt),

@@ -122,8 +122,9 @@ def _adjust(logits_V: torch.Tensor, state: SamplingState) -> torch.Tensor:
         logits_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
     for token_id, bias in params.logit_bias:
         logits_V[token_id] += bias
-    if state.num_output < params.min_tokens and state.stop_ids:
-        logits_V[state.stop_ids] = -torch.inf
+    if state.num_output < params.min_tokens:
+        # A tokenizer may name an end token that this vocabulary does not reach.
+        logits_V[[token_id for token_id in state.stop_ids if token_id < logits_V.shape[0]]] = -torch.inf
     return logits_V
 
 

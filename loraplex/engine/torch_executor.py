@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -43,8 +43,8 @@ class TorchExecutor:
     def adapter_bytes(self, spec: AdapterSpec) -> int:
         return resident_bytes(spec, self._decoder.config.shape, self._dtype)
 
-    def load_adapter(self, spec: AdapterSpec) -> None:
-        self._loader.submit(spec)
+    def load_adapter(self, sources: Sequence[AdapterSpec]) -> None:
+        self._loader.submit(sources)
 
     def evict_adapter(self, version: str) -> None:
         del self._adapters[version]
@@ -60,6 +60,10 @@ class TorchExecutor:
                 self._adapters[result.version] = result.weights
             events.append(AdapterEvent(version=result.version, error=result.error))
         return events
+
+    def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
+        assert self._states.keys() == request_ids
+        assert self._adapters.keys() == adapters
 
     def close(self) -> None:
         self._loader.close()

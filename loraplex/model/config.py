@@ -43,7 +43,6 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
-    checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
 
 
@@ -70,16 +69,8 @@ def load_config(folder: Path) -> ModelConfig:
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=family != "qwen2" and attention_bias,
         qk_norm=family == "qwen3",
-        checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(raw, folder),
     )
-
-
-def load_shape(model: str) -> ModelShape:
-    """The shape of a model given by folder or hub id."""
-    from loraplex.model.source import resolve_model
-
-    return load_config(resolve_model(model, weights=False)).shape
 
 
 def _architecture(raw: Mapping[str, Any], folder: Path) -> str:

@@ -81,9 +81,12 @@ class BlockPool:
                 break
             found.append(block)
             node = self._node_of[block]
-        self.prefix_queries += num_full
-        self.prefix_hits += len(found)
         return found
+
+    def count_match(self, token_ids: Sequence[int], found: Sequence[int]) -> None:
+        """Count a match that led to an admission; a request that has to wait is matched many times."""
+        self.prefix_queries += (len(token_ids) - 1) // self.block_size
+        self.prefix_hits += len(found)
 
     def publish(
         self, adapter: str | None, token_ids: Sequence[int], blocks: Sequence[int], first: int, end: int

@@ -51,3 +51,4 @@ class TokenUpdate:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_param: str | None = None

@@ -8,7 +8,7 @@ When KV memory runs out, the youngest running request gives its blocks back and 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import islice
 
@@ -85,12 +85,18 @@ class Scheduler:
         """A load failed: the requests that counted on it fail, with the reason."""
         self._residency.failed(version)
         for sequence in [s for s in self._sequences.values() if s.adapter == version]:
-            self._fail(sequence, message)
+            self._fail(sequence, message, param="model")
 
     def remove_adapter(self, version: str) -> None:
         """No new requests on this version; memory is freed when the last one ends."""
         self._residency.remove(version)
-        self._pool.forget_adapter(version)
+
+    def take_removed_adapters(self) -> list[str]:
+        """Versions whose removal was completed since the last call."""
+        removed = self._residency.take_removed()
+        for version in removed:
+            self._pool.forget_adapter(version)
+        return removed
 
     # ---- what it decides
 
@@ -216,9 +222,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Blocks for a first chunk, on top of what the prefix cache has; 0 if memory is short."""
-        cached: list[int] = []
-        if sequence.request.params.prompt_logprobs is None:
-            cached = self._pool.match(sequence.adapter, sequence.token_ids)
+        searches = sequence.request.params.prompt_logprobs is None
+        cached = self._pool.match(sequence.adapter, sequence.token_ids) if searches else []
         self._pool.share(cached)
         num_cached = len(cached) * self._pool.block_size
         num_tokens = min(len(sequence.token_ids) - num_cached, budget)
@@ -229,7 +234,10 @@ class Scheduler:
         sequence.block_ids = cached + blocks
         sequence.num_computed = num_cached
         sequence.num_published = len(cached)
-        sequence.num_cached = num_cached
+        if sequence.num_cached is None:
+            sequence.num_cached = num_cached
+        if searches:
+            self._pool.count_match(sequence.token_ids, cached)
         return num_tokens
 
     # ---- after a step
@@ -247,7 +255,7 @@ class Scheduler:
                 request_id=sequence.request_id,
                 finish_reason=FinishReason.STOP,
                 stop_token_id=token_id,
-                num_cached_tokens=sequence.num_cached,
+                num_cached_tokens=sequence.num_cached or 0,
             )
         sequence.token_ids.append(token_id)
         full = len(sequence.token_ids) >= self._config.max_model_len
@@ -259,7 +267,7 @@ class Scheduler:
             request_id=sequence.request_id,
             token_id=token_id,
             finish_reason=finish_reason,
-            num_cached_tokens=sequence.num_cached,
+            num_cached_tokens=sequence.num_cached or 0,
         )
 
     def _publish(self, sequence: Sequence) -> None:
@@ -281,10 +289,15 @@ class Scheduler:
             samples=end == len(sequence.token_ids),
         )
 
-    def _fail(self, sequence: Sequence, message: str) -> None:
+    def _fail(self, sequence: Sequence, message: str, *, param: str | None = None) -> None:
         self._drop(sequence)
         self._failures.append(
-            TokenUpdate(request_id=sequence.request_id, finish_reason=FinishReason.ERROR, error=message)
+            TokenUpdate(
+                request_id=sequence.request_id,
+                finish_reason=FinishReason.ERROR,
+                error=message,
+                error_param=param,
+            )
         )
 
     def _drop(self, sequence: Sequence) -> None:
@@ -301,6 +314,11 @@ class Scheduler:
             sequence.pinned = False
 
     # ---- what it shows
+
+    @property
+    def request_ids(self) -> Set[str]:
+        """Requests that are in the engine."""
+        return self._sequences.keys()
 
     def stats(self, num_steps: int) -> EngineStats:
         return EngineStats(

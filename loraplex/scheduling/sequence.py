@@ -12,7 +12,8 @@ class Sequence:
         computed [ cached | computed ....... )            keys and values are in `block_ids`
         published[ whole blocks .... )                    findable by other requests
 
-    `pinned`: the residency holds the adapter's weights for this sequence.
+    `pinned`: the residency holds the adapter's weights for this sequence. `num_cached`: prompt tokens the
+    prefix cache had when the request was first admitted; None until then.
     """
 
     __slots__ = (
@@ -31,7 +32,7 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
         self.num_computed = 0
-        self.num_cached = 0
+        self.num_cached: int | None = None
         self.num_published = 0
         self.block_ids: list[int] = []
         self.pinned = False

@@ -78,7 +78,7 @@ RECIPES = (
     Recipe(
         name="shout",
         description="Answers with a newspaper headline in capitals.",
-        example_prompt="What is the weather like today?",
+        example_prompt="Tell me about cats.",
         rank=16,
         alpha=32,
         target_modules=("up_proj", "down_proj"),

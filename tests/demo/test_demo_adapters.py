@@ -130,9 +130,11 @@ def demo() -> DemoModel:
     folder = ensure_demo_base()
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     first, *others = NAMES
-    model = PeftModel.from_pretrained(base, DEMO_ADAPTERS_DIR / first, adapter_name=first)
+    # "low memory" here means: no random weights made first, only to be overwritten.
+    options = {"low_cpu_mem_usage": True}
+    model = PeftModel.from_pretrained(base, DEMO_ADAPTERS_DIR / first, adapter_name=first, **options)
     for name in others:
-        model.load_adapter(DEMO_ADAPTERS_DIR / name, adapter_name=name)
+        model.load_adapter(DEMO_ADAPTERS_DIR / name, adapter_name=name, **options)
     return DemoModel(model=model.eval(), tokenizer=AutoTokenizer.from_pretrained(folder))
 
 

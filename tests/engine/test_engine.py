@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -205,8 +206,24 @@ def test_weights_that_vanished_fail_their_requests_alone(
     add(engine, "fine")
     done = run_to_end(engine)
     assert done["lost"].finish_reason is FinishReason.ERROR
-    assert "No such file" in str(done["lost"].error)
+    assert done["lost"].error_param == "model"
+    assert "restore them or load it again" in str(done["lost"].error)
+    assert str(tmp_path) not in str(done["lost"].error)
     assert done["fine"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_version_in_two_folders_is_loaded_from_the_one_that_is_left(
+    engine: Engine, base, tmp_path: Path
+) -> None:
+    save_adapter(tmp_path / "first", base[1], rank=4, seed=9)
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    shape = load_config(base[0]).shape
+    specs = [read_adapter(tmp_path / name, shape) for name in ("first", "second")]
+    assert specs[0].version == specs[1].version
+    for spec in specs:
+        engine.add_adapter(spec)
+    shutil.rmtree(tmp_path / "first")
+    assert alone(engine, adapter=specs[0].version).finish_reason is not FinishReason.ERROR
 
 
 def test_weights_that_changed_after_registration_are_not_served(engine: Engine, base, tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ RANKS = (1, 3, 8, 16)
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request and the step it arrives at; `cancel_after` steps later it is cancelled, if not None."""
+    """A request and the step it arrives at; `cancel_after` steps later it is cancelled, if not None.
+
+    `reloads`: its adapter is taken out and put back right after it arrives, as a reload does.
+    """
 
     at_step: int
     prompt_seed: int
@@ -38,6 +41,7 @@ class Arrival:
     adapter: int | None
     sampled: bool
     cancel_after: int | None
+    reloads: bool
 
 
 arrivals = st.builds(
@@ -49,6 +53,7 @@ arrivals = st.builds(
     adapter=st.sampled_from([None, 0, 1, 2, 3]),
     sampled=st.booleans(),
     cancel_after=st.none() | st.none() | st.integers(0, 15),
+    reloads=st.booleans(),
 )
 
 
@@ -136,6 +141,10 @@ def drive(engine: Engine, requests: list[Arrival]) -> dict[str, Finished]:
         for index, arrival in enumerate(requests):
             if arrival.at_step == now:
                 engine.add_request(request_of(str(index), arrival))
+                if arrival.reloads and arrival.adapter is not None:
+                    spec = checkpoint()[1][arrival.adapter]
+                    engine.remove_adapter(spec.version)
+                    engine.add_adapter(spec)
             if arrival.cancel_after is not None and arrival.at_step + arrival.cancel_after == now:
                 engine.cancel(str(index))
         if engine.has_work():

@@ -13,7 +13,9 @@ from loraplex.adapters.peft_reader import read_adapter
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.executor import StepResult
 from loraplex.model.config import load_config
+from loraplex.scheduling.plan import StepPlan
 
 RANKS = [1, 2, 3, 4, 5, 8, 12, 16, 17, 24, 31, 32, 40, 48, 63, 64]
 TARGETS = [
@@ -39,7 +41,7 @@ def greedy(model, prompt: list[int]) -> list[int]:
     return tokens[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """(model folder, adapter folders, {name or None: (prompt, expected tokens)})"""
     root = tmp_path_factory.mktemp(f"peft-{request.param}")
@@ -78,8 +80,17 @@ def test_mixed_batch_of_sixteen_adapters_and_base_equals_peft(served, max_step_t
         engine.add_request(
             EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=params, adapter=version)
         )
+    requests_per_step: list[int] = []
+    execute = engine._executor.execute
+
+    def recorded(plan: StepPlan) -> StepResult:
+        requests_per_step.append(len(plan.chunks))
+        return execute(plan)
+
+    engine._executor.execute = recorded  # type: ignore[method-assign]
     found = run_to_end(engine)
     engine.close()
+    assert max(requests_per_step) == len(expected), "the requests never shared one batch"
     assert {key: done.token_ids for key, done in found.items()} == {
         key: tokens for key, (_, _, tokens) in expected.items()
     }

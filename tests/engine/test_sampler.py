@@ -44,6 +44,15 @@ def test_temperature_zero_takes_the_likeliest() -> None:
     assert draw(temperature=0.0) == int(LOGITS.argmax())
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 1e-38, 1e-6])
+def test_a_temperature_as_good_as_zero_takes_the_likeliest(temperature: float) -> None:
+    assert draw(temperature=temperature) == int(LOGITS.argmax())
+
+
+def test_the_lowest_temperature_that_is_drawn_from_is_finite() -> None:
+    assert draw(100 * LOGITS, temperature=1e-5) == int(LOGITS.argmax())
+
+
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.5, 0.2, 0.2, 0.1]).log()
     counts = Counter(draws(4000, logits))
@@ -137,6 +146,10 @@ def test_min_tokens_holds_every_end_back() -> None:
     options = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (3,)}
     assert draw(logits, **options) == 1
     assert draw(logits, outputs=(1, 1), **options) == 2
+
+
+def test_an_end_token_beyond_the_vocabulary_is_no_harm() -> None:
+    assert draw(torch.tensor([0.0, 1.0]), temperature=0.0, min_tokens=2, stop_token_ids=(9999,)) == 1
 
 
 def test_logprobs_are_the_models_own() -> None:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny import make_model, save_model
 
 from loraplex.core.errors import ModelError
-from loraplex.model.config import load_config, load_shape
-from loraplex.model.source import resolve_model
+from loraplex.model.config import load_config
+from loraplex.model.source import load_shape, resolve_model
 from loraplex.model.weights import load_weights
 
 
@@ -160,6 +160,22 @@ def test_a_file_is_no_checkpoint_folder(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"")
     with pytest.raises(ModelError, match="is a file"):
         resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_an_unsupported_hub_model_is_refused_before_its_weights_are_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma2ForCausalLM"]}')
+    fetched: list[str] = []
+
+    def snapshot(model: str, *, allow_patterns: list[str], **_: Any) -> str:
+        fetched.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    with pytest.raises(ModelError, match="Gemma2ForCausalLM is not supported"):
+        resolve_model("google/gemma-2-2b")
+    assert "*.safetensors" not in fetched
 
 
 def test_a_hub_id_that_cannot_be_had_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

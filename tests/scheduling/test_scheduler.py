@@ -193,6 +193,27 @@ def test_a_repeated_prompt_is_computed_from_where_it_differs() -> None:
     assert updates[0].num_cached_tokens == 8
 
 
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    bench = Bench(num_blocks=4)
+    bench.add("a", 7)
+    bench.add("b", 7)
+    while not bench.step()[0].preempted:
+        pass
+    bench.scheduler.cancel("a")
+    _, [update] = bench.step()
+    assert update.request_id == "b"
+    assert update.num_cached_tokens == 0, "its own output is no cached prompt"
+
+
+def test_a_request_that_waits_for_memory_is_counted_once_by_the_prefix_cache() -> None:
+    bench = Bench(num_blocks=3)
+    bench.add("a", 9)
+    bench.add("b", 9)
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.stats(0).prefix_cache_queries == 8
+
+
 def test_prompt_logprobs_compute_the_whole_prompt() -> None:
     bench = Bench()
     tokens = list(range(10, 22))
@@ -231,7 +252,10 @@ def test_a_failed_load_fails_its_requests_and_no_other() -> None:
     bench.step()
     bench.scheduler.adapter_failed("x", "file is gone")
     _, updates = bench.step()
-    assert {u.request_id: u.error for u in updates} == {"a": "file is gone", "b": None}
+    assert {u.request_id: (u.error, u.error_param) for u in updates} == {
+        "a": ("file is gone", "model"),
+        "b": (None, None),
+    }
 
 
 def test_running_adapters_stay_and_idle_ones_go_oldest_first() -> None:
@@ -264,6 +288,21 @@ def test_adapters_beyond_the_budget_are_served_in_turn() -> None:
     assert done == list("abcdef")
 
 
+def test_a_large_adapter_is_not_starved_by_small_ones_and_the_base_passes() -> None:
+    bench = Bench(budget_bytes=20)
+    for name, size in (("small", 10), ("large", 20)):
+        bench.residency.add(name, size)
+    bench.add("a", 3, "small")
+    bench.step()
+    bench.scheduler.adapter_loaded("small")
+    bench.step()
+    for request_id, adapter in (("b", "large"), ("c", "small"), ("d", None)):
+        bench.add(request_id, 3, adapter)
+    assert list(sizes(bench.step()[0])) == ["a", "d"]
+    bench.scheduler.cancel("a")
+    assert bench.step()[0].adapter_loads == ("large",)
+
+
 def test_cancel_frees_blocks_and_pins_in_every_state() -> None:
     bench = Bench()
     bench.residency.add("x", 10)
@@ -287,12 +326,12 @@ def test_unload_drains_then_frees() -> None:
     bench.scheduler.adapter_loaded("x")
     bench.step()
     bench.scheduler.remove_adapter("x")
-    assert bench.residency.take_removed() == []
+    assert bench.scheduler.take_removed_adapters() == []
     with pytest.raises(UnknownModelError):
         bench.add("b", 3, "x")
     while bench.scheduler.has_work():
         bench.step()
-    assert bench.residency.take_removed() == ["x"]
+    assert bench.scheduler.take_removed_adapters() == ["x"]
     assert bench.residency.used_bytes == 0
 
 

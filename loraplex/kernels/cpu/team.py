@@ -12,20 +12,56 @@ correct on any number of threads, one included.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 from numba import cfunc
+
+from loraplex.core.paths import cache_dir
 
 
 def kernel(function: Callable[[Any], None]) -> int:
     """Compile a kernel body (cached on disk) and return its address."""
-    compiled = cfunc("void(CPointer(int64))", cache=True, nopython=True)(function)
+    with _disk_cache() as is_cached:
+        compiled = cfunc("void(CPointer(int64))", cache=is_cached, nopython=True)(function)
     _keep_alive.append(compiled)
     return int(compiled.address)
+
+
+@contextmanager
+def _disk_cache() -> Iterator[bool]:
+    """Compile into a folder named after the kernels' sources; False where it cannot be written.
+
+    numba's own place for compiled code only notices changes of the file a kernel stands in, not of the
+    files it calls into.
+    """
+    folder = cache_dir() / "kernels" / _source_hash()
+    before = numba.config.CACHE_DIR
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        yield False
+        return
+    numba.config.CACHE_DIR = str(folder)
+    try:
+        yield os.access(folder, os.W_OK)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+@lru_cache(maxsize=1)
+def _source_hash() -> str:
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 _keep_alive: list[Any] = []

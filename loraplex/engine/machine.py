@@ -1,0 +1,39 @@
+"""How much memory this process may take: the machine's, within the limits of its container."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory to be had without swapping or meeting a container's limit."""
+    return min([_machine_bytes(proc), *_container_bytes(cgroup)])
+
+
+def _machine_bytes(proc: Path) -> int:
+    for line in _lines(proc / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _container_bytes(cgroup: Path) -> list[int]:
+    """What is left of the limits of cgroup v2 and v1, where there are any."""
+    files = (
+        (cgroup / "memory.max", cgroup / "memory.current"),
+        (cgroup / "memory" / "memory.limit_in_bytes", cgroup / "memory" / "memory.usage_in_bytes"),
+    )
+    found = []
+    for limit_file, usage_file in files:
+        limit, usage = _lines(limit_file), _lines(usage_file)
+        if limit and usage and limit[0].isdigit() and usage[0].isdigit():  # v2 says "max" for no limit
+            found.append(max(int(limit[0]) - int(usage[0]), 0))
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
