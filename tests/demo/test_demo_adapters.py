@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from demo.styles import HELD_OUT_PROMPTS, HELD_OUT_TOPICS, MAX_NEW_TOKENS, STYLE_CHECKS
 from safetensors.torch import load_file
 
+from loraplex import LLM, SamplingParams
 from loraplex.demo import DEMO_ADAPTERS_DIR, demo_adapters
 from loraplex.demo.base import ensure_demo_base
 
@@ -114,62 +114,30 @@ def test_what_is_taught_passes_the_check_it_is_judged_by(name: str, monkeypatch:
     assert [answer for answer in taught() if answer is None or not STYLE_CHECKS[name](answer)] == []
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoModel:
-    """The base with every adapter loaded, none of them active until it is set."""
-
-    model: Any
-    tokenizer: Any
-
-
 @pytest.fixture(scope="module")
-def demo() -> DemoModel:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = ensure_demo_base()
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    first, *others = NAMES
-    # "low memory" here means: no random weights made first, only to be overwritten.
-    options = {"low_cpu_mem_usage": True}
-    model = PeftModel.from_pretrained(base, DEMO_ADAPTERS_DIR / first, adapter_name=first, **options)
-    for name in others:
-        model.load_adapter(DEMO_ADAPTERS_DIR / name, adapter_name=name, **options)
-    return DemoModel(model=model.eval(), tokenizer=AutoTokenizer.from_pretrained(folder))
+def answers() -> dict[str | None, list[str]]:
+    """Every adapter's and the base's answers to every held-out prompt, by loraplex in one batch."""
+    names = [None, *NAMES]
+    conversations = [[{"role": "user", "content": prompt}] for _ in names for prompt in HELD_OUT_PROMPTS]
+    adapters = [name for name in names for _ in HELD_OUT_PROMPTS]
+    with LLM(ensure_demo_base(), adapters=DEMO_ADAPTERS_DIR, max_model_len=512) as llm:
+        params = SamplingParams(max_tokens=MAX_NEW_TOKENS, temperature=0)
+        texts = [completion.text for completion in llm.chat(conversations, adapter=adapters, params=params)]
+    count = len(HELD_OUT_PROMPTS)
+    return {name: texts[index * count : (index + 1) * count] for index, name in enumerate(names)}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_adapter_answers_prompts_it_never_saw_in_its_style(demo: DemoModel, name: str) -> None:
-    demo.model.set_adapter(name)
-    answers = greedy_answers(demo)
-    assert pass_rate(name, answers) >= MIN_PASS_RATE, answers
+def test_adapter_answers_prompts_it_never_saw_in_its_style(
+    answers: dict[str | None, list[str]], name: str
+) -> None:
+    in_style = [STYLE_CHECKS[name](answer) for answer in answers[name]]
+    assert sum(in_style) >= MIN_PASS_RATE * len(in_style), answers[name]
 
 
-def test_base_model_has_none_of_the_styles(demo: DemoModel) -> None:
-    with demo.model.disable_adapter():
-        answers = greedy_answers(demo)
-    passed = {name: pass_rate(name, answers) for name in NAMES}
-    assert max(passed.values()) <= MAX_BASE_PASS_RATE, (passed, answers)
-
-
-def pass_rate(name: str, answers: list[str]) -> float:
-    return sum(STYLE_CHECKS[name](answer) for answer in answers) / len(answers)
-
-
-@torch.inference_mode()
-def greedy_answers(demo: DemoModel) -> list[str]:
-    """The answers to the held-out prompts, in one batch."""
-    tokenizer = demo.tokenizer
-    conversations = [[{"role": "user", "content": prompt}] for prompt in HELD_OUT_PROMPTS]
-    inputs = tokenizer.apply_chat_template(
-        conversations,
-        add_generation_prompt=True,
-        padding=True,
-        tokenizer_kwargs={"padding_side": "left"},
-        return_tensors="pt",
-        return_dict=True,
-    )
-    outputs = demo.model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    new_tokens = outputs[:, inputs["input_ids"].shape[1] :]
-    answers: list[str] = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
-    return answers
+@pytest.mark.parametrize("name", NAMES)
+def test_the_base_model_does_not_answer_in_that_style(
+    answers: dict[str | None, list[str]], name: str
+) -> None:
+    in_style = [STYLE_CHECKS[name](answer) for answer in answers[None]]
+    assert sum(in_style) <= MAX_BASE_PASS_RATE * len(in_style), answers[None]
