@@ -161,11 +161,14 @@ def lora_weights(generator: torch.Generator, ranks: dict[str, int]) -> LoraWeigh
     return LoraWeights(groups=(groups,), table_LM=build_table([groups]), max_rank=max(ranks.values()))
 
 
+@pytest.mark.parametrize("has_blas", [True, False], ids=["own products", "torch's products"])
 @pytest.mark.parametrize("many", [False, True], ids=["few segments", "many segments"])
 @pytest.mark.parametrize("group", GROUP_SIZES)
 def test_lora_of_any_ranks_modules_and_segments_equals_torch(
-    generator: torch.Generator, group: str, many: bool
+    generator: torch.Generator, group: str, many: bool, has_blas: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not has_blas:
+        monkeypatch.setattr("loraplex.kernels.cpu.numba_kernels.sgemm_address", lambda: None)
     adapters = [
         lora_weights(generator, {"q_proj": 1, "v_proj": 3, "o_proj": 16, "gate_proj": 5, "down_proj": 64}),
         lora_weights(generator, {"k_proj": 17, "up_proj": 2}),

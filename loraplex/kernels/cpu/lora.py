@@ -14,6 +14,7 @@ import numpy as np
 from numba import carray, njit
 
 from loraplex.kernels.cpu import team
+from loraplex.kernels.cpu.blas import sgemm
 from loraplex.kernels.cpu.intrinsics import bits_as_float32, claim, float32_array, int64_array, prefetch
 from loraplex.kernels.cpu.vectors import FLOAT_BYTES, add_rows, dot
 from loraplex.kernels.lora import TABLE_COLUMNS
@@ -69,6 +70,68 @@ def _add_segment(x, x_stride, y, y_stride, num_rows, in_features, modules, num_m
         outputs = y + row[3] * FLOAT_BYTES
         _expand(outputs, y_stride, num_rows, row[4], row[1], row[2], shrunk[start:])
         start += num_rows * row[2]
+
+
+@njit(error_model="numpy")
+def _multiply_segment(routine, x, x_stride, y, y_stride, num_rows, in_features, modules, num_modules):
+    """The same for many rows, by matrix products: one for all the shrinks, one for each expand."""
+    total_rank = 0
+    first = 0
+    for m in range(num_modules):
+        rank = modules[m * TABLE_COLUMNS + 2]
+        if rank > 0 and total_rank == 0:
+            first = modules[m * TABLE_COLUMNS]  # the A's of a group are stacked in one block
+        total_rank += rank
+    if total_rank == 0:
+        return
+    shrunk = np.empty(num_rows * total_rank, dtype=np.float32)
+    address = shrunk.ctypes.data
+    sgemm(
+        routine, True, total_rank, num_rows, in_features, 1.0,
+        first, in_features, x, x_stride, 0.0, address, total_rank,
+    )  # fmt: skip
+    start = 0
+    for m in range(num_modules):
+        row = modules[m * TABLE_COLUMNS : (m + 1) * TABLE_COLUMNS]
+        rank = row[2]
+        if rank > 0:
+            scale = bits_as_float32(np.int32(row[5]))
+            sgemm(
+                routine, False, row[4], num_rows, rank, scale, row[1], row[4],
+                address + start * FLOAT_BYTES, total_rank, 1.0, y + row[3] * FLOAT_BYTES, y_stride,
+            )  # fmt: skip
+        start += rank
+    shrunk[0] = 0.0  # the array must outlive the calls that were given its address
+
+
+def _lora_products(block):
+    args = carray(block, 11)
+    x, x_stride, y, y_stride = args[1], args[2], args[3], args[4]
+    in_features, first_row, num_modules = args[5], args[6], args[7]
+    segments, num_segments, routine = args[8], args[9], args[10]
+    while True:
+        item = claim(block)
+        if item >= num_segments:
+            return
+        segment = int64_array(segments + item * _SEGMENT_COLUMNS * 8, _SEGMENT_COLUMNS)
+        start, num_rows, table = segment[0], segment[1], segment[2]
+        _multiply_segment(
+            routine,
+            x + start * x_stride * FLOAT_BYTES,
+            x_stride,
+            y + start * y_stride * FLOAT_BYTES,
+            y_stride,
+            num_rows,
+            in_features,
+            int64_array(table + first_row * TABLE_COLUMNS * 8, num_modules * TABLE_COLUMNS),
+            num_modules,
+        )
+
+
+LORA_PRODUCTS = team.kernel(_lora_products)
+"""Arguments: x, x row stride, y, y row stride, in_features, the group's first row in an adapter's table,
+number of modules in the group, segments (start row, number of rows, table address), number of segments,
+address of sgemm."""
 
 
 def _lora_rows(block):

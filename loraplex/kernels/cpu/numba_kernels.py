@@ -13,7 +13,8 @@ from loraplex.core.modules import GROUPS, MODULE_INDEX, MODULES
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.cpu import team
 from loraplex.kernels.cpu.attention import DECODE_ATTENTION
-from loraplex.kernels.cpu.lora import LORA_ROWS
+from loraplex.kernels.cpu.blas import sgemm_address
+from loraplex.kernels.cpu.lora import LORA_PRODUCTS, LORA_ROWS
 from loraplex.kernels.cpu.rows import RMS_NORM, ROPE_AND_CACHE, SILU_MUL
 from loraplex.kernels.interface import PackedLinear
 from loraplex.kernels.lora import LoraSegment, add_lora_segment
@@ -21,6 +22,7 @@ from loraplex.kernels.reference import TorchKernels, TorchLinear
 
 # A segment this long or longer is compute-bound: the matrix library beats one pass over the weights.
 _GEMM_ROWS = 6
+_MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 16, 128
 # From so many short segments on, each is one work item: its weights are then one stream in memory.
 _WHOLE_SEGMENTS = 8
 # The blocked layout oneDNN chooses depends little on the batch; this is a decode batch.
@@ -42,11 +44,15 @@ class PackedFloat32Linear:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LoraSplit:
-    """A step's segments: short ones as the kernel's array, highest rank first to balance the threads;
-    long ones for the matrix library. `segments` keeps the weights behind the addresses alive."""
+    """A step's segments as the kernels' arrays, by which kernel takes them.
+
+    short: few rows, bound by memory; highest rank first, to balance the threads. long: bound by
+    arithmetic, cut into blocks of rows to share out. `segments` keeps the weights behind the addresses
+    alive, and is what is used for long ones where torch exports no matrix product.
+    """
 
     short: npt.NDArray[np.int64]
-    long: tuple[LoraSegment, ...]
+    long: npt.NDArray[np.int64]
     segments: tuple[LoraSegment, ...]
 
 
@@ -160,38 +166,53 @@ class NumbaKernels(TorchKernels):
         return out
 
     def prepare_lora(self, segments: Sequence[LoraSegment]) -> _LoraSplit:
-        short = [s for s in segments if s.end - s.start < _GEMM_ROWS]
-        short.sort(key=lambda s: -s.weights.max_rank)
-        rows = [(s.start, s.end - s.start, s.weights.table_LM.data_ptr()) for s in short]
-        return _LoraSplit(
-            short=np.array(rows, dtype=np.int64),
-            long=tuple(s for s in segments if s.end - s.start >= _GEMM_ROWS),
-            segments=tuple(segments),
-        )
+        by_rank = sorted(segments, key=lambda s: -s.weights.max_rank)
+        short = [(s.start, s.end, s) for s in by_rank if s.end - s.start < _GEMM_ROWS]
+        long = [s for s in by_rank if s.end - s.start >= _GEMM_ROWS]
+        return _LoraSplit(short=_rows(short), long=_rows(_row_blocks(long)), segments=tuple(segments))
 
     def add_lora(
         self, y_TO: torch.Tensor, x_TI: torch.Tensor, batch: KernelBatch, layer: int, group: str
     ) -> None:
         split: _LoraSplit = batch.lora
-        for segment in split.long:
-            lora_group = segment.weights.groups[layer].get(group)
-            if lora_group is not None:
-                add_lora_segment(y_TO, x_TI, segment, lora_group)
-        if len(split.short) == 0:
+        if not split.segments:
             return
         modules = GROUPS[group]
-        team.run(
-            LORA_ROWS,
-            (
-                x_TI.data_ptr(),
-                x_TI.shape[1],
-                y_TO.data_ptr(),
-                y_TO.shape[1],
-                x_TI.shape[1],
-                layer * len(MODULES) + MODULE_INDEX[modules[0]],
-                len(modules),
-                len(modules) if len(split.short) >= _WHOLE_SEGMENTS else 1,
-                split.short.ctypes.data,
-                len(split.short),
-            ),
+        operands = (
+            x_TI.data_ptr(),
+            x_TI.shape[1],
+            y_TO.data_ptr(),
+            y_TO.shape[1],
+            x_TI.shape[1],
+            layer * len(MODULES) + MODULE_INDEX[modules[0]],
+            len(modules),
         )
+        if len(split.short) > 0:
+            per_item = len(modules) if len(split.short) >= _WHOLE_SEGMENTS else 1
+            team.run(LORA_ROWS, (*operands, per_item, split.short.ctypes.data, len(split.short)))
+        if len(split.long) == 0:
+            return
+        routine = sgemm_address()
+        if routine is not None:
+            team.run(LORA_PRODUCTS, (*operands, split.long.ctypes.data, len(split.long), routine))
+            return
+        for segment in split.segments:
+            lora_group = segment.weights.groups[layer].get(group)
+            if lora_group is not None and segment.end - segment.start >= _GEMM_ROWS:
+                add_lora_segment(y_TO, x_TI, segment, lora_group)
+
+
+def _row_blocks(segments: Sequence[LoraSegment]) -> list[tuple[int, int, LoraSegment]]:
+    """Segments cut so that every thread gets some, without blocks too small for a matrix product."""
+    num_rows = sum(segment.end - segment.start for segment in segments)
+    block = max(_MIN_BLOCK_ROWS, min(_MAX_BLOCK_ROWS, -(-num_rows // torch.get_num_threads())))
+    return [
+        (start, min(start + block, segment.end), segment)
+        for segment in segments
+        for start in range(segment.start, segment.end, block)
+    ]
+
+
+def _rows(spans: Sequence[tuple[int, int, LoraSegment]]) -> npt.NDArray[np.int64]:
+    rows = [(start, end - start, segment.weights.table_LM.data_ptr()) for start, end, segment in spans]
+    return np.array(rows, dtype=np.int64)
