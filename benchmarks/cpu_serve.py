@@ -82,10 +82,21 @@ def _one_run(
     # Prompts are new in every repeat and equal for every engine: no prefix cache helps anyone.
     warmup = traffic.requests(models, seed=_WARMUP_SEED + seed, num_requests=2 * traffic.concurrency)
     measured = traffic.requests(models, seed=seed)
-    warmed = run(measure(server.base_url, engine.prepare(warmup), concurrency=traffic.concurrency))
+    reports = [
+        run(
+            measure(
+                server.base_url,
+                engine.prepare(requests),
+                concurrency=traffic.concurrency,
+                keep_alive=engine.keep_alive,
+            )
+        )
+        for requests in (warmup, measured)
+    ]
+    warmed, report = reports
     if warmed.num_failed:
         raise SystemExit(f"{engine.name}: warm-up failed: {warmed.errors}")
-    return run(measure(server.base_url, engine.prepare(measured), concurrency=traffic.concurrency)).as_json()
+    return report.as_json()
 
 
 def shown_command(engine: Engine) -> str:

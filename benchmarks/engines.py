@@ -48,7 +48,8 @@ class Checkpoint:
 class Engine:
     """One engine in one set-up, and which traffic it is measured under (BASE, ADAPTERS).
 
-    `prepare` turns requests into the engine's own dialect where it has one.
+    `prepare` turns requests into the engine's own dialect where it has one. `keep_alive`: whether its
+    server keeps connections open for as long as a client does.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Engine:
     command: ServerCommand
     traffic: tuple[str, ...] = (BASE, ADAPTERS)
     prepare: Prepare = list
+    keep_alive: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,7 @@ def llama_cpp(checkpoint: Checkpoint, *, program: Path, gguf_dir: Path, num_slot
         label="llama.cpp",
         version=(shown.stdout + shown.stderr).split("version:")[-1].split()[0],
         command=ServerCommand(args=args),
+        keep_alive=False,  # it closes connections after a number of requests, also under a waiting client
         prepare=lambda requests: [
             _with_lora_field(request, checkpoint.adapter_names) for request in requests
         ],

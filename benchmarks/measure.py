@@ -46,8 +46,10 @@ class Traffic:
         )
 
 
-async def measure(base_url: str, requests: Sequence[BenchRequest], *, concurrency: int) -> Report:
-    async with CompletionClient(base_url) as client:
+async def measure(
+    base_url: str, requests: Sequence[BenchRequest], *, concurrency: int, keep_alive: bool = True
+) -> Report:
+    async with CompletionClient(base_url, keep_alive=keep_alive) as client:
         return summarize(await closed_loop(client, requests, concurrency=concurrency))
 
 

@@ -79,7 +79,7 @@ def encode_request(*, model: str, prompt_token_ids: list[int], output_tokens: in
 
 
 class CompletionClient:
-    """Connections to one server, kept alive and reused. An async context manager."""
+    """Connections to one server, kept alive and reused (`keep_alive`). An async context manager."""
 
     def __init__(
         self,
@@ -87,9 +87,11 @@ class CompletionClient:
         *,
         api_key: str | None = None,
         timeout_s: float = 600.0,
+        keep_alive: bool = True,
         clock: Clock = time.perf_counter,
     ) -> None:
         self._root = base_url.rstrip("/").removesuffix("/v1")
+        self._keep_alive = keep_alive
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -100,7 +102,7 @@ class CompletionClient:
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             # limit=0: the load generator alone decides how many requests are open.
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=not self._keep_alive),
             timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             # A proxy from the environment would be measured along with the server.
             trust_env=False,
