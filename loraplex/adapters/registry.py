@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,13 @@ from loraplex.core.shape import ModelShape
 DATABASE_FILE: Final = "registry.sqlite3"
 
 
+class Origin(StrEnum):
+    """Who gave an adapter its name: a subfolder of a folder that is served, or a call of the API."""
+
+    FOLDER = "folder"
+    API = "api"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegistryEntry:
     """A name and the version it stands for. `loaded_at_s` is in seconds since 1970."""
@@ -30,6 +38,7 @@ class RegistryEntry:
     name: str
     spec: AdapterSpec
     loaded_at_s: float
+    origin: Origin
 
 
 def base_model_key(model: str, shape: ModelShape) -> str:
@@ -62,11 +71,11 @@ class AdapterRegistry:
         with translated_errors(self._path):
             self._connection = connect(self._path)
 
-    def put(self, name: str, spec: AdapterSpec) -> None:
+    def put(self, name: str, spec: AdapterSpec, *, origin: Origin = Origin.API) -> None:
         """Make the name stand for this version, whatever it stood for before."""
-        self.put_many([(name, spec)])
+        self.put_many([(name, spec)], origin=origin)
 
-    def put_many(self, adapters: Sequence[tuple[str, AdapterSpec]]) -> None:
+    def put_many(self, adapters: Sequence[tuple[str, AdapterSpec]], *, origin: Origin = Origin.API) -> None:
         """`put` for many names in one transaction: all or none."""
         now_s = self._wall_clock_s()
         rows = [
@@ -77,11 +86,12 @@ class AdapterRegistry:
                 str(spec.path),
                 spec_to_json(spec),
                 now_s,
+                origin.value,
             )
             for name, spec in adapters
         ]
         with self._transaction() as connection:
-            connection.executemany("INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?)", rows)
+            connection.executemany("INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
     def remove(self, name: str) -> bool:
         """Forget a name; False if it was not there."""
@@ -90,6 +100,14 @@ class AdapterRegistry:
                 "DELETE FROM adapters WHERE base_model = ? AND name = ?", (self._base_model, name)
             )
             return cursor.rowcount > 0
+
+    def remove_many(self, names: Sequence[str]) -> None:
+        """`remove` for many names in one transaction: all or none."""
+        with self._transaction() as connection:
+            connection.executemany(
+                "DELETE FROM adapters WHERE base_model = ? AND name = ?",
+                [(self._base_model, name) for name in names],
+            )
 
     def get(self, name: str) -> RegistryEntry | None:
         found = self._select("AND name = ?", name)
@@ -114,7 +132,7 @@ class AdapterRegistry:
     def _select(self, clause: str, *values: str) -> list[RegistryEntry]:
         with self._lock, translated_errors(self._path):
             rows = self._connection.execute(
-                f"SELECT name, spec, loaded_at FROM adapters WHERE base_model = ? {clause}",
+                f"SELECT name, spec, loaded_at, origin FROM adapters WHERE base_model = ? {clause}",
                 (self._base_model, *values),
             ).fetchall()
         return [_entry(self._path, *row) for row in rows]
@@ -139,13 +157,15 @@ def read_registry(state_dir: Path) -> list[tuple[str, RegistryEntry]]:
         raise StorageError(f"no {DATABASE_FILE} in {state_dir}; is it the state folder of a server?")
     with translated_errors(path), closing(connect(path)) as connection:
         rows = connection.execute(
-            "SELECT base_model, name, spec, loaded_at FROM adapters ORDER BY 1, 2"
+            "SELECT base_model, name, spec, loaded_at, origin FROM adapters ORDER BY 1, 2"
         ).fetchall()
     return [(base_model, _entry(path, *row)) for base_model, *row in rows]
 
 
-def _entry(path: Path, name: str, spec: str, loaded_at_s: float) -> RegistryEntry:
+def _entry(path: Path, name: str, spec: str, loaded_at_s: float, origin: str) -> RegistryEntry:
     try:
-        return RegistryEntry(name=name, spec=spec_from_json(spec), loaded_at_s=loaded_at_s)
+        return RegistryEntry(
+            name=name, spec=spec_from_json(spec), loaded_at_s=loaded_at_s, origin=Origin(origin)
+        )
     except (ValueError, KeyError, TypeError, IndexError) as exc:
         raise StorageError(f"{path}: the entry of adapter {name!r} is damaged; {START_AFRESH}") from exc

@@ -43,7 +43,7 @@ def check(
 
     Exit code 0: it can be served; 1: it is refused; 2: bad usage.
     """
-    from loraplex.model.config import load_shape
+    from loraplex.model.source import load_shape
 
     raise typer.Exit(run_check(path, model, as_json=as_json, load_shape=load_shape))
 
@@ -52,7 +52,7 @@ def check(
 def list_adapters(
     base_url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+        str | None, typer.Option(envvar="LORAPLEX_API_KEY", help="Sent as a bearer token.")
     ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Read this state folder instead of asking a server.")

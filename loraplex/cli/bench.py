@@ -22,6 +22,22 @@ EXIT_FAILED_REQUESTS = 1
 _WARMUP_SEED_OFFSET = 1_000_003  # warm-up prompts must not leave a prefix cache hit behind
 
 
+_Workload = Annotated[
+    Path | None, typer.Option(help="Open loop: replay this .jsonl file, each request at its own time.")
+]
+_Requests = Annotated[
+    int | None, typer.Option(min=1, help="Closed loop: this many requests, all of one length.")
+]
+_Concurrency = Annotated[int | None, typer.Option(min=1, help="Closed loop: requests in flight at any time.")]
+_Adapters = Annotated[
+    str,
+    typer.Option(
+        help="Comma-separated adapter names: in turn (closed loop), or by the workload's index "
+        "modulo their number. Without it, all requests go to the base model."
+    ),
+]
+
+
 @app.callback()
 def _group() -> None:
     """Measure a running server."""  # a group even with one command: `bench serve`, not `bench`
@@ -49,25 +65,12 @@ class _Plan:
 @app.command()
 def serve(
     base_url: Annotated[str, typer.Option(help="The server, e.g. http://127.0.0.1:8000")],
-    workload: Annotated[
-        Path | None,
-        typer.Option(help="Open loop: replay this .jsonl file, each request at its own time."),
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: this many requests, all of one length.")
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: requests in flight at any time.")
-    ] = None,
+    workload: _Workload = None,
+    requests: _Requests = None,
+    concurrency: _Concurrency = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Closed loop: tokens of each prompt.")] = 64,
     output_tokens: Annotated[int, typer.Option(min=1, help="Closed loop: tokens of each answer.")] = 32,
-    adapters: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated adapter names: in turn (closed loop), or by the workload's index "
-            "modulo their number. Without it, all requests go to the base model."
-        ),
-    ] = "",
+    adapters: _Adapters = "",
     model: Annotated[
         str | None, typer.Option(help="The base model's id. Default: the first one in /v1/models.")
     ] = None,
@@ -90,21 +93,14 @@ def serve(
     Give either --workload, or --requests with --concurrency. Exit code 1: some requests failed (they
     are counted and their errors shown); 2: bad usage.
     """
-    if not base_url.startswith(("http://", "https://")):
-        raise typer.BadParameter("must start with http:// or https://", param_hint="--base-url")
+    _check_url(base_url)
     _check_loop(workload, requests, concurrency)
-    for option, path in (("--json", json_out), ("--plot", plot)):
-        if path is not None and not path.resolve().parent.is_dir():
-            # Found out now, not after a run of many minutes.
-            raise typer.BadParameter(f"no such folder: {path.parent}", param_hint=option)
-    names = tuple(name.strip() for name in adapters.split(",")) if adapters.strip() else ()
-    if "" in names:
-        raise typer.BadParameter("an adapter name is empty", param_hint="--adapters")
+    _check_folders({"--json": json_out, "--plot": plot})
     plan = _Plan(
         base_url=base_url,
         api_key=api_key,
         model=model,
-        adapters=names,
+        adapters=_names(adapters),
         workload=None if workload is None else _read(workload),
         num_requests=requests or 0,
         concurrency=concurrency or 0,
@@ -116,10 +112,28 @@ def serve(
         timeout_s=timeout_s,
     )
     records = _measure(plan)
-    parameters = _parameters(plan, workload)
-    _publish(records, parameters, json_out=json_out, plot=plot)
+    _publish(records, _parameters(plan, workload), json_out=json_out, plot=plot)
     if any(not record.ok for record in records):
         raise typer.Exit(EXIT_FAILED_REQUESTS)
+
+
+def _check_url(base_url: str) -> None:
+    if not base_url.startswith(("http://", "https://")):
+        raise typer.BadParameter("must start with http:// or https://", param_hint="--base-url")
+
+
+def _check_folders(outputs: dict[str, Path | None]) -> None:
+    """Found out now, not after a run of many minutes."""
+    for option, path in outputs.items():
+        if path is not None and not path.resolve().parent.is_dir():
+            raise typer.BadParameter(f"no such folder: {path.parent}", param_hint=option)
+
+
+def _names(adapters: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in adapters.split(",")) if adapters.strip() else ()
+    if "" in names:
+        raise typer.BadParameter("an adapter name is empty", param_hint="--adapters")
+    return names
 
 
 def _check_loop(workload: Path | None, requests: int | None, concurrency: int | None) -> None:

@@ -6,12 +6,19 @@ Imports wait until a command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from loraplex.cli.sizes import parse_size
+
+_DEMO_EXAMPLES: Final = ("pirate", "haiku")
+_AllowedDirs = Annotated[
+    list[Path] | None,
+    typer.Option(help="A folder adapters may be loaded from at run time; may be repeated."),
+]
 
 
 def serve(
@@ -36,10 +43,7 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the base model; --model as given by default.")
     ] = None,
-    allow_adapter_dir: Annotated[
-        list[Path] | None,
-        typer.Option(help="A folder adapters may be loaded from at run time; may be repeated."),
-    ] = None,
+    allow_adapter_dir: _AllowedDirs = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where loaded adapters are remembered.")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="LORAPLEX_API_KEY", help="Clients must send one of these.")
@@ -48,6 +52,7 @@ def serve(
     """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""
     kv_memory_bytes = None if kv_memory is None else parse_size(kv_memory)
     adapter_bytes = None if host_adapter_memory is None else parse_size(host_adapter_memory)
+    api_keys = _checked_keys(api_key or ())
     _log_to_stderr()
 
     from loraplex.engine.build import EngineOptions
@@ -70,7 +75,7 @@ def serve(
             host=host,
             port=port,
             state_dir=state_dir,
-            api_keys=tuple(api_key or ()),
+            api_keys=api_keys,
         )
     )
 
@@ -95,8 +100,16 @@ def demo(
         adapter_dirs=(DEMO_ADAPTERS_DIR,),
         port=port,
     )
-    prompts = {adapter.name: adapter.example_prompt for adapter in demo_adapters()}
+    # The first ones are shown as examples: those whose effect is seen at a glance.
+    shown = sorted(demo_adapters(), key=lambda adapter: adapter.name not in _DEMO_EXAMPLES)
+    prompts = {adapter.name: adapter.example_prompt for adapter in shown}
     run_server(options, Announcer(prompts))
+
+
+def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:
+    if any(not key.strip() for key in keys):
+        raise typer.BadParameter("an API key must not be empty", param_hint="--api-key")
+    return tuple(keys)
 
 
 def _log_to_stderr() -> None:

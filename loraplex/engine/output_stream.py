@@ -65,4 +65,5 @@ def merge_outputs(outputs: Sequence[EngineOutput]) -> EngineOutput:
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         error=last.error,
+        error_param=last.error_param,
     )

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import AdapterError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.sampling import MAX_SEED, SamplingParams
 from loraplex.engine.interface import AsyncEngine
@@ -170,7 +170,8 @@ class TextEngine:
         async with aclosing(cast("AsyncGenerator[EngineOutput, None]", source)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
-                    raise LoraplexError(output.error or "the engine failed on this request")
+                    message = output.error or "the engine failed on this request"
+                    raise AdapterError(message) if output.error_param == "model" else LoraplexError(message)
                 if output.finish_reason is FinishReason.CANCELLED:
                     raise LoraplexError(output.error or "the request was cancelled by the server")
                 yield output
@@ -196,7 +197,7 @@ class _Choice:
         self._unchecked_tokens = params.min_tokens if params.stop else 0
 
     def advance(self, output: EngineOutput) -> TextDelta:
-        text, stop_string = self._text_of(output.token_ids)
+        text, stop_string, num_tokens = self._text_of(output.token_ids)
         finish_reason = output.finish_reason
         # The end-of-sequence token is no news: only what the caller asked to stop at is reported.
         stop: str | int | None = output.stop_token_id
@@ -214,23 +215,32 @@ class _Choice:
         return TextDelta(
             choice=self._index,
             text=text,
-            token_ids=output.token_ids,
-            logprobs=tuple([self._logprob_text(entry.token_id, entry) for entry in output.logprobs]),
+            token_ids=output.token_ids[:num_tokens],
+            logprobs=tuple(
+                [self._logprob_text(entry.token_id, entry) for entry in output.logprobs[:num_tokens]]
+            ),
             prompt_logprobs=self._prompt_logprobs(output),
             num_cached_tokens=output.num_cached_tokens,
             finish_reason=finish_reason,
             stop=stop,
         )
 
-    def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, str | None]:
-        """Text that may be shown after these tokens, and the stop string found in it."""
+    def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, str | None, int]:
+        """Text that may be shown after these tokens, the stop string found in it, and the tokens up to it.
+
+        Token by token: how many steps a slow reader found merged must not decide which tokens count.
+        """
         if self._matcher is None:
-            return self._detokenizer.push(token_ids), None
-        free, checked = token_ids[: self._unchecked_tokens], token_ids[self._unchecked_tokens :]
-        self._unchecked_tokens -= len(free)
-        text = self._detokenizer.push(free)
-        shown, stop = self._scan(self._detokenizer.push(checked))
-        return text + shown, stop
+            return self._detokenizer.push(token_ids), None, len(token_ids)
+        num_free = min(self._unchecked_tokens, len(token_ids))
+        self._unchecked_tokens -= num_free
+        parts = [self._detokenizer.push(token_ids[:num_free])]
+        for num_tokens, token_id in enumerate(token_ids[num_free:], start=num_free + 1):
+            shown, stop = self._scan(self._detokenizer.push((token_id,)))
+            parts.append(shown)
+            if stop is not None:
+                return "".join(parts), stop, num_tokens
+        return "".join(parts), None, len(token_ids)
 
     def _scan(self, text: str) -> tuple[str, str | None]:
         if self._matcher is None or not text:

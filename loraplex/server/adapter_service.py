@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -132,17 +132,22 @@ class AdapterService:
                     raise
                 return self._point(name, spec)
 
-    async def unload(self, name: str, *, drain_timeout_s: float) -> bool:
-        """Stop serving a name, at once for new requests.
+    async def unload(
+        self, name: str, *, drain_timeout_s: float, on_removed: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Stop serving a name, at once for new requests. A name that is only registered is forgotten.
 
         Returns whether its requests in flight ended in time; if not they still finish, and the engine
-        forgets the version after them.
+        forgets the version after them. `on_removed` is called when the name is free, before they ended.
         """
-        if name not in self._served:
-            raise NotServedError(f"the adapter {name!r} is not loaded{self._near(name)}")
         with self._change(name):
-            await asyncio.to_thread(self.registry.remove, name)
-            adapter = self._served.pop(name)
+            was_registered = await asyncio.to_thread(self.registry.remove, name)
+            adapter = self._served.pop(name, None)
+            if adapter is None and not was_registered:
+                raise NotServedError(f"the adapter {name!r} is not loaded{self._near(name)}")
+            on_removed()
+        if adapter is None:
+            return True
         retirement = self._retire_if_unused(adapter.version)
         if retirement is None:
             return True

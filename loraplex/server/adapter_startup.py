@@ -1,5 +1,7 @@
-"""The adapters a server begins with: those of the registry, and those of the folders it was given.
+"""The adapters a server begins with: those loaded through the API before, and those of its folders.
 
+A name that was loaded through the API stays what it was made. All other names are what the folders given
+now say; the registry only saves reading them again, and forgets those that no folder has any more.
 Nothing that is wrong with one adapter keeps the others from being served; a note says what was left out.
 """
 
@@ -13,7 +15,7 @@ from pathlib import Path
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.peft_reader import read_adapters
-from loraplex.adapters.registry import RegistryEntry
+from loraplex.adapters.registry import Origin, RegistryEntry
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import AdapterError, CapacityError, StorageError, UserError
 from loraplex.server.adapter_service import AdapterService
@@ -34,12 +36,21 @@ class _Candidate:
 
     name: str
     path: Path
+    origin: Origin
     spec: AdapterSpec | None
     registered: RegistryEntry | None
 
+    def change_note(self, spec: AdapterSpec) -> str | None:
+        """What a user should know if `spec` is not what the name stood for before."""
+        if self.registered is None or self.registered.spec.version == spec.version:
+            return None
+        if self.registered.spec.path != spec.path:
+            return f"adapter {self.name!r}: serving {spec.path} instead of {self.registered.spec.path}"
+        return f"adapter {self.name!r}: its files have changed; serving the new version"
+
 
 async def start_adapters(service: AdapterService, folders: Sequence[Path]) -> StartReport:
-    """Serve everything the registry and the folders have.
+    """Serve what the API was told to, and what the folders have.
 
     Raises AdapterError if a folder itself cannot be read, StorageError if the registry cannot.
     """
@@ -48,7 +59,7 @@ async def start_adapters(service: AdapterService, folders: Sequence[Path]) -> St
     candidates = await asyncio.to_thread(_candidates, service, entries, folders, notes)
     specs = await asyncio.to_thread(_read_missing, service, candidates)
 
-    to_register: list[tuple[str, AdapterSpec]] = []
+    to_register: dict[Origin, list[tuple[str, AdapterSpec]]] = {origin: [] for origin in Origin}
     num_served = 0
     for candidate, spec in zip(candidates, specs, strict=True):
         if isinstance(spec, AdapterError):
@@ -61,11 +72,15 @@ async def start_adapters(service: AdapterService, folders: Sequence[Path]) -> St
             continue
         num_served += 1
         if candidate.registered is None or candidate.registered.spec != spec:
-            to_register.append((candidate.name, spec))
-        if candidate.registered is not None and candidate.registered.spec.version != spec.version:
-            notes.append(f"adapter {candidate.name!r}: its files have changed; serving the new version")
+            to_register[candidate.origin].append((candidate.name, spec))
+        if note := candidate.change_note(spec):
+            notes.append(note)
+    names = {candidate.name for candidate in candidates}
+    gone = [entry.name for entry in entries.values() if _is_of_folder(entry) and entry.name not in names]
     try:
-        await asyncio.to_thread(service.registry.put_many, to_register)
+        await asyncio.to_thread(service.registry.remove_many, gone)
+        for origin, adapters in to_register.items():
+            await asyncio.to_thread(service.registry.put_many, adapters, origin=origin)
     except StorageError as error:
         notes.append(f"the adapters are served, but could not be registered: {error}")
     return StartReport(num_served=num_served, num_skipped=len(candidates) - num_served, notes=tuple(notes))
@@ -74,25 +89,41 @@ async def start_adapters(service: AdapterService, folders: Sequence[Path]) -> St
 def _candidates(
     service: AdapterService, entries: dict[str, RegistryEntry], folders: Sequence[Path], notes: list[str]
 ) -> list[_Candidate]:
-    """Registry entries first: a name that was loaded by hand stays what it was made, while it exists."""
+    """The names to serve, sorted: those of the API first, then each folder's that are still free."""
     found: dict[str, _Candidate] = {}
     for name, entry in entries.items():
-        spec = entry.spec if files_unchanged(entry.spec) else None
-        found[name] = _Candidate(name=name, path=entry.spec.path, spec=spec, registered=entry)
+        if not _is_of_folder(entry):
+            found[name] = _candidate(name, entry.spec.path, Origin.API, entry)
     for folder in folders:
         discovery = discover_adapters(folder)
         notes += discovery.notes
         for name, path in discovery.adapters:
             known = found.get(name)
-            if known is None or not known.path.exists():
-                entry_of_name = known.registered if known else None
-                found[name] = _Candidate(name=name, path=path.resolve(), spec=None, registered=entry_of_name)
-            elif known.path.resolve() != path.resolve():
+            if known is None:
+                found[name] = _candidate(name, path.resolve(), Origin.FOLDER, entries.get(name))
+            elif known.origin is Origin.API:
+                notes.append(
+                    f"skipped {path}: the name {name!r} was loaded from {known.path} through the API; "
+                    "unload it to serve this one at the next start"
+                )
+            elif known.path != path.resolve():
                 notes.append(f"skipped {path}: the name {name!r} is taken by {known.path}")
     if service.base_model in found:
         notes.append(f"adapter {service.base_model!r} is not served: the base model has that name")
         del found[service.base_model]
     return [found[name] for name in sorted(found)]
+
+
+def _is_of_folder(entry: RegistryEntry) -> bool:
+    return entry.origin is Origin.FOLDER
+
+
+def _candidate(name: str, path: Path, origin: Origin, entry: RegistryEntry | None) -> _Candidate:
+    """Only the registered spec of the same folder, with files that have not changed, is as good as new."""
+    spec = (
+        entry.spec if entry is not None and entry.spec.path == path and files_unchanged(entry.spec) else None
+    )
+    return _Candidate(name=name, path=path, origin=origin, spec=spec, registered=entry)
 
 
 def _read_missing(

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 _MAX_NAMES_SHOWN: Final = 8
 _MAX_NOTES_SHOWN: Final = 20
+_EXAMPLE_MAX_TOKENS: Final = 128
 
 
 class Announcer:
-    """Progress while loading, and the banner. `prompts` are examples to show, by model name."""
+    """Progress while loading, and the banner. `prompts` are examples by model name, the best first."""
 
     def __init__(self, prompts: dict[str, str] | None = None, console: Console | None = None) -> None:
         from rich.console import Console as RichConsole
@@ -75,7 +76,8 @@ class Announcer:
 
     def _curl(self, url: str, model: str, *, needs_key: bool, has_chat: bool) -> str:
         """A command line that asks one model something."""
-        body: dict[str, object] = {"model": model}
+        # Small models are slow to end by themselves, and a first try should not take a minute.
+        body: dict[str, object] = {"model": model, "max_tokens": _EXAMPLE_MAX_TOKENS}
         if has_chat:
             content = self._prompts.get(model, "Tell me about yourself.")
             body["messages"] = [{"role": "user", "content": content}]
@@ -86,7 +88,7 @@ class Announcer:
         return f"  curl {url}{path}{key} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
 
     def _examples(self, base_model: str, adapters: Sequence[str]) -> list[str]:
-        preferred = [name for name in adapters if name in self._prompts] or list(adapters)
+        preferred = [name for name in self._prompts if name in adapters] or list(adapters)
         return [base_model, *preferred[:2]]
 
 

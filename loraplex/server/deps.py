@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.body import BodyLimits
+from loraplex.server.engine_status import EngineStatus
 from loraplex.server.metrics import ServerMetrics
 
 
@@ -19,7 +20,7 @@ class ServerDeps:
     adapters: AdapterService
     metrics: ServerMetrics
     base_root: str
-    is_healthy: Callable[[], bool]
+    engine_status: Callable[[], EngineStatus]
     api_keys: tuple[str, ...] = ()
     limits: BodyLimits = field(default_factory=BodyLimits)
     drain_timeout_s: float = 30.0

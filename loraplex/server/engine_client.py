@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from pathlib import Path
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import Clock, MonotonicClock
@@ -21,6 +21,7 @@ from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.output_stream import OutputStream
 from loraplex.server.engine_child import EngineChild
+from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.protocol_ipc import (
     AdapterAdded,
     AdapterRemoved,
@@ -42,25 +43,6 @@ from loraplex.server.restart_policy import CrashHistory, RestartPolicy
 logger = logging.getLogger(__name__)
 
 DEFAULT_FACTORY = "loraplex.engine.build:build_core"
-
-
-class EngineState(StrEnum):
-    NEW = "new"
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    FAILED = "failed"
-    CLOSED = "closed"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStatus:
-    """Where the engine process stands. `message` says why when it is not ready."""
-
-    state: EngineState
-    message: str
-    num_restarts: int
-    pid: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +87,8 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
 
         self._streams: dict[str, OutputStream] = {}
-        self._adapters: dict[str, AdapterSpec] = {}
+        # By version and folder: an engine that starts anew must know every folder that holds a version.
+        self._adapters: dict[str, dict[Path, AdapterSpec]] = {}
         self._additions: dict[str, asyncio.Future[None]] = {}
         self._removals: dict[str, asyncio.Future[None]] = {}
         self._stats = EngineStats()
@@ -177,13 +160,14 @@ class EngineClient:
         While the engine restarts this only notes the adapter: it will be known before any request is.
         """
         self._raise_if_gone()
-        self._adapters[spec.version] = spec
+        self._adapters.setdefault(spec.version, {})[spec.path] = spec
         if self._child is None or not self.healthy:
             return
         reply = self._additions.get(spec.version)
         if reply is None:
             reply = self._additions[spec.version] = asyncio.get_running_loop().create_future()
-            self._child.send(AddAdapter(spec))
+        # Sent even if one is under way already: it may be of another folder.
+        self._child.send(AddAdapter(spec))
         await asyncio.shield(reply)
 
     async def remove_adapter(self, version: str) -> None:
@@ -252,8 +236,9 @@ class EngineClient:
         except BaseException:
             await child.stop(grace_s=self._options.stop_grace_s)
             raise
-        for spec in self._adapters.values():
-            child.send(AddAdapter(spec))
+        for sources in self._adapters.values():
+            for spec in sources.values():
+                child.send(AddAdapter(spec))
         self._crashes.started()
         self._set_state(EngineState.READY, "")
         return child

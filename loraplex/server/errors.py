@@ -14,6 +14,9 @@ from starlette.responses import Response
 
 from loraplex.core.errors import (
     AdapterConflictError,
+    AdapterError,
+    AdapterFormatError,
+    AdapterMismatchError,
     CapacityError,
     EngineDeadError,
     InvalidRequestError,
@@ -77,6 +80,12 @@ def describe(error: Exception) -> HttpError:
             return _http_error(404, message, param="lora_name", code="adapter_not_found")
         case AdapterConflictError():
             return _http_error(409, message, param="lora_name", code="adapter_busy")
+        case AdapterFormatError():
+            return _http_error(400, message, param=error.field or "lora_path")
+        case AdapterMismatchError():
+            return _http_error(400, message, param="lora_path")
+        case AdapterError():  # of a request, not of a load: the adapter was good once
+            return _http_error(400, message, param="model", code="adapter_unavailable")
         case PathNotAllowedError():
             return _http_error(403, message, param="lora_path", code="path_not_allowed")
         case BodyTooLargeError():
@@ -92,7 +101,8 @@ def describe(error: Exception) -> HttpError:
         case UserError():
             return _http_error(400, message)
         case StorageError():
-            return _http_error(507, message, code="storage_failed")
+            # Nothing is wrong with this process, and the message says what to fix: not a 5xx.
+            return _http_error(409, message, code="storage_failed")
         case EngineDeadError():
             return _http_error(503, message, code="engine_down", headers={"retry-after": _RETRY_AFTER_S})
         case LoraplexError():
@@ -107,7 +117,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_our_error(request: Request, error: Exception) -> Response:
         http_error = describe(error)
         # A dead engine is logged once by its supervisor, not again by everyone who asks for it.
-        if http_error.status >= 500 and not isinstance(error, EngineDeadError):
+        is_ours = http_error.status >= 500 or isinstance(error, StorageError)
+        if is_ours and not isinstance(error, EngineDeadError):
             logger.warning("%s %s: %s", request.method, request.url.path, error)
         return http_error.response()
 

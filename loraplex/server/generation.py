@@ -105,6 +105,9 @@ class GenerationResponse(Response):
         work = self._send_stream(send) if self._generation.stream else self._send_whole(scope, receive, send)
         try:
             await run_until_disconnect(work, receive)
+        except Exception:
+            self._meter.fail()
+            raise
         finally:
             self._meter.close()
             self._generation.lease.release()
@@ -143,6 +146,7 @@ class GenerationResponse(Response):
                         await _send_part(send, chunks)
             except Exception as error:
                 # The status has been sent: the stream itself must say what went wrong, then end.
+                self._meter.fail()
                 if not isinstance(error, LoraplexError):
                     logger.exception("a stream failed")
                 await _send_part(send, b"data: " + describe(error).body() + b"\n\n")

@@ -157,7 +157,11 @@ def _generation(
 
 def _response(deps: ServerDeps, generation: Generation, answer_format: AnswerFormat) -> GenerationResponse:
     num_prompt_tokens = sum(map(len, generation.prompts))
-    meter = deps.metrics.meter(adapter=generation.lease.name, num_prompt_tokens=num_prompt_tokens)
+    meter = deps.metrics.meter(
+        adapter=generation.lease.name,
+        num_prompt_tokens=num_prompt_tokens,
+        num_choices=len(generation.prompts) * generation.params.n,
+    )
     return GenerationResponse(text=deps.text, generation=generation, answer_format=answer_format, meter=meter)
 
 
@@ -165,6 +169,7 @@ async def _prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[list[i
     """The four forms of `prompt` as lists of token ids."""
     special = body.add_special_tokens is not False
     if isinstance(body.prompt, str):
+        _refuse_empty([body.prompt])
         return [await tokenizer.encode_async(body.prompt, add_special_tokens=special)]
     items = body.prompt
     if not items:
@@ -173,6 +178,7 @@ async def _prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[list[i
         return [[item for item in items if isinstance(item, int)]]
     if all(isinstance(item, str) for item in items):
         texts = [item for item in items if isinstance(item, str)]
+        _refuse_empty(texts)
         return [await tokenizer.encode_async(text, add_special_tokens=special) for text in texts]
     if all(isinstance(item, list) for item in items):
         return [item for item in items if isinstance(item, list)]
@@ -180,6 +186,12 @@ async def _prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[list[i
         "prompt must be a text, a list of texts, a list of token ids or a list of such lists, not a mixture",
         param="prompt",
     )
+
+
+def _refuse_empty(texts: Sequence[str]) -> None:
+    """Of the text and not of its tokens: many tokenizers make a beginning-of-text token of nothing."""
+    if "" in texts:
+        raise InvalidRequestError("prompt is empty; give at least one character", param="prompt")
 
 
 def _prompt_texts(

@@ -1,4 +1,4 @@
-"""Counting what the server does. Plain numbers here; `metrics_export.py` gives them Prometheus names.
+"""Counting what the server does. Plain numbers here; the /metrics page gives them Prometheus names.
 
 A token costs a few integer additions: no locks and no label lookups, since all of it happens in one
 event loop and the objects that count are held by the request.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from loraplex.core.clock import Clock
+from loraplex.core.request import FinishReason
 from loraplex.engine.text_engine import TextDelta
 
 TTFT_BUCKETS_S: Final = (
@@ -42,6 +43,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    def copy(self) -> Histogram:
+        copied = Histogram.__new__(Histogram)
+        copied.bounds, copied.counts, copied.total = self.bounds, self.counts[:], self.total
+        return copied
+
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound, observations up to it) pairs, the way Prometheus wants them."""
         pairs: list[tuple[str, float]] = []
@@ -64,6 +70,13 @@ class Traffic:
         self.num_running = 0
         self.ttft = Histogram(ADAPTER_TTFT_BUCKETS_S)
 
+    def copy(self) -> Traffic:
+        copied = Traffic.__new__(Traffic)
+        copied.num_requests, copied.num_tokens = self.num_requests, self.num_tokens
+        copied.num_waiting, copied.num_running = self.num_waiting, self.num_running
+        copied.ttft = self.ttft.copy()
+        return copied
+
 
 class ServerMetrics:
     """Counters since start, of one server."""
@@ -72,7 +85,7 @@ class ServerMetrics:
         self.clock = clock
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
-        self.num_finished: Counter[str] = Counter()
+        self.num_finished: Counter[FinishReason] = Counter()
         self.ttft = Histogram(TTFT_BUCKETS_S)
         self.inter_token = Histogram(ITL_BUCKETS_S)
         self.per_output_token = Histogram(ITL_BUCKETS_S)
@@ -86,29 +99,48 @@ class ServerMetrics:
             traffic = self._traffic[adapter] = Traffic()
         return traffic
 
+    def find_traffic(self, adapter: str) -> Traffic | None:
+        """The counters of an adapter; None if nobody has asked for it yet."""
+        return self._traffic.get(adapter)
+
+    def snapshot(self) -> ServerMetrics:
+        """A copy that counts no further, for another thread to read. Costs what adapters in use cost."""
+        copied = ServerMetrics(self.clock)
+        copied.num_prompt_tokens = self.num_prompt_tokens
+        copied.num_generation_tokens = self.num_generation_tokens
+        copied.num_finished = self.num_finished.copy()
+        copied.ttft, copied.inter_token = self.ttft.copy(), self.inter_token.copy()
+        copied.per_output_token, copied.e2e = self.per_output_token.copy(), self.e2e.copy()
+        copied._traffic = {name: traffic.copy() for name, traffic in self._traffic.items()}
+        return copied
+
     def forget(self, adapter: str) -> None:
         """Drop an adapter's counters; requests in flight go on counting into what nobody sees."""
         self._traffic.pop(adapter, None)
 
-    def meter(self, *, adapter: str | None, num_prompt_tokens: int) -> RequestMeter:
+    def meter(self, *, adapter: str | None, num_prompt_tokens: int, num_choices: int) -> RequestMeter:
         """Begin to measure a request; `close` must be called on what this returns."""
         # A request for the base model counts into a Traffic that is not exported.
         traffic = Traffic() if adapter is None else self.traffic(adapter)
-        return RequestMeter(self, traffic, num_prompt_tokens)
+        return RequestMeter(self, traffic, num_prompt_tokens, num_choices)
 
 
 class RequestMeter:
     """Measures one HTTP request, from its acceptance to its end."""
 
-    def __init__(self, metrics: ServerMetrics, traffic: Traffic, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, traffic: Traffic, num_prompt_tokens: int, num_choices: int
+    ) -> None:
         self._metrics = metrics
         self._traffic = traffic
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_choices = num_choices
         self._arrival_s = metrics.clock.now_s()
         self._first_token_s: float | None = None
         self._last_token_s: dict[int, float] = {}
         self._num_tokens = 0
         self._num_finished = 0
+        self._failed = False
         self._closed = False
         traffic.num_requests += 1
         traffic.num_waiting += 1
@@ -126,7 +158,7 @@ class RequestMeter:
                 self._last_token_s[delta.choice] = now_s
                 num_tokens += count
             if delta.finish_reason is not None:
-                metrics.num_finished[delta.finish_reason.value] += 1
+                metrics.num_finished[delta.finish_reason] += 1
                 self._num_finished += 1
         if self._first_token_s is None:
             self._on_first_batch(now_s)
@@ -134,16 +166,24 @@ class RequestMeter:
         metrics.num_generation_tokens += num_tokens
         self._traffic.num_tokens += num_tokens
 
+    def fail(self) -> None:
+        """What has not finished yet never will, and not because the client left."""
+        self._failed = True
+
     def close(self) -> None:
         """The request is over, whether it was answered, failed or was cancelled. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        num_unfinished = self._num_choices - self._num_finished
+        if num_unfinished:
+            reason = FinishReason.ERROR if self._failed else FinishReason.CANCELLED
+            self._metrics.num_finished[reason] += num_unfinished
         if self._first_token_s is None:
             self._traffic.num_waiting -= 1
             return
         self._traffic.num_running -= 1
-        if self._num_finished < max(1, len(self._last_token_s)):
+        if num_unfinished:
             return  # cut short: its duration says nothing about the server
         now_s = self._metrics.clock.now_s()
         self._metrics.e2e.observe(now_s - self._arrival_s)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,32 +12,47 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from loraplex.core.request import FinishReason
-from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.core.stats import EngineStats
+from loraplex.server.adapter_metrics import render_adapters
 from loraplex.server.adapter_service import ServedAdapter
 from loraplex.server.metrics import Histogram, ServerMetrics
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-_TIERS: Final = ("disk", "loading", "host", "device")
+_VLLM_REASONS: Final = {  # ours -> vLLM's word for it
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.ERROR: "error",
+}
 
 
-def render_metrics(
-    *, base_model: str, metrics: ServerMetrics, stats: EngineStats, adapters: Iterable[ServedAdapter]
-) -> bytes:
-    """The page as of now. Adapters without a single request are on it, unloaded ones are not."""
+@dataclass(frozen=True, kw_only=True)
+class MetricsSnapshot:
+    """All a page shows. Nothing in it changes any more: pages are rendered in a thread of their own."""
+
+    base_model: str
+    metrics: ServerMetrics
+    stats: EngineStats
+    num_restarts: int
+    adapters: Sequence[ServedAdapter]
+
+
+def render_metrics(snapshot: MetricsSnapshot) -> bytes:
+    """The page. Adapters without a single request are on it, unloaded ones are not."""
     # A registry for each page: its content is a snapshot, so there is nothing to keep between two.
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Page(base_model, metrics, stats, list(adapters)))
-    return generate_latest(registry)
+    registry.register(_Page(snapshot))
+    adapters = render_adapters(snapshot.adapters, snapshot.metrics, snapshot.stats)
+    return generate_latest(registry) + adapters
 
 
 class _Page:
-    def __init__(
-        self, base_model: str, metrics: ServerMetrics, stats: EngineStats, adapters: list[ServedAdapter]
-    ) -> None:
-        self._labels = {"model_name": base_model}
-        self._metrics = metrics
-        self._stats = stats
-        self._adapters = adapters
+    def __init__(self, snapshot: MetricsSnapshot) -> None:
+        self._labels = {"model_name": snapshot.base_model}
+        self._metrics = snapshot.metrics
+        self._stats = snapshot.stats
+        self._num_restarts = snapshot.num_restarts
+        self._adapters = snapshot.adapters
 
     def describe(self) -> list[Metric]:
         return []
@@ -45,7 +61,6 @@ class _Page:
         yield from self._engine()
         yield from self._requests()
         yield self._lora_info()
-        yield from self._adapter_series()
 
     def _engine(self) -> Iterator[Metric]:
         stats = self._stats
@@ -60,6 +75,9 @@ class _Page:
         )
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", hits)
         yield self._counter("loraplex:engine_steps", "Steps the engine has run", stats.num_steps)
+        yield self._counter(
+            "loraplex:engine_restarts", "Restarts of the engine process after it died", self._num_restarts
+        )
         num_bytes, budget = stats.host_adapter_bytes, stats.host_adapter_budget_bytes
         yield self._gauge("loraplex:host_adapter_bytes", "Host memory held by adapter weights", num_bytes)
         yield self._gauge("loraplex:host_adapter_budget_bytes", "Most of it that may be held", budget)
@@ -72,8 +90,8 @@ class _Page:
         finished = CounterMetricFamily(
             "vllm:request_success", "Sequences finished, by reason", labels=[*self._labels, "finished_reason"]
         )
-        for reason in (FinishReason.STOP, FinishReason.LENGTH):
-            finished.add_metric([*self._labels.values(), reason.value], counts.num_finished[reason.value])
+        for reason, word in _VLLM_REASONS.items():
+            finished.add_metric([*self._labels.values(), word], counts.num_finished[reason])
         yield finished
         for name, text, histogram in (
             ("vllm:time_to_first_token_seconds", "Arrival to first token", counts.ttft),
@@ -85,18 +103,16 @@ class _Page:
             ),
             ("vllm:e2e_request_latency_seconds", "Arrival to last token", counts.e2e),
         ):
-            family = HistogramMetricFamily(name, text, labels=list(self._labels))
-            _add_histogram(family, list(self._labels.values()), histogram)
-            yield family
+            yield self._histogram(name, text, histogram)
 
     def _lora_info(self) -> Metric:
         """vLLM's gauge of adapters in use, read by load balancers. There is no limit here: all fit."""
         running, waiting = [], []
         for adapter in self._adapters:
-            traffic = self._metrics.traffic(adapter.name)
-            if traffic.num_running:
+            traffic = self._metrics.find_traffic(adapter.name)
+            if traffic is not None and traffic.num_running:
                 running.append(adapter.name)
-            if traffic.num_waiting:
+            if traffic is not None and traffic.num_waiting:
                 waiting.append(adapter.name)
         family = GaugeMetricFamily(
             "vllm:lora_requests_info",
@@ -105,33 +121,6 @@ class _Page:
         )
         family.add_metric([str(len(self._adapters)), ",".join(running), ",".join(waiting)], time.time())
         return family
-
-    def _adapter_series(self) -> Iterator[Metric]:
-        by_version: Mapping[str, AdapterStats] = {stats.version: stats for stats in self._stats.adapters}
-        label = ["adapter"]
-        ttft = HistogramMetricFamily("loraplex:adapter_ttft_seconds", "Arrival to first token", labels=label)
-        requests = CounterMetricFamily("loraplex:adapter_requests", "Requests accepted", labels=label)
-        tokens = CounterMetricFamily("loraplex:adapter_generation_tokens", "Tokens generated", labels=label)
-        loads = CounterMetricFamily(
-            "loraplex:adapter_loads", "Loads of the weights into memory", labels=label
-        )
-        hits = CounterMetricFamily("loraplex:adapter_hits", "Requests that found them there", labels=label)
-        in_flight = GaugeMetricFamily("loraplex:adapter_in_flight", "Requests in the engine", labels=label)
-        resident = GaugeMetricFamily(
-            "loraplex:adapter_resident", "1 for the tier the weights are in", labels=["adapter", "tier"]
-        )
-        for adapter in self._adapters:
-            name, traffic = adapter.name, self._metrics.traffic(adapter.name)
-            stats = by_version.get(adapter.version)
-            _add_histogram(ttft, [name], traffic.ttft)
-            requests.add_metric([name], traffic.num_requests)
-            tokens.add_metric([name], traffic.num_tokens)
-            loads.add_metric([name], stats.loads if stats else 0)
-            hits.add_metric([name], stats.hits if stats else 0)
-            in_flight.add_metric([name], stats.in_flight if stats else 0)
-            for tier in _TIERS:
-                resident.add_metric([name, tier], float(tier == (stats.tier if stats else "disk")))
-        yield from (ttft, requests, tokens, loads, hits, in_flight, resident)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=list(self._labels))
@@ -143,6 +132,8 @@ class _Page:
         family.add_metric(list(self._labels.values()), value)
         return family
 
-
-def _add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
-    family.add_metric(labels, buckets=histogram.cumulative(), sum_value=histogram.total)
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=list(self._labels))
+        labels = list(self._labels.values())
+        family.add_metric(labels, buckets=histogram.cumulative(), sum_value=histogram.total)
+        return family

@@ -45,7 +45,7 @@ def model_router(deps: ServerDeps) -> APIRouter:
             summary="Load an adapter, or reload it with load_inplace",
             body=LoadAdapterRequest,
             answer_text=_TEXT,
-            errors=(401, 403, 409, 503, 507),
+            errors=(401, 403, 409, 503),
         ),
     )
     async def load_lora_adapter(request: Request) -> Response:
@@ -59,14 +59,18 @@ def model_router(deps: ServerDeps) -> APIRouter:
             summary="Unload an adapter after its requests in flight",
             body=UnloadAdapterRequest,
             answer_text=_TEXT,
-            errors=(401, 404, 409, 503, 507),
+            errors=(401, 404, 409, 503),
         ),
     )
     async def unload_lora_adapter(request: Request) -> Response:
         body = await read_struct(request, UnloadAdapterRequest, deps.limits)
         name = body.lora_name
-        drained = await deps.adapters.unload(name, drain_timeout_s=deps.drain_timeout_s)
-        deps.metrics.forget(name)
+        drained = await deps.adapters.unload(
+            name,
+            drain_timeout_s=deps.drain_timeout_s,
+            # Not after the drain: by then the name may be another adapter's, with counters of its own.
+            on_removed=lambda: deps.metrics.forget(name),
+        )
         if drained:
             return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
         return PlainTextResponse(
@@ -93,7 +97,7 @@ def _models(deps: ServerDeps, created: int) -> list[Model]:
 
 def _adapter_info(deps: ServerDeps, adapter: ServedAdapter, stats: AdapterStats | None) -> AdapterInfo:
     """`stats` is None for a moment after the engine was restarted; the adapter then is on disk only."""
-    traffic = deps.metrics.traffic(adapter.name)
+    traffic = deps.metrics.find_traffic(adapter.name)
     return AdapterInfo(
         name=adapter.name,
         version=adapter.version,
@@ -104,6 +108,6 @@ def _adapter_info(deps: ServerDeps, adapter: ServedAdapter, stats: AdapterStats 
         in_flight=stats.in_flight if stats else 0,
         hits=stats.hits if stats else 0,
         loads=stats.loads if stats else 0,
-        requests=traffic.num_requests,
-        tokens=traffic.num_tokens,
+        requests=traffic.num_requests if traffic else 0,
+        tokens=traffic.num_tokens if traffic else 0,
     )

@@ -35,11 +35,10 @@ _ERROR_TEXT: Final = {
     403: "The path is outside the folders adapters may be loaded from",
     404: "There is no such model or adapter",
     408: "The request body did not arrive in time",
-    409: "The adapter is being changed by another call",
+    409: "The adapter is being changed by another call, or the state directory cannot be written",
     413: "The request body is too large",
     500: "This request failed in the server",
     503: "The engine is down or restarting; try again",
-    507: "The state directory cannot be written",
 }
 BODY_ERRORS: Final = (400, 408, 413)
 

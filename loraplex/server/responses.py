@@ -1,6 +1,6 @@
 """What the server answers. The structs are what is encoded and what the OpenAPI document shows.
 
-Stream chunks are written by hand in `chunks.py` for speed; the structs here describe them.
+Stream chunks are written by hand in `chat_format.py` and `completion_format.py`, for speed.
 """
 
 from __future__ import annotations

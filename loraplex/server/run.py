@@ -171,7 +171,7 @@ async def _start(
         adapters=service,
         metrics=ServerMetrics(clock),
         base_root=str(folder),
-        is_healthy=lambda: client.healthy,
+        engine_status=lambda: client.status,
         api_keys=options.api_keys,
         limits=options.limits,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,8 +13,9 @@ from loraplex.core.errors import EngineDeadError, InvalidRequestError
 from loraplex.engine.request_checks import check_prompt
 from loraplex.server.body import read_struct
 from loraplex.server.deps import ServerDeps
+from loraplex.server.engine_status import EngineState
 from loraplex.server.generation_routes import template_messages
-from loraplex.server.metrics_export import CONTENT_TYPE, render_metrics
+from loraplex.server.metrics_export import CONTENT_TYPE, MetricsSnapshot, render_metrics
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
 from loraplex.server.requests import DetokenizeRequest, TokenizeRequest
@@ -21,6 +24,12 @@ from loraplex.server.responses import Health, Text, Tokens, Version
 
 def utility_router(deps: ServerDeps) -> APIRouter:
     router = APIRouter()
+    _add_tokenizing(router, deps)
+    _add_monitoring(router, deps)
+    return router
+
+
+def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
     tokenizer = deps.text.tokenizer
 
     @router.post(
@@ -62,10 +71,13 @@ def utility_router(deps: ServerDeps) -> APIRouter:
             check_prompt(body.tokens, vocab_size=deps.text.vocab_size)
         return json_response(Text(prompt=tokenizer.decode(body.tokens)))
 
+
+def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
     @router.get("/health", **operation(summary="Is the engine up?", answer=Health, errors=(503,)))
     async def health() -> Response:
-        if not deps.is_healthy():
-            raise EngineDeadError("the engine is starting or restarting")
+        status = deps.engine_status()
+        if status.state is not EngineState.READY:
+            raise EngineDeadError(status.explain())
         return json_response(Health())
 
     @router.get("/version", **operation(summary="Version of the server", answer=Version, errors=(401,)))
@@ -76,15 +88,16 @@ def utility_router(deps: ServerDeps) -> APIRouter:
         "/metrics", **operation(summary="Prometheus metrics", answer_text="text/plain", errors=(401, 503))
     )
     async def metrics() -> Response:
-        page = render_metrics(
+        snapshot = MetricsSnapshot(
             base_model=deps.adapters.base_model,
-            metrics=deps.metrics,
             stats=await deps.text.engine.stats(),
+            metrics=deps.metrics.snapshot(),
+            num_restarts=deps.engine_status().num_restarts,
             adapters=deps.adapters.served(),
         )
+        # In a thread: streams go on while a page of thousands of adapters is written.
+        page = await asyncio.to_thread(render_metrics, snapshot)
         return Response(page, headers={"content-type": CONTENT_TYPE})
-
-    return router
 
 
 def _check_model(deps: ServerDeps, model: str | None) -> None:

@@ -18,7 +18,13 @@ from registry_writer import BASE_MODEL, make_spec
 import loraplex
 from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.peft_reader import read_adapter
-from loraplex.adapters.registry import DATABASE_FILE, AdapterRegistry, base_model_key, read_registry
+from loraplex.adapters.registry import (
+    DATABASE_FILE,
+    AdapterRegistry,
+    Origin,
+    base_model_key,
+    read_registry,
+)
 from loraplex.core.errors import InvalidRequestError, StorageError
 
 NOBODY_UID = 65534
@@ -74,6 +80,40 @@ def test_remove_forgets_a_name(tmp_path: Path) -> None:
         assert registry.remove("a")
         assert not registry.remove("a")
         assert registry.names() == []
+
+
+def test_many_names_are_removed_at_once(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry, opened(tmp_path, "other") as other:
+        registry.put_many([(name, make_spec("v1")) for name in "abc"])
+        other.put("a", make_spec("v1"))
+        registry.remove_many(["a", "c", "nobody"])
+        assert (registry.names(), other.names()) == (["b"], ["a"])
+
+
+def test_an_entry_knows_where_it_came_from(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put("a", make_spec("v1"))
+        registry.put_many([("b", make_spec("v1")), ("c", make_spec("v1"))], origin=Origin.FOLDER)
+        registry.put("c", make_spec("v1"))
+        assert {entry.name: entry.origin for entry in registry.all()} == {
+            "a": Origin.API,
+            "b": Origin.FOLDER,
+            "c": Origin.API,
+        }
+    assert [entry.origin for _, entry in read_registry(tmp_path)] == [Origin.API, Origin.FOLDER, Origin.API]
+
+
+def test_a_database_without_origins_is_brought_up_to_date(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put("a", make_spec("v1"))
+        registry._connection.execute("ALTER TABLE adapters DROP COLUMN origin")
+        registry._connection.execute("PRAGMA user_version = 1")
+    for _ in range(2):
+        with opened(tmp_path) as registry:
+            entry = registry.get("a")
+            assert entry is not None
+            assert (entry.spec, entry.origin) == (make_spec("v1"), Origin.API)
+            registry.put("b", make_spec("v2"), origin=Origin.FOLDER)
 
 
 def test_one_bad_name_leaves_out_all(tmp_path: Path) -> None:
@@ -232,7 +272,7 @@ def test_a_damaged_entry_is_explained(tmp_path: Path) -> None:
 def test_the_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
         registry._connection.execute("PRAGMA user_version = 7")
-    with pytest.raises(StorageError, match=r"newer version \(schema 7, this one knows 1\)"):
+    with pytest.raises(StorageError, match=r"newer version \(schema 7, this one knows 2\)"):
         AdapterRegistry(tmp_path, BASE_MODEL)
 
 

@@ -79,6 +79,7 @@ def test_merging_keeps_every_field() -> None:
         finish_reason=FinishReason.STOP,
         stop_token_id=9,
         error="x",
+        error_param="model",
     )
     assert merge_outputs([first, last]) == EngineOutput(
         request_id="a",
@@ -89,4 +90,5 @@ def test_merging_keeps_every_field() -> None:
         finish_reason=FinishReason.STOP,
         stop_token_id=9,
         error="x",
+        error_param="model",
     )

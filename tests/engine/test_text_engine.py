@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 from serving_fakes import FakeEngine, Script, says, tiny_tokenizer
 
-from loraplex.core.errors import EngineDeadError, InvalidRequestError, LoraplexError
-from loraplex.core.request import EngineRequest, FinishReason
+from loraplex.core.errors import AdapterError, EngineDeadError, InvalidRequestError, LoraplexError
+from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.sampling import MAX_SEED, SamplingParams
 from loraplex.engine.text_engine import TextDelta, TextEngine
 
@@ -77,6 +77,25 @@ def test_a_stop_string_cuts_the_text_and_cancels_the_request(n: int) -> None:
     assert deltas[-1].finish_reason is FinishReason.STOP
     assert deltas[-1].stop == "d! H"
     assert len(engine.cancelled) == n
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1])
+@pytest.mark.parametrize("tokens_per_output", [1, 3, 1000])
+def test_tokens_behind_a_stop_string_do_not_count_however_outputs_were_merged(
+    tokens_per_output: int, min_tokens: int
+) -> None:
+    text = "Hello world! How are you today?"
+    text_engine, _ = make_engine(says(text, tokens_per_output=tokens_per_output))
+    params = SamplingParams(stop=("world",), logprobs=0, min_tokens=min_tokens)
+    deltas = collect(text_engine, params)
+    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    entries = [entry.token_id for delta in deltas for entry in delta.logprobs]
+    tokenizer = tiny_tokenizer()
+    whole = tokenizer.encode(text)
+    expected = next(whole[:n] for n in range(len(whole)) if "world" in tokenizer.decode(whole[:n]))
+    assert token_ids == entries == expected
+    assert (text_of(deltas), deltas[-1].stop) == ("Hello ", "world")
+    assert deltas[-1].finish_reason is FinishReason.STOP
 
 
 def test_a_stop_string_can_be_kept_in_the_text() -> None:
@@ -172,6 +191,23 @@ def test_a_failure_in_the_engine_is_raised(n: int, failure: Exception | None, ex
     text_engine, _ = make_engine(says("Hello world! How are you?", fail_after=2, failure=failure))
     with pytest.raises(expected, match="it died" if failure else "out of luck"):
         collect(text_engine, SamplingParams(n=n))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("param", ["model", None])
+def test_a_failure_of_the_adapter_is_told_from_one_of_the_engine(n: int, param: str | None) -> None:
+    class Failing(FakeEngine):
+        async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+            reason = FinishReason.ERROR
+            yield EngineOutput(
+                request_id=request.request_id, finish_reason=reason, error="lost", error_param=param
+            )
+
+    text_engine, _ = make_engine(says("Hello"))
+    text_engine.engine = Failing(says("Hello"))
+    with pytest.raises(LoraplexError, match="lost") as caught:
+        collect(text_engine, SamplingParams(n=n))
+    assert isinstance(caught.value, AdapterError) == (param == "model")
 
 
 def test_a_slow_reader_gets_what_it_missed_in_one_batch() -> None:

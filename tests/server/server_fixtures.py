@@ -29,6 +29,7 @@ from loraplex.server.adapter_service import AdapterService, ServedAdapter
 from loraplex.server.app import create_app
 from loraplex.server.body import BodyLimits
 from loraplex.server.deps import ServerDeps
+from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.metrics import ServerMetrics
 
 SHAPE = ModelShape(
@@ -58,6 +59,11 @@ def write_adapter(path: Path, *, rank: int = 2, seed: int = 0, **config: Any) ->
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
     (path / CONFIG_FILE).write_text(json.dumps(settings))
     return path
+
+
+def status_of(engine: FakeEngine) -> EngineStatus:
+    state = EngineState.RESTARTING if engine.dead else EngineState.READY
+    return EngineStatus(state=state, message="the engine process died", num_restarts=0, pid=None)
 
 
 @dataclass
@@ -97,7 +103,7 @@ def make_server(
         adapters=service,
         metrics=ServerMetrics(clock or ManualClock()),
         base_root="/models/base",
-        is_healthy=lambda: not engine.dead,
+        engine_status=lambda: status_of(engine),
         api_keys=api_keys,
         limits=limits or BodyLimits(),
         drain_timeout_s=drain_timeout_s,

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from adapter_calls import load, unload, version_of
+from safetensors.numpy import load_file, save_file
 from server_fixtures import SHAPE, USER, Api, write_adapter
 from serving_fakes import says
 
 from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
 from loraplex.core.errors import StorageError
-from loraplex.server.adapter_startup import start_adapters
 
 TEXT = "Hello world! How are you?"
 
@@ -30,20 +33,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def api(make_api: Callable[..., Api], folder: Path) -> Api:
     return make_api(allowed=[folder])
-
-
-def load(api: Api, name: str, path: Path, **fields: Any) -> httpx.Response:
-    body = {"lora_name": name, "lora_path": str(path), **fields}
-    return api.post("/v1/load_lora_adapter", body)
-
-
-def unload(api: Api, name: str) -> httpx.Response:
-    return api.post("/v1/unload_lora_adapter", {"lora_name": name})
-
-
-def version_of(api: Api, name: str) -> str:
-    adapters = api.get("/v1/adapters").json()["data"]
-    return next(adapter["version"] for adapter in adapters if adapter["name"] == name)
 
 
 def test_a_loaded_adapter_is_a_model_and_in_the_registry(api: Api, folder: Path) -> None:
@@ -106,6 +95,77 @@ def test_a_broken_adapter_is_refused_with_the_reason(api: Api, folder: Path) -> 
     response = load(api, "bad", folder / "bad")
     assert response.status_code == 400
     assert "use_dora" in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "use_dora"
+
+
+def of_another_base(path: Path) -> None:
+    rewrite_weights(path, lambda weights: np.zeros((weights.shape[0], 32), np.float32), only="lora_A")
+
+
+def cut_short(path: Path) -> None:
+    weights = path / WEIGHTS_FILE
+    weights.write_bytes(weights.read_bytes()[:-8])
+
+
+def scrambled(path: Path) -> None:
+    weights = path / WEIGHTS_FILE
+    weights.write_bytes(b"\xa5" * weights.stat().st_size)
+
+
+def with_a_nan(path: Path) -> None:
+    rewrite_weights(path, lambda weights: np.full_like(weights, np.nan), only="lora_B")
+
+
+def with_an_inf(path: Path) -> None:
+    rewrite_weights(path, lambda weights: np.full_like(weights, np.inf), only="lora_B")
+
+
+def without_config(path: Path) -> None:
+    (path / CONFIG_FILE).unlink()
+
+
+def a_link_to_outside(path: Path) -> None:
+    path.rename(path.parents[1] / "outside")
+    path.symlink_to(path.parents[1] / "outside")
+
+
+def with_weights_from_outside(path: Path) -> None:
+    weights, outside = path / WEIGHTS_FILE, path.parents[1] / "outside.safetensors"
+    weights.rename(outside)
+    weights.symlink_to(outside)
+
+
+def rewrite_weights(path: Path, change: Callable[[Any], Any], *, only: str) -> None:
+    tensors = load_file(path / WEIGHTS_FILE)
+    save_file({k: change(v) if only in k else v for k, v in tensors.items()}, path / WEIGHTS_FILE)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status", "words"),
+    [
+        (of_another_base, 400, ["32", "16", "base"]),
+        (cut_short, 400, [WEIGHTS_FILE]),
+        (scrambled, 400, [WEIGHTS_FILE]),
+        (with_a_nan, 400, ["NaN"]),
+        (with_an_inf, 400, ["inf"]),
+        (without_config, 400, [CONFIG_FILE]),
+        (a_link_to_outside, 403, ["--allow-adapter-dir"]),
+        (with_weights_from_outside, 403, ["--allow-adapter-dir"]),
+    ],
+)
+def test_a_bad_adapter_is_refused_and_the_server_goes_on(
+    api: Api, folder: Path, spoil: Callable[[Path], None], status: int, words: list[str]
+) -> None:
+    spoil(write_adapter(folder / "bad", seed=5))
+    response = load(api, "bad", folder / "bad")
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert all(word in error["message"] for word in words), error["message"]
+    assert api.served.service.registry.names() == []
+    assert api.post("/v1/completions", {"model": "bad", "prompt": "x"}).status_code == 404
+    assert api.post("/v1/completions", {"model": "pirate", "prompt": "x"}).status_code == 200
+    assert load(api, "good", folder / "one").status_code == 200
 
 
 def test_unload_forgets_the_name_and_the_version(api: Api, folder: Path) -> None:
@@ -118,6 +178,14 @@ def test_unload_forgets_the_name_and_the_version(api: Api, folder: Path) -> None
     assert api.served.service.registry.names() == []
     assert unload(api, "new").status_code == 404
     assert api.post("/v1/completions", {"model": "new", "prompt": "x"}).status_code == 404
+
+
+def test_unload_forgets_a_name_that_is_only_registered(api: Api, folder: Path) -> None:
+    api.served.service.registry.put("gone", read_adapter(folder / "one", SHAPE))
+    shutil.rmtree(folder / "one")
+    assert unload(api, "gone").status_code == 200
+    assert api.served.service.registry.names() == []
+    assert unload(api, "gone").status_code == 404
 
 
 def test_a_version_with_another_name_stays(api: Api, folder: Path) -> None:
@@ -202,6 +270,27 @@ def test_unload_says_so_when_requests_do_not_end_in_time(make_api: Callable[...,
     api.run(scenario())
 
 
+def test_a_new_adapter_of_the_name_keeps_its_counters_when_the_old_one_has_drained(
+    api: Api, folder: Path
+) -> None:
+    async def scenario() -> None:
+        lease = api.served.service.lease("new")
+        body = {"lora_name": "new"}
+        unloading = asyncio.create_task(api.send("POST", "/v1/unload_lora_adapter", json=body))
+        while "new" in {adapter.name for adapter in api.served.service.served()}:
+            await asyncio.sleep(0)
+        await api.served.service.load("new", str(folder / "two"), replace=False)
+        request = {"model": "new", "prompt": "x"}
+        assert (await api.send("POST", "/v1/completions", json=request)).status_code == 200
+        lease.release()
+        assert (await unloading).status_code == 200
+
+    load(api, "new", folder / "one")
+    api.run(scenario())
+    [info] = [a for a in api.get("/v1/adapters").json()["data"] if a["name"] == "new"]
+    assert info["requests"] == 1
+
+
 def test_a_version_that_comes_back_while_it_is_retired_stays(api: Api, folder: Path) -> None:
     async def scenario() -> None:
         lease = api.served.service.lease("new")
@@ -227,11 +316,14 @@ def test_a_full_disk_leaves_everything_as_it_was(
     before = dict(api.served.engine.adapters)
 
     def full(*args: Any) -> None:
-        raise StorageError("the disk is full") from sqlite3.OperationalError()
+        raise StorageError("the disk is full; free some space and try again") from sqlite3.OperationalError()
 
     monkeypatch.setattr(api.served.service.registry, "put", full)
     response = load(api, "new", folder / "two", load_inplace=True)
-    assert response.status_code == 507
+    assert response.status_code == 409
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "storage_failed")
+    assert "free some space" in error["message"]
 
     async def settle() -> None:
         await asyncio.gather(*api.served.service._retirements)
@@ -243,61 +335,5 @@ def test_a_full_disk_leaves_everything_as_it_was(
 
     monkeypatch.setattr(api.served.service.registry, "remove", full)
     if replacing:
-        assert unload(api, "new").status_code == 507
+        assert unload(api, "new").status_code == 409
         assert api.post("/v1/completions", {"model": "new", "prompt": "x"}).status_code == 200
-
-
-def test_a_server_starts_with_its_folders_and_its_registry(api: Api, folder: Path, tmp_path: Path) -> None:
-    service = api.served.service
-    elsewhere = write_adapter(tmp_path / "elsewhere", seed=3)
-    service.registry.put("by-hand", read_adapter(elsewhere, SHAPE))
-    write_adapter(folder / "broken", use_dora=True)
-    write_adapter(folder / "base")
-    (folder / "empty").mkdir()
-    report = api.run(start_adapters(service, [folder]))
-    assert {"one", "two", "by-hand"} <= {adapter.name for adapter in service.served()}
-    assert (report.num_served, report.num_skipped) == (3, 1)
-    notes = "\n".join(report.notes)
-    assert "'broken'" in notes
-    assert "use_dora" in notes
-    assert "'base'" in notes
-    assert service.registry.names() == ["by-hand", "one", "two"]
-
-
-def test_a_restart_reads_only_what_has_changed(
-    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    api.run(start_adapters(api.served.service, [folder]))
-    before = {name: version_of(api, name) for name in ("one", "two")}
-    write_adapter(folder / "one", seed=99)
-    reads: list[list[Path]] = []
-
-    def recording(paths: list[Path], shape: Any) -> Any:
-        reads.append(list(paths))
-        return [read_adapter(path, shape) for path in paths]
-
-    monkeypatch.setattr("loraplex.server.adapter_startup.read_adapters", recording)
-    report = api.run(start_adapters(api.served.service, [folder]))
-    assert reads == [[folder / "one"]]
-    assert any("changed" in note and "'one'" in note for note in report.notes)
-    assert version_of(api, "one") != before["one"]
-    assert version_of(api, "two") == before["two"]
-
-
-def test_a_registered_adapter_whose_files_are_gone_is_skipped(api: Api, folder: Path) -> None:
-    load(api, "gone", folder / "one")
-    unload(api, "pirate")
-    shutil.rmtree(folder / "one")
-    api.served.service._served.clear()
-    report = api.run(start_adapters(api.served.service, [folder]))
-    assert [adapter.name for adapter in api.served.service.served()] == ["two"]
-    assert any("'gone'" in note for note in report.notes)
-    assert report.num_skipped == 1
-
-
-def test_a_name_loaded_by_hand_is_not_taken_by_a_folder(api: Api, folder: Path) -> None:
-    load(api, "two", folder / "one")
-    by_hand = version_of(api, "two")
-    report = api.run(start_adapters(api.served.service, [folder]))
-    assert version_of(api, "two") == by_hand
-    assert any("taken" in note for note in report.notes)

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from server_fixtures import USER, Api
+from server_fixtures import USER, Api, Served
+from serving_fakes import byte_level_backend, hf_tokenizer
+from tokenizers.processors import TemplateProcessing
 
+from loraplex.engine.tokenizer import Tokenizer
+from loraplex.server.app import create_app
 from loraplex.server.body import BodyLimits
+from loraplex.server.engine_status import EngineState, EngineStatus
 
 CHAT = {"model": "base", "messages": USER}
 COMPLETION = {"model": "base", "prompt": "hi"}
@@ -108,6 +115,23 @@ def test_wrong_messages_are_refused_where_they_are_wrong(api: Api, messages: Any
 def test_wrong_prompts_are_refused(api: Api, prompt: Any) -> None:
     error = error_of(api.post("/v1/completions", {**COMPLETION, "prompt": prompt}))
     assert error["param"].startswith(("prompt", "max_tokens"))
+
+
+@pytest.mark.parametrize("prompt", ["", ["hi", ""]])
+def test_an_empty_prompt_is_refused_even_if_the_tokenizer_makes_a_token_of_it(
+    make_api: Callable[..., Api], prompt: Any
+) -> None:
+    backend = copy.deepcopy(byte_level_backend())
+    backend.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    api = make_api()
+    api.served.deps.text.tokenizer = Tokenizer(hf_tokenizer(tokenizer_object=backend))
+    assert api.served.deps.text.tokenizer.encode("") == [0]
+    error = error_of(api.post("/v1/completions", {**COMPLETION, "prompt": prompt}))
+    assert error["param"] == "prompt"
+    assert "empty" in error["message"]
+    assert api.post("/v1/completions", {**COMPLETION, "prompt": "a"}).status_code == 200
 
 
 def test_too_many_choices_are_refused(api: Api) -> None:
@@ -256,4 +280,27 @@ def test_health_follows_the_engine(api: Api) -> None:
     response = api.get("/health")
     error_of(response, 503)
     assert response.headers["retry-after"]
+    assert "it is being restarted" in response.json()["error"]["message"]
     assert api.get("/version").json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (EngineState.STARTING, "the engine is starting"),
+        (EngineState.RESTARTING, "died (SIGKILL); it is being restarted"),
+        (EngineState.FAILED, "died too often; see the log and restart the server"),
+    ],
+)
+def test_health_says_what_the_matter_is(
+    make_served: Callable[..., Served], state: EngineState, words: str
+) -> None:
+    message = words.partition(";")[0]
+    status = EngineStatus(state=state, message=message, num_restarts=3, pid=None)
+    served = make_served()
+    api = Api(replace(served, app=create_app(replace(served.deps, engine_status=lambda: status))))
+    try:
+        assert error_of(api.get("/health"), 503)["message"] == words
+        assert 'loraplex:engine_restarts_total{model_name="base"} 3.0' in api.get("/metrics").text
+    finally:
+        api.close()

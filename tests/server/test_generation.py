@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ from server_fixtures import USER, Api, events
 from serving_fakes import Script, says, tiny_tokenizer
 
 from loraplex.core.errors import CapacityError, EngineDeadError
-from loraplex.core.request import EngineRequest
+from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.engine.text_engine import LogprobText
 from loraplex.server.logprobs import CompletionLogprobWriter
 
@@ -264,3 +264,24 @@ def test_a_lease_is_given_back_whatever_happens(make_api: Callable[..., Api]) ->
     api.post("/v1/chat/completions", chat(model="pirate", stream=True))
     api.post("/v1/chat/completions", chat(model="pirate", max_tokens=100000))
     assert api.served.service._uses["version-of-pirate"].idle
+
+
+@pytest.mark.parametrize(
+    ("param", "status", "code"), [("model", 400, "adapter_unavailable"), (None, 500, None)]
+)
+def test_an_adapter_that_is_lost_is_the_models_fault(
+    api: Api, monkeypatch: pytest.MonkeyPatch, param: str | None, status: int, code: str | None
+) -> None:
+    async def lost(request: EngineRequest, script: Script) -> AsyncGenerator[EngineOutput, None]:
+        yield EngineOutput(
+            request_id=request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error="its files are gone",
+            error_param=param,
+        )
+
+    monkeypatch.setattr(api.served.engine, "_outputs", lost)
+    response = api.post("/v1/chat/completions", {"model": "pirate", "messages": USER})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code)
+    assert error["message"] == "its files are gone"

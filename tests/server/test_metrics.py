@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_fixtures import USER, Api
-from serving_fakes import Script, tiny_tokenizer
+from serving_fakes import Script, make_spec, says, tiny_tokenizer
 
 from loraplex.core.clock import ManualClock
 from loraplex.core.request import EngineRequest
+from loraplex.server.adapter_service import ServedAdapter
 from loraplex.server.metrics import Histogram
+from loraplex.server.metrics_export import MetricsSnapshot
 
 
 def samples(api: Api) -> dict[str, float]:
@@ -71,9 +74,66 @@ def test_idle_adapters_are_visible_and_unloaded_ones_are_not(api: Api) -> None:
     assert page["loraplex:adapter_hits_total[poet]"] == 3
     assert page["loraplex:adapter_loads_total[poet]"] == 1
     assert page["loraplex:adapter_resident[poet,host]"] == 1
-    assert page["loraplex:adapter_resident[poet,disk]"] == 0
+    assert sum(name.startswith("loraplex:adapter_resident[poet") for name in page) == 1
+    assert not any(name.startswith("loraplex:adapter_ttft") for name in page)  # nobody has asked yet
     assert api.post("/v1/unload_lora_adapter", {"lora_name": "poet"}).status_code == 200
     assert not any("poet" in name for name in samples(api))
+
+
+def test_an_adapter_costs_a_page_six_lines_until_somebody_asks_for_it(api: Api) -> None:
+    def num_lines() -> int:
+        return len(api.get("/metrics").text.splitlines())
+
+    before = num_lines()
+    for number in range(100):
+        spec = make_spec(f"v{number}")
+        api.served.service._served[f"a{number}"] = ServedAdapter(name=f"a{number}", spec=spec)
+    assert num_lines() == before + 6 * 100
+    assert "a7" not in api.served.deps.metrics._traffic  # looking does not make counters
+
+
+def test_a_page_is_rendered_outside_of_the_event_loop(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def spy(snapshot: MetricsSnapshot) -> bytes:
+        threads.append(threading.get_ident())
+        api.served.deps.metrics.traffic("pirate").num_tokens += 5
+        found = snapshot.metrics.find_traffic("pirate")
+        assert found is not None
+        assert found.num_tokens == 1, "a snapshot does not change any more"
+        return b""
+
+    monkeypatch.setattr("loraplex.server.utility_routes.render_metrics", spy)
+    api.served.deps.metrics.traffic("pirate").num_tokens = 1
+    assert api.get("/metrics").status_code == 200
+    assert threads != [threading.get_ident()]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fail_after", [0, 2])
+def test_failed_sequences_are_counted(make_api: Callable[..., Api], stream: bool, fail_after: int) -> None:
+    api = make_api(says("Hello world! How are you?", fail_after=fail_after))
+    api.post("/v1/completions", {"model": "base", "prompt": "x", "n": 2, "stream": stream})
+    page = samples(api)
+    assert page["vllm:request_success_total[error]"] == 2
+    assert page["vllm:request_success_total[abort]"] == 0
+
+
+def test_sequences_of_a_client_that_left_are_counted(make_api: Callable[..., Api]) -> None:
+    api = make_api(says("Hello world! How are you?", pause_after=2))
+
+    async def leave() -> None:
+        body = {"model": "base", "prompt": "x"}
+        call = asyncio.create_task(api.send("POST", "/v1/completions", json=body))
+        while not api.served.engine.was_paused.is_set():
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+
+    api.run(leave())
+    page = samples(api)
+    assert page["vllm:request_success_total[abort]"] == 1
+    assert page["vllm:request_success_total[error]"] == 0
 
 
 def test_latencies_are_those_of_the_clock(make_api: Callable[..., Api]) -> None:

@@ -13,7 +13,9 @@ import tiny
 from server_process import COMMAND, serving
 from serving_fakes import hf_tokenizer
 from typer import BadParameter
+from typer.testing import CliRunner
 
+from loraplex.cli.main import app
 from loraplex.cli.sizes import parse_size
 
 
@@ -82,6 +84,8 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, model_folder: Path) -> 
         (["serve"], 2, "--model"),
         (["serve", "--model", "x", "--kv-memory", "lots"], 2, "512MiB"),
         (["serve", "--model", "/does/not/exist"], 1, "/does/not/exist"),
+        (["serve", "--model", "x", "--api-key", ""], 2, "--api-key"),
+        (["serve", "--model", "x", "--api-key", "good", "--api-key", " "], 2, "--api-key"),
         (["--version"], 0, ""),
         (["--help"], 0, "serve"),
     ],
@@ -91,6 +95,13 @@ def test_mistakes_are_told_apart_by_exit_code(arguments: list[str], exit_code: i
     assert done.returncode == exit_code
     assert words in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [("serve",), ("bench", "serve"), ("adapter", "list")])
+def test_every_command_takes_the_api_key_from_one_variable(command: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
+    assert "LORAPLEX_API_KEY" in done.output
+    assert "OPENAI_API_KEY" not in done.output
 
 
 @pytest.mark.parametrize(

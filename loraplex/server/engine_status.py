@@ -1,0 +1,35 @@
+"""Where the engine process stands, in words that /health can repeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EngineState(StrEnum):
+    NEW = "new"
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStatus:
+    """Where the engine process stands. `message` says why when it is not ready."""
+
+    state: EngineState
+    message: str
+    num_restarts: int
+    pid: int | None
+
+    def explain(self) -> str:
+        """What a person should know, and do, when the engine is not ready."""
+        match self.state:
+            case EngineState.RESTARTING:
+                return f"{self.message}; it is being restarted"
+            case EngineState.FAILED:
+                return f"{self.message}; see the log and restart the server"
+            case _:
+                return self.message

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_calls import load, unload, version_of
+from server_fixtures import SHAPE, Api, write_adapter
+
+from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.registry import Origin
+from loraplex.server.adapter_startup import StartReport, start_adapters
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that is open for loading, with the adapters `one` and `two` in it."""
+    write_adapter(tmp_path / "open" / "one", seed=1, rank=4)
+    write_adapter(tmp_path / "open" / "two", seed=2)
+    return tmp_path / "open"
+
+
+@pytest.fixture
+def api(make_api: Callable[..., Api], folder: Path) -> Api:
+    return make_api(allowed=[folder])
+
+
+def restart(api: Api, *folders: Path) -> StartReport:
+    """What a new process of the same state folder does."""
+    api.served.service._served.clear()
+    report: StartReport = api.run(start_adapters(api.served.service, folders))
+    return report
+
+
+def paths(api: Api) -> dict[str, Path]:
+    return {adapter.name: adapter.spec.path for adapter in api.served.service.served()}
+
+
+def test_the_folder_given_now_decides_what_a_name_is(api: Api, tmp_path: Path) -> None:
+    runs = [tmp_path / "run1", tmp_path / "run2"]
+    for seed, folder in enumerate(runs):
+        write_adapter(folder / "bot", seed=seed)
+    restart(api, runs[0])
+    report = restart(api, runs[1])
+    assert paths(api) == {"bot": runs[1] / "bot"}
+    assert any("instead of" in note for note in report.notes)
+    entry = api.served.service.registry.get("bot")
+    assert entry is not None
+    assert (entry.origin, entry.spec.path) == (Origin.FOLDER, runs[1] / "bot")
+    assert restart(api, runs[1]).notes == ()
+
+
+def test_adapters_of_a_folder_that_is_not_given_any_more_are_forgotten(api: Api, folder: Path) -> None:
+    restart(api, folder)
+    load(api, "by-hand", folder / "one")
+    assert set(paths(api)) == {"one", "two", "by-hand"}
+    report = restart(api)
+    assert (set(paths(api)), report.num_skipped) == ({"by-hand"}, 0)
+    assert api.served.service.registry.names() == ["by-hand"]
+
+
+def test_an_adapter_of_a_folder_that_was_reloaded_through_the_api_stays_that(api: Api, folder: Path) -> None:
+    restart(api, folder)
+    load(api, "two", folder / "one", load_inplace=True)
+    restart(api, folder)
+    assert paths(api)["two"] == folder / "one"
+    restart(api)
+    assert paths(api) == {"two": folder / "one"}
+
+
+def test_a_name_of_the_api_whose_files_are_gone_is_not_given_to_a_folder(api: Api, folder: Path) -> None:
+    load(api, "two", folder / "one")
+    shutil.rmtree(folder / "one")
+    report = restart(api, folder)
+    assert paths(api) == {}
+    assert any("unload it" in note for note in report.notes)
+    assert unload(api, "two").status_code == 200
+    restart(api, folder)
+    assert paths(api) == {"two": folder / "two"}
+
+
+def test_the_first_of_two_folders_with_one_name_wins(api: Api, folder: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "more" / "two", seed=9)
+    report = restart(api, folder, tmp_path / "more")
+    assert paths(api)["two"] == folder / "two"
+    assert any("is taken by" in note for note in report.notes)
+
+
+def test_a_server_starts_with_its_folders_and_its_registry(api: Api, folder: Path, tmp_path: Path) -> None:
+    service = api.served.service
+    elsewhere = write_adapter(tmp_path / "elsewhere", seed=3)
+    service.registry.put("by-hand", read_adapter(elsewhere, SHAPE))
+    write_adapter(folder / "broken", use_dora=True)
+    write_adapter(folder / "base")
+    (folder / "empty").mkdir()
+    report = api.run(start_adapters(service, [folder]))
+    assert {"one", "two", "by-hand"} <= {adapter.name for adapter in service.served()}
+    assert (report.num_served, report.num_skipped) == (3, 1)
+    notes = "\n".join(report.notes)
+    assert "'broken'" in notes
+    assert "use_dora" in notes
+    assert "'base'" in notes
+    assert service.registry.names() == ["by-hand", "one", "two"]
+
+
+def test_a_restart_reads_only_what_has_changed(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.run(start_adapters(api.served.service, [folder]))
+    before = {name: version_of(api, name) for name in ("one", "two")}
+    write_adapter(folder / "one", seed=99)
+    reads: list[list[Path]] = []
+
+    def recording(paths: list[Path], shape: Any) -> Any:
+        reads.append(list(paths))
+        return [read_adapter(path, shape) for path in paths]
+
+    monkeypatch.setattr("loraplex.server.adapter_startup.read_adapters", recording)
+    report = api.run(start_adapters(api.served.service, [folder]))
+    assert reads == [[folder / "one"]]
+    assert any("changed" in note and "'one'" in note for note in report.notes)
+    assert version_of(api, "one") != before["one"]
+    assert version_of(api, "two") == before["two"]
+
+
+def test_a_registered_adapter_whose_files_are_gone_is_skipped(api: Api, folder: Path) -> None:
+    load(api, "gone", folder / "one")
+    unload(api, "pirate")
+    shutil.rmtree(folder / "one")
+    api.served.service._served.clear()
+    report = api.run(start_adapters(api.served.service, [folder]))
+    assert [adapter.name for adapter in api.served.service.served()] == ["two"]
+    assert any("'gone'" in note for note in report.notes)
+    assert report.num_skipped == 1
+
+
+def test_a_name_loaded_by_hand_is_not_taken_by_a_folder(api: Api, folder: Path) -> None:
+    load(api, "two", folder / "one")
+    by_hand = version_of(api, "two")
+    report = api.run(start_adapters(api.served.service, [folder]))
+    assert version_of(api, "two") == by_hand
+    assert any("through the API" in note for note in report.notes)

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import io
+import json
+import shlex
+from typing import Any
+
+from rich.console import Console
+
+from loraplex.server.banner import Announcer
+
+ADAPTERS = ["french", "haiku", "json", "pirate"]
+
+
+def examples(prompts: dict[str, str] | None = None, *, has_chat: bool = True) -> list[dict[str, Any]]:
+    """The bodies of the command lines a banner shows."""
+    out = io.StringIO()
+    announcer = Announcer(prompts, Console(file=out, soft_wrap=True))
+    announcer.ready(
+        host="127.0.0.1",
+        port=8000,
+        base_model="tiny",
+        adapters=ADAPTERS,
+        notes=(),
+        needs_key=False,
+        has_chat=has_chat,
+    )
+    lines = [line for line in out.getvalue().splitlines() if line.strip().startswith("curl")]
+    return [json.loads(shlex.split(line)[-1]) for line in lines]
+
+
+def test_an_example_ends_soon() -> None:
+    for has_chat in (False, True):
+        assert [body["max_tokens"] for body in examples(has_chat=has_chat)] == [128] * 3
+
+
+def test_the_first_adapters_with_a_prompt_are_shown() -> None:
+    shown = examples({"pirate": "Ahoy?", "nobody": "Who?", "haiku": "The moon?", "json": "Cats?"})
+    assert [body["model"] for body in shown] == ["tiny", "pirate", "haiku"]
+    assert shown[1]["messages"][0]["content"] == "Ahoy?"
+    assert [body["model"] for body in examples()] == ["tiny", "french", "haiku"]
