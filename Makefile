@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test check format clean
+.PHONY: demo test format clean
 
 demo: $(STAMP)
 	$(BIN)/loraplex demo

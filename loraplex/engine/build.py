@@ -139,6 +139,10 @@ def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype
         # No more than every request the engine runs at once could ever fill.
         budget = min(budget, options.max_running * shape.max_position * token_bytes)
     num_blocks = budget // (token_bytes * options.block_size)
+    if budget > available_bytes():
+        raise CapacityError(
+            f"--kv-memory asks for {budget:,} bytes, this machine has {available_bytes():,} to give"
+        )
     if num_blocks < 2:
         raise CapacityError(
             f"{budget:,} bytes of KV memory hold no {2 * options.block_size} tokens of this model "

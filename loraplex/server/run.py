@@ -24,7 +24,7 @@ from loraplex.core.errors import LoraplexError
 from loraplex.engine.build import EngineOptions
 from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
-from loraplex.model.config import load_config
+from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.source import resolve_model
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
@@ -175,7 +175,7 @@ async def _start(
         api_keys=options.api_keys,
         limits=options.limits,
     )
-    return deps, client, report.notes
+    return deps, client, (*_context_note(client.info.max_model_len, options.engine, config), *report.notes)
 
 
 def default_state_dir() -> Path:
@@ -183,6 +183,17 @@ def default_state_dir() -> Path:
     if configured := os.environ.get("LORAPLEX_STATE"):
         return Path(configured).expanduser()
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "loraplex"
+
+
+def _context_note(max_model_len: int, options: EngineOptions, config: ModelConfig) -> tuple[str, ...]:
+    """Says so where memory, not the model or its operator, decides how long a context may be."""
+    if max_model_len >= (options.max_model_len or config.shape.max_position):
+        return ()
+    note = (
+        f"KV memory holds contexts of {max_model_len:,} tokens, the model could take "
+        f"{config.shape.max_position:,}; raise --kv-memory for longer ones"
+    )
+    return (note,)
 
 
 def _model_identity(model: str) -> str:

@@ -259,6 +259,7 @@ def test_logits_that_overflow_fail_that_request_alone(engine: Engine, base, tmp_
         ({"max_model_len": 4096}, ModelError, "own context of 512"),
         ({"max_model_len": 512, "kv_memory_bytes": 100_000}, CapacityError, "--kv-memory"),
         ({"kv_memory_bytes": 100}, CapacityError, "--kv-memory"),
+        ({"kv_memory_bytes": 1 << 60}, CapacityError, "this machine has"),
     ],
 )
 def test_options_that_cannot_work_say_what_to_change(

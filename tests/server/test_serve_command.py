@@ -124,3 +124,10 @@ def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(BadParameter):
         parse_size(text)
+
+
+def test_a_context_cut_short_by_memory_is_said_at_the_start(model_folder: Path, tmp_path: Path) -> None:
+    with serving(model_folder, "--state-dir", str(tmp_path), "--kv-memory", "200000") as (_, url, said):
+        longest = httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
+        assert f"contexts of {longest} tokens" in said
+        assert longest < 512
