@@ -89,7 +89,8 @@ VLLM_VARIANTS = {
         args=(*_TARGETS, "--max-num-batched-tokens", "64"), preload_openmp=True
     ),
 }
-# By whether LoRA is on: the fastest of the above on the machine of the published results.
+# By whether LoRA is on: the fastest of those in results/peer_tuning.json, which holds one run of each on a
+# machine that was also busy with other work. Not tried there: the chunk sizes, one thread with LoRA on.
 VLLM_BEST = {False: "default", True: "targets"}
 
 
