@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loraplex.core.modules import MODULES
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
@@ -26,6 +28,16 @@ class ModelShape:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def linear_flops(self) -> int:
+        """Operations of all layers' linears for one token."""
+        return 2 * self.num_layers * sum(self.in_features(m) * self.out_features(m) for m in MODULES)
+
+    @property
+    def attention_flops(self) -> int:
+        """Operations of all layers for one token to attend to one position."""
+        return 4 * self.num_layers * self.q_size
 
     def in_features(self, module: str) -> int:
         """Input width of a LoRA-able linear, by its name in `core.modules.MODULES`."""

@@ -11,6 +11,7 @@ import torch
 
 from loraplex.adapters.residency import Residency
 from loraplex.core.errors import CapacityError, ModelError
+from loraplex.core.shape import ModelShape
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.machine import available_bytes
@@ -23,6 +24,7 @@ from loraplex.model.source import resolve_model
 from loraplex.model.weights import load_weights
 from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.scheduler import SchedulerConfig
+from loraplex.scheduling.work import StepWork
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,6 +33,10 @@ _DEFAULT_KV_SHARE: Final = 0.25
 _DEFAULT_ADAPTER_SHARE: Final = 0.25
 _MAX_DEFAULT_KV_BYTES: Final = 4 * _GIB
 _MAX_DEFAULT_ADAPTER_BYTES: Final = 8 * _GIB
+_STEP_FLOPS_PER_THREAD: Final = 2e10
+"""A quarter of a second for a core with AVX-512: how long a prompt may hold up everybody's next token."""
+_MIN_STEP_TOKENS: Final = 32
+_MAX_STEP_TOKENS: Final = 2048
 
 Progress = Callable[[str, float], None]
 """Called with (what is going on, fraction done)."""
@@ -46,7 +52,7 @@ class EngineOptions:
     kv_memory_bytes: int | None = None
     host_adapter_memory_bytes: int | None = None
     max_model_len: int | None = None
-    max_step_tokens: int = 2048
+    max_step_tokens: int | None = None
     max_running: int = 256
     block_size: int = 16
     num_threads: int | None = None
@@ -80,7 +86,7 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
     return Engine(
         config=SchedulerConfig(
             max_model_len=max_model_len,
-            max_step_tokens=options.max_step_tokens,
+            work=_plan_work(options, config.shape),
             max_running=options.max_running,
         ),
         pool=pool,
@@ -127,6 +133,15 @@ def _load_decoder(
     weights = load_weights(folder, config, dtype, on_bytes)
     report("preparing weights", 0.9)
     return Decoder(config, weights, kernels, max_model_len)
+
+
+def _plan_work(options: EngineOptions, shape: ModelShape) -> StepWork:
+    """Steps that take about as long whatever the model and the context are."""
+    max_tokens = options.max_step_tokens
+    if max_tokens is None:
+        affordable = int(torch.get_num_threads() * _STEP_FLOPS_PER_THREAD / shape.linear_flops)
+        max_tokens = max(_MIN_STEP_TOKENS, min(affordable, _MAX_STEP_TOKENS))
+    return StepWork(max_tokens=max_tokens, position_cost=shape.attention_flops / shape.linear_flops)
 
 
 def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> tuple[BlockPool, int]:

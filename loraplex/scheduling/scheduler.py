@@ -1,7 +1,8 @@
 """Continuous batching: every step, decide which tokens of which requests run.
 
-Running requests go first, each with its next token or the next chunk of its prompt; what is left of the
-step's token budget admits waiting ones, first come first served, as soon as their adapter is in memory.
+Running requests go first: each that decodes gets its next token, prompts get chunks of what a step may
+compute beside that; what is left admits waiting ones, first come first served, as soon as their adapter is
+in memory.
 When KV memory runs out, the youngest running request gives its blocks back and is computed again later.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from loraplex.adapters.residency import Residency, Tier
@@ -19,6 +20,7 @@ from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.work import StepWork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +28,7 @@ class SchedulerConfig:
     """Limits of a step. `prefetch_depth`: how far down the queue adapters start to load."""
 
     max_model_len: int
-    max_step_tokens: int = 2048
+    work: StepWork = field(default_factory=StepWork)
     max_running: int = 256
     prefetch_depth: int = 64
 
@@ -106,10 +108,10 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step. May be empty of chunks while adapters load."""
         preempted: list[Sequence] = []
-        chunks = self._schedule_running(preempted)
+        chunks, budget = self._schedule_running(preempted)
         self._prefetch_adapters()
         if not preempted:
-            self._admit(chunks)
+            self._admit(chunks, budget)
         loads, self._loads = self._loads, []
         return StepPlan(
             chunks=tuple(chunks),
@@ -142,20 +144,26 @@ class Scheduler:
 
     # ---- running requests
 
-    def _schedule_running(self, preempted: list[Sequence]) -> list[Chunk]:
+    def _schedule_running(self, preempted: list[Sequence]) -> tuple[list[Chunk], float]:
+        """Chunks of running requests, oldest first, and the budget left for prompts."""
+        work = self._config.work
+        decode_cost = sum(work.cost(s.num_computed, 1) for s in self._running if s.num_remaining == 1)
+        budget = work.prefill_budget(decode_cost)
         chunks: list[Chunk] = []
-        budget = self._config.max_step_tokens
         for sequence in list(self._running):
-            if budget == 0:
-                break
             if sequence in preempted:
                 continue
-            num_tokens = min(sequence.num_remaining, budget)
-            if not self._grow(sequence, sequence.num_computed + num_tokens, preempted):
+            decodes = sequence.num_remaining == 1
+            num_tokens = 1 if decodes else self._within(budget, sequence)
+            if num_tokens == 0 or not self._grow(sequence, sequence.num_computed + num_tokens, preempted):
                 continue
             chunks.append(self._chunk(sequence, num_tokens))
-            budget -= num_tokens
-        return chunks
+            if not decodes:
+                budget -= work.cost(sequence.num_computed, num_tokens)
+        return chunks, budget
+
+    def _within(self, budget: float, sequence: Sequence) -> int:
+        return min(sequence.num_remaining, self._config.work.tokens_within(budget, sequence.num_computed))
 
     def _grow(self, sequence: Sequence, num_tokens: int, preempted: list[Sequence]) -> bool:
         """Blocks for `num_tokens`, taken from the youngest running requests if need be."""
@@ -198,10 +206,9 @@ class Scheduler:
             if absent:
                 self._loads.append(version)
 
-    def _admit(self, chunks: list[Chunk]) -> None:
-        budget = self._config.max_step_tokens - sum(len(chunk.token_ids) for chunk in chunks)
+    def _admit(self, chunks: list[Chunk], budget: float) -> None:
         passed_over: list[Sequence] = []
-        while self._waiting and budget > 0 and len(self._running) < self._config.max_running:
+        while self._waiting and budget >= 1 and len(self._running) < self._config.max_running:
             sequence = self._waiting.popleft()
             if not self._adapter_ready(sequence):
                 passed_over.append(sequence)
@@ -212,7 +219,7 @@ class Scheduler:
                 break
             self._running.append(sequence)
             chunks.append(self._chunk(sequence, num_tokens))
-            budget -= num_tokens
+            budget -= self._config.work.cost(sequence.num_computed, num_tokens)
         self._waiting.extendleft(reversed(passed_over))
 
     def _adapter_ready(self, sequence: Sequence) -> bool:
@@ -220,13 +227,15 @@ class Scheduler:
             return True
         return sequence.pinned and self._residency.tier(sequence.adapter) is Tier.HOST
 
-    def _start(self, sequence: Sequence, budget: int) -> int:
+    def _start(self, sequence: Sequence, budget: float) -> int:
         """Blocks for a first chunk, on top of what the prefix cache has; 0 if memory is short."""
         searches = sequence.request.params.prompt_logprobs is None
         cached = self._pool.match(sequence.adapter, sequence.token_ids) if searches else []
         self._pool.share(cached)
         num_cached = len(cached) * self._pool.block_size
-        num_tokens = min(len(sequence.token_ids) - num_cached, budget)
+        num_tokens = min(
+            len(sequence.token_ids) - num_cached, self._config.work.tokens_within(budget, num_cached)
+        )
         blocks = self._pool.allocate(self._pool.blocks_for(num_cached + num_tokens) - len(cached))
         if blocks is None:
             self._pool.release(cached)

@@ -11,6 +11,7 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.plan import StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+from loraplex.scheduling.work import StepWork
 
 EOS = 2
 
@@ -24,12 +25,15 @@ class Bench:
         num_blocks: int = 16,
         budget_bytes: int = 100,
         max_step_tokens: int = 32,
+        position_cost: float = 0.0,
         max_running: int = 8,
         max_model_len: int = 64,
     ) -> None:
         self.residency = Residency(budget_bytes)
         config = SchedulerConfig(
-            max_model_len=max_model_len, max_step_tokens=max_step_tokens, max_running=max_running
+            max_model_len=max_model_len,
+            work=StepWork(max_tokens=max_step_tokens, position_cost=position_cost),
+            max_running=max_running,
         )
         self.scheduler = Scheduler(config, BlockPool(num_blocks, 4), self.residency)
 
@@ -91,6 +95,24 @@ def test_a_long_prompt_is_cut_to_the_token_budget_and_decodes_go_first() -> None
         chunks.append(sizes(plan))
     assert chunks == [{"a": 1, "b": 7}, {"a": 1, "b": 7}, {"a": 1, "b": 6}]
     assert [update.request_id for update in updates] == ["a", "b"]
+
+
+def test_chunks_shrink_as_the_context_before_them_grows() -> None:
+    bench = Bench(max_step_tokens=12, position_cost=0.1)
+    bench.add("a", 40)
+    chunks = [len(bench.step()[0].chunks[0].token_ids) for _ in range(6)]
+    assert chunks == [8, 5, 4, 4, 3, 3]
+
+
+def test_every_decode_runs_and_prompts_still_move_on_when_the_step_is_full() -> None:
+    bench = Bench(max_step_tokens=4)
+    for name in "abcdef":
+        bench.add(name, 2)
+        bench.step()
+    bench.add("g", 3)
+    sizes_of_steps = [sizes(bench.step()[0]) for _ in range(3)]
+    decodes = dict.fromkeys("abcdef", 1)
+    assert sizes_of_steps == [{**decodes, "g": 1}] * 3
 
 
 def test_only_the_last_chunk_of_a_prompt_samples() -> None:

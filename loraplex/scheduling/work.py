@@ -1,0 +1,38 @@
+"""How much one step may compute, so that a long prompt does not hold up everybody else's next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+PREFILL_SHARE = 0.25
+"""Of every step, kept for prompts however much decoding there is, so that new requests are not starved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWork:
+    """A step's limit, counted in tokens that have no context.
+
+    `position_cost`: what attending to one earlier position adds, as a share of such a token's work. A
+    token behind ten thousand others may well cost several times the first.
+    """
+
+    max_tokens: int = 2048
+    position_cost: float = 0.0
+
+    def cost(self, start: int, num_tokens: int) -> float:
+        """Of computing tokens [start, start + num_tokens) of a sequence."""
+        return num_tokens + self.position_cost * num_tokens * (start + num_tokens / 2)
+
+    def tokens_within(self, budget: float, start: int) -> int:
+        """The most tokens from `start` on whose cost is within the budget; from a budget of one up, one."""
+        if budget < 1:
+            return 0
+        # Solves cost(start, n) = budget, a quadratic in n, in the form that also holds at position_cost 0.
+        linear = 1 + self.position_cost * start
+        solution = 2 * budget / (linear + sqrt(linear * linear + 2 * self.position_cost * budget))
+        return max(1, int(solution + 1e-9))
+
+    def prefill_budget(self, decode_cost: float) -> float:
+        """What a step has for prompts beside its decoding, which always runs."""
+        return max(self.max_tokens - decode_cost, self.max_tokens * PREFILL_SHARE, 1)
