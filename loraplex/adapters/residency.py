@@ -96,7 +96,6 @@ class Residency:
             if not self._make_room(entry.num_bytes):
                 return False
             entry.tier = Tier.LOADING
-            entry.loads += 1
             self.used_bytes += entry.num_bytes
         else:
             entry.hits += 1
@@ -112,6 +111,7 @@ class Residency:
         entry = self._entries[version]
         assert entry.tier is Tier.LOADING, f"{version} was not loading"
         entry.tier = Tier.HOST
+        entry.loads += 1
         if entry.pins == 0:  # everyone who waited for it is gone
             self._idle[version] = None
             self._forget_if_drained(version, entry)
@@ -140,7 +140,10 @@ class Residency:
         return {version for version, entry in self._entries.items() if entry.tier is Tier.HOST}
 
     def snapshot(self) -> list[tuple[str, Tier, int, int, int, int]]:
-        """(version, tier, bytes, in flight, hits, loads) of every version that is known."""
+        """(version, tier, bytes, in flight, hits, loads) of every version that is known.
+
+        A load counts when it is complete: one that failed has brought nothing into memory.
+        """
         return [
             (version, entry.tier, entry.num_bytes, entry.in_flight, entry.hits, entry.loads)
             for version, entry in self._entries.items()

@@ -85,6 +85,25 @@ def test_adding_a_version_again_overtakes_its_removal() -> None:
     assert "a" in residency
 
 
+def test_only_a_load_that_succeeded_counts() -> None:
+    residency = with_versions(10, a=10)
+
+    def num_loads() -> int:
+        [(*_, loads)] = residency.snapshot()
+        return loads
+
+    residency.enter("a")
+    assert residency.acquire("a")
+    residency.failed("a")
+    residency.leave("a", pinned=True)
+    assert num_loads() == 0
+    residency.enter("a")
+    assert residency.acquire("a")
+    assert num_loads() == 0
+    residency.loaded("a")
+    assert num_loads() == 1
+
+
 def test_removing_what_is_unknown_is_complete_at_once() -> None:
     residency = Residency(10)
     residency.remove("a")
