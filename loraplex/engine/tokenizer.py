@@ -86,19 +86,15 @@ class Tokenizer:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text for a conversation, by the model's own template."""
-        template = self._hf.chat_template
-        if not template:
+        if not self.has_chat_template:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions, or put a chat_template into its "
                 "tokenizer_config.json",
                 param="messages",
             )
-        if tools and "tools" not in str(template):
-            raise InvalidRequestError("this model's chat template has no place for tools", param="tools")
         options = dict(template_options or {})
         if reserved := sorted(options.keys() & _reserved_options(self._hf)):
             raise InvalidRequestError(
@@ -108,7 +104,6 @@ class Tokenizer:
             return str(
                 self._hf.apply_chat_template(
                     [dict(message) for message in messages],
-                    tools=list(tools) if tools else None,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                     **options,

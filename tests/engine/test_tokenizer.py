@@ -81,12 +81,6 @@ def test_what_the_template_refuses_is_the_callers_mistake() -> None:
     assert caught.value.param == "messages"
 
 
-def test_tools_need_a_template_that_knows_them() -> None:
-    with pytest.raises(InvalidRequestError, match="tools") as caught:
-        tiny_tokenizer().render_chat([USER], tools=[{"type": "function"}])
-    assert caught.value.param == "tools"
-
-
 def test_a_model_without_chat_template_says_what_to_use_instead() -> None:
     tokenizer = Tokenizer(hf_tokenizer(chat_template=None))
     assert not tokenizer.has_chat_template
