@@ -3,6 +3,7 @@
     LoraplexError
     ├── UserError                  the caller can fix it; the message says how
     │   ├── InvalidRequestError    a field of a request is wrong (names the field)
+    │   │   └── ContextLengthError     prompt and answer do not fit the context
     │   ├── UnknownModelError      no base model or adapter of that name
     │   ├── ModelError             a base model that cannot be served as it is
     │   ├── AdapterError           an adapter that cannot be served as it is
@@ -34,6 +35,10 @@ class InvalidRequestError(UserError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer together are longer than the context."""
 
 
 class UnknownModelError(UserError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from loraplex.adapters.residency import Residency, Tier
-from loraplex.core.errors import CapacityError, InvalidRequestError, UnknownModelError
+from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError, UnknownModelError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.scheduling.blocks import BlockPool
@@ -55,7 +55,7 @@ class Scheduler:
         if num_prompt == 0:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         if num_prompt >= limit:
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"the prompt has {num_prompt} tokens; with room for one more the context holds {limit}",
                 param="prompt",
             )

@@ -18,6 +18,7 @@ from loraplex.core.errors import (
     AdapterFormatError,
     AdapterMismatchError,
     CapacityError,
+    ContextLengthError,
     EngineDeadError,
     InvalidRequestError,
     LoraplexError,
@@ -72,6 +73,8 @@ def describe(error: Exception) -> HttpError:
     """How an exception is shown to a client. What is not in our tree shows nothing of itself."""
     message = str(error)
     match error:
+        case ContextLengthError():  # clients shorten the conversation when they see this code
+            return _http_error(400, message, param=error.param, code="context_length_exceeded")
         case InvalidRequestError():
             return _http_error(400, message, param=error.param)
         case UnknownModelError():

@@ -97,7 +97,7 @@ async def _start_chat(deps: ServerDeps, body: ChatRequest, lease: Lease) -> Gene
         deps.text.check([prompt], params)
     except InvalidRequestError as error:
         if error.param == "prompt":
-            raise InvalidRequestError(str(error), param="messages") from None
+            raise type(error)(str(error), param="messages") from None
         raise
     generation = _generation("chatcmpl", [prompt], params, lease, body)
     chat_format = ChatFormat(

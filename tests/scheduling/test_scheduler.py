@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loraplex.adapters.residency import Residency
-from loraplex.core.errors import CapacityError, InvalidRequestError, UnknownModelError
+from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError, UnknownModelError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.scheduling.blocks import BlockPool
@@ -361,7 +361,7 @@ def test_unload_drains_then_frees() -> None:
     ("num_prompt", "num_blocks", "error", "message"),
     [
         (0, 16, InvalidRequestError, "empty"),
-        (64, 16, InvalidRequestError, "64 tokens"),
+        (64, 16, ContextLengthError, "64 tokens"),
         (20, 4, CapacityError, "--kv-memory"),
     ],
 )

@@ -117,6 +117,23 @@ def test_wrong_prompts_are_refused(api: Api, prompt: Any) -> None:
     assert error["param"].startswith(("prompt", "max_tokens"))
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "long " * 1000}]}, "messages"),
+        ("/v1/chat/completions", {"messages": USER, "max_tokens": 256}, "max_tokens"),
+        ("/v1/completions", {"prompt": [1] * 256}, "prompt"),
+        ("/v1/completions", {"prompt": [1] * 255, "max_tokens": 2}, "max_tokens"),
+    ],
+)
+def test_what_does_not_fit_the_context_has_openais_code(
+    api: Api, path: str, fields: dict[str, Any], param: str
+) -> None:
+    error = error_of(api.post(path, {"model": "base", **fields}))
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("prompt", ["", ["hi", ""]])
 def test_an_empty_prompt_is_refused_even_if_the_tokenizer_makes_a_token_of_it(
     make_api: Callable[..., Api], prompt: Any
