@@ -13,12 +13,14 @@ from starlette.requests import Request
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError
-from loraplex.server.requests import NOT_SUPPORTED
+from loraplex.server.requests import NOT_SUPPORTED, SUPPORTED_VALUES
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 _LOCATION: Final = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 _UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_WRONG_VALUE: Final = re.compile(r"Invalid enum value (.*)", re.DOTALL)
+_PATH_PART: Final = re.compile(r"[^.\[\]]+")
 _MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`")
 _MAX_QUOTED_CHARS: Final = 100
 
@@ -78,7 +80,11 @@ def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequestError:
     location = _LOCATION.search(message)
     where = location[1] if location else ""
     what = message[: location.start()] if location else message
-    if unknown := _UNKNOWN_FIELD.search(what):
+    unknown = _UNKNOWN_FIELD.search(what)
+    path = _join(where, unknown[1]) if unknown and unknown[1] in NOT_SUPPORTED else where
+    if refusal := _not_supported(path):
+        return refusal
+    if unknown:
         name = unknown[1][:_MAX_QUOTED_CHARS]
         near = difflib.get_close_matches(name, kind.__struct_encode_fields__, n=1) if not where else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -86,9 +92,22 @@ def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequestError:
     if missing := _MISSING_FIELD.search(what):
         name = _join(where, missing[1])
         return InvalidRequestError(f"{name} is missing", param=name)
-    if not NOT_SUPPORTED.isdisjoint(re.split(r"[.\[\]]+", where)):
-        return InvalidRequestError(f"{where} is not supported by this server: {what}", param=where)
+    advice = SUPPORTED_VALUES.get(where.rpartition(".")[2])
+    if advice is not None and (wrong := _WRONG_VALUE.search(what)):
+        value = wrong[1][:_MAX_QUOTED_CHARS]
+        return InvalidRequestError(
+            f"`{where}` {value} is not supported by this server; {advice}", param=where
+        )
     return InvalidRequestError(f"{where}: {what}" if where else what, param=where or None)
+
+
+def _not_supported(where: str) -> InvalidRequestError | None:
+    """The refusal of a path that leads to, or into, a field that is not supported."""
+    for part in _PATH_PART.finditer(where):
+        if advice := NOT_SUPPORTED.get(part[0]):
+            field = where[: part.end()]
+            return InvalidRequestError(f"`{field}` is not supported by this server; {advice}", param=field)
+    return None
 
 
 def _join(where: str, name: str) -> str:

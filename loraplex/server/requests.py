@@ -7,6 +7,7 @@ those that would change the answer but are not supported, accepted only with a v
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -62,6 +63,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     # Only what is the case anyway.
     skip_special_tokens: Literal[True] | None = None
@@ -108,6 +110,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
+    moderation: None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
@@ -166,11 +169,41 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     tokens: list[TokenId]
 
 
-NOT_SUPPORTED: Final = frozenset(
-    {
-        "tools", "tool_choice", "functions", "function_call", "tool_calls", "tool_call_id", "response_format",
-        "modalities", "audio", "reasoning_effort", "verbosity", "web_search_options", "suffix",
-        "skip_special_tokens", "use_beam_search", "continuous_usage_stats",
-    }
-)  # fmt: skip
-"""Fields whose refusal should say "not supported" rather than what type was expected."""
+_LEAVE_OUT: Final = "leave it out"
+_TEXT_ONLY: Final = "send text alone"
+
+NOT_SUPPORTED: Final[Mapping[str, str]] = {
+    # Fields of OpenAI's requests.
+    "tools": _LEAVE_OUT,
+    "tool_choice": _LEAVE_OUT,
+    "functions": _LEAVE_OUT,
+    "function_call": _LEAVE_OUT,
+    "response_format": 'leave it out, or send {"type": "text"}',
+    "modalities": 'leave it out, or send ["text"]',
+    "audio": _LEAVE_OUT,
+    "reasoning_effort": _LEAVE_OUT,
+    "verbosity": _LEAVE_OUT,
+    "web_search_options": _LEAVE_OUT,
+    "moderation": _LEAVE_OUT,
+    "suffix": _LEAVE_OUT,
+    # Fields of OpenAI's messages.
+    "tool_calls": _LEAVE_OUT,
+    "tool_call_id": _LEAVE_OUT,
+    "refusal": _LEAVE_OUT,
+    "annotations": _LEAVE_OUT,
+    "image_url": _TEXT_ONLY,
+    "input_audio": _TEXT_ONLY,
+    "file": _TEXT_ONLY,
+    # Fields of vLLM's requests.
+    "skip_special_tokens": "leave it out, or send true",
+    "use_beam_search": "leave it out, or send false",
+    "continuous_usage_stats": "leave it out, or send false",
+}
+"""Fields that clients know from elsewhere, with what to do about their refusal here. Whatever is wrong
+with one of them, that it is not supported says more than which type was expected."""
+
+SUPPORTED_VALUES: Final[Mapping[str, str]] = {
+    "role": "send system, developer, user or assistant",
+    "type": _TEXT_ONLY,
+}
+"""Fields of messages that are supported with some of their values, and which."""

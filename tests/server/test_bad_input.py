@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 from server_fixtures import USER, Api, Served
 from serving_fakes import byte_level_backend, hf_tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -16,6 +19,7 @@ from loraplex.engine.tokenizer import Tokenizer
 from loraplex.server.app import create_app
 from loraplex.server.body import BodyLimits
 from loraplex.server.engine_status import EngineState, EngineStatus
+from loraplex.server.requests import ChatRequest, CompletionRequest
 
 CHAT = {"model": "base", "messages": USER}
 COMPLETION = {"model": "base", "prompt": "hi"}
@@ -63,15 +67,52 @@ def test_a_wrong_value_is_refused_with_the_fields_name(api: Api, path: str, fiel
         ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_object"}), ("audio", {"voice": "x"}), ("modalities", ["audio"]),
         ("reasoning_effort", "high"), ("web_search_options", {}), ("skip_special_tokens", False),
-        ("use_beam_search", True), ("function_call", {"name": "f"}), ("verbosity", "low"),
+        ("use_beam_search", True), ("function_call", {"name": "f"}), ("verbosity", "low"), ("suffix", "x"),
+        ("moderation", {"model": "m"}), ("tools", "all"), ("response_format", {"json_schema": {}}),
     ],
 )  # fmt: skip
 def test_what_would_change_the_answer_but_is_not_supported_is_refused(
     api: Api, field: str, value: Any
 ) -> None:
     error = error_of(api.post("/v1/chat/completions", {**CHAT, field: value}))
-    assert error["param"].startswith(field)
-    assert "not supported" in error["message"]
+    assert error["param"] == field
+    assert error["message"].startswith(f"`{field}` is not supported by this server; leave it out")
+
+
+def test_suffix_is_not_supported_for_completions_either(api: Api) -> None:
+    error = error_of(api.post("/v1/completions", {**COMPLETION, "suffix": "x"}))
+    assert (error["param"], error["message"]) == (
+        "suffix",
+        "`suffix` is not supported by this server; leave it out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "advice"),
+    [
+        ({"role": "assistant", "tool_calls": [{}]}, "tool_calls", "leave it out"),
+        ({"role": "tool", "content": "x"}, "role", "send system, developer, user or assistant"),
+        ({"content": [{"type": "image_url", "image_url": {}}]}, "content[0].type", "send text alone"),
+        ({"content": [{"image_url": {}, "type": "image_url"}]}, "content[0].image_url", "send text alone"),
+    ],
+)
+def test_messages_of_a_kind_that_is_not_supported_are_told_what_is(
+    api: Api, message: dict[str, Any], param: str, advice: str
+) -> None:
+    error = error_of(api.post("/v1/chat/completions", {**CHAT, "messages": [message]}))
+    assert error["param"] == f"messages[0].{param}"
+    assert error["message"].endswith(f"is not supported by this server; {advice}")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (chat_create_params.CompletionCreateParamsBase, ChatRequest),
+        (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
+    ],
+)
+def test_every_field_of_openais_client_is_known(theirs: type, ours: type[msgspec.Struct]) -> None:
+    assert set(theirs.__annotations__) <= set(ours.__struct_fields__)
 
 
 @pytest.mark.parametrize(
