@@ -1,18 +1,25 @@
-"""Adapters against PEFT: one mixed batch, the same greedy tokens as each request alone in transformers."""
+"""Adapters against PEFT: in one mixed batch, what each request gets alone in transformers.
+
+The same greedy tokens, and at every one of them the same log-probabilities over the whole vocabulary.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from driving import run_to_end
-from tiny import ALL_LINEARS, ATTENTION, load_adapter, save_adapter, save_model
+from driving import Finished, run_to_end
+from tiny import ALL_LINEARS, ATTENTION, SIZES, load_adapter, save_adapter, save_model
 
 from loraplex.adapters.peft_reader import read_adapter
+from loraplex.core import sampling
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.core import Engine
 from loraplex.engine.executor import StepResult
 from loraplex.model.config import load_config
 from loraplex.scheduling.plan import StepPlan
@@ -27,28 +34,50 @@ TARGETS = [
     r".*layers\.(0|2)\..*(q|up)_proj",
 ]
 NUM_TOKENS = 64
+VOCAB_SIZE = SIZES["vocab_size"]
+TOLERANCE = 2e-4
+"""Of the largest logit, at every position."""
 
 
-def greedy(model, prompt: list[int]) -> list[int]:
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """A request, and what PEFT makes of it (T = NUM_TOKENS, V = VOCAB_SIZE)."""
+
+    adapter: Path | None
+    prompt: list[int]
+    token_ids: list[int]
+    logits_TV: torch.Tensor
+
+
+def greedy(model: Any, prompt: list[int], adapter: Path | None = None) -> Expected:
     with torch.no_grad():
-        tokens = model.generate(
+        out = model.generate(
             input_ids=torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             max_new_tokens=NUM_TOKENS,
             min_new_tokens=NUM_TOKENS,
             do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
-    return tokens[0, len(prompt) :].tolist()
+    token_ids = out.sequences[0, len(prompt) :].tolist()
+    return Expected(adapter=adapter, prompt=prompt, token_ids=token_ids, logits_TV=torch.cat(out.logits))
+
+
+def worst_error(found_TV: torch.Tensor, logits_TV: torch.Tensor) -> float:
+    """The largest difference of log-probabilities, in units of the largest logit at its position."""
+    error_TV = (found_TV - torch.log_softmax(logits_TV, dim=-1)).abs()
+    return float((error_TV.amax(dim=-1) / logits_TV.abs().amax(dim=-1)).max())
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(model folder, adapter folders, {name or None: (prompt, expected tokens)})"""
+    """(model folder, {request id: what is expected})"""
     root = tmp_path_factory.mktemp(f"peft-{request.param}")
     # eos_token_id None: transformers' min_new_tokens would otherwise suppress a token that we do not.
     base = save_model(root / "base", request.param, eos_token_id=None)
     prompts = [[(7 * i + 13 * n) % 256 for i in range(5 + 4 * n)] for n in range(len(RANKS) + 2)]
-    expected: dict[str, tuple[Path | None, list[int], list[int]]] = {}
+    expected: dict[str, Expected] = {}
     for index, rank in enumerate(RANKS):
         folder = root / f"adapter-{rank}"
         settings = {"use_rslora": True} if index % 3 == 1 else {}
@@ -56,41 +85,89 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             settings |= {"rank_pattern": {"q_proj": rank + 3}, "alpha_pattern": {"v_proj": 5}}
         save_adapter(folder, base, rank=rank, targets=TARGETS[index % len(TARGETS)], seed=rank, **settings)
         with_adapter = load_adapter(base, folder)
-        expected[f"r{rank}"] = (folder, prompts[index], greedy(with_adapter, prompts[index]))
+        expected[f"r{rank}"] = greedy(with_adapter, prompts[index], folder)
         with_adapter.unload()
     for index in (len(RANKS), len(RANKS) + 1):
-        expected[f"base{index}"] = (None, prompts[index], greedy(base, prompts[index]))
+        expected[f"base{index}"] = greedy(base, prompts[index])
     return root / "base", expected
 
 
-@pytest.mark.parametrize("max_step_tokens", [2048, 24], ids=["whole prompts", "chunked prompts"])
-def test_mixed_batch_of_sixteen_adapters_and_base_equals_peft(served, max_step_tokens: int) -> None:
-    folder, expected = served
-    engine = build_core(
-        EngineOptions(model=str(folder), kv_memory_bytes=1 << 24, max_step_tokens=max_step_tokens)
-    )
-    shape = load_config(folder).shape
-    for request_id, (adapter, prompt, _) in expected.items():
-        version = None
-        if adapter is not None:
-            spec = read_adapter(adapter, shape)
+def add_adapters(engine: Engine, model: Path, expected: dict[str, Expected]) -> dict[str, str | None]:
+    """Request id -> adapter version. All are in memory after it: no request below waits for one to load."""
+    shape = load_config(model).shape
+    versions: dict[str, str | None] = {}
+    for request_id, want in expected.items():
+        versions[request_id] = None
+        if want.adapter is not None:
+            spec = read_adapter(want.adapter, shape)
             engine.add_adapter(spec)
-            version = spec.version
-        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
-        engine.add_request(
-            EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=params, adapter=version)
-        )
-    requests_per_step: list[int] = []
+            versions[request_id] = spec.version
+            once = SamplingParams(max_tokens=1)
+            engine.add_request(
+                EngineRequest(
+                    request_id=f"load {request_id}", prompt_token_ids=[1], params=once, adapter=spec.version
+                )
+            )
+    run_to_end(engine)
+    return versions
+
+
+def record_plans(engine: Engine) -> list[StepPlan]:
+    plans: list[StepPlan] = []
     execute = engine._executor.execute
 
     def recorded(plan: StepPlan) -> StepResult:
-        requests_per_step.append(len(plan.chunks))
+        plans.append(plan)
         return execute(plan)
 
     engine._executor.execute = recorded  # type: ignore[method-assign]
+    return plans
+
+
+def vocabulary_logprobs(done: Finished) -> torch.Tensor:
+    """What the engine gave for each token of a request, in the order of the vocabulary."""
+    found_TV = torch.full((len(done.logprobs), VOCAB_SIZE), torch.nan)
+    for row, logprob in enumerate(done.logprobs):
+        ids, values = zip(*logprob.top, strict=True)
+        found_TV[row, list(ids)] = torch.tensor(values)
+    return found_TV
+
+
+@pytest.mark.parametrize("max_step_tokens", [2048, 48], ids=["whole prompts", "chunked prompts"])
+def test_mixed_batch_of_sixteen_adapters_and_base_equals_peft(
+    served, max_step_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = served
+    monkeypatch.setattr(sampling, "MAX_LOGPROBS", VOCAB_SIZE)  # clients get 20, this test wants all
+    engine = build_core(
+        EngineOptions(
+            model=str(folder), dtype="float32", kv_memory_bytes=1 << 24, max_step_tokens=max_step_tokens
+        )
+    )
+    versions = add_adapters(engine, folder, expected)
+    plans = record_plans(engine)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=VOCAB_SIZE)
+    for request_id, want in expected.items():
+        engine.add_request(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=want.prompt,
+                params=params,
+                adapter=versions[request_id],
+            )
+        )
     found = run_to_end(engine)
     engine.close()
-    assert max(requests_per_step) == len(expected), "the requests never shared one batch"
+
+    most_requests = max(len(plan.chunks) for plan in plans)
+    assert most_requests == len(expected), "the requests never shared one batch"
+    has_partial_prompts = any(not chunk.samples for plan in plans for chunk in plan.chunks)
+    assert has_partial_prompts == (max_step_tokens == 48)
     assert {key: done.token_ids for key, done in found.items()} == {
-        key: tokens for key, (_, _, tokens) in expected.items()
+        key: want.token_ids for key, want in expected.items()
     }
+    errors = {
+        key: worst_error(vocabulary_logprobs(found[key]), want.logits_TV) for key, want in expected.items()
+    }
+    # Not `error > TOLERANCE`: nan, a token the engine left out, must be wrong too.
+    assert {key: error for key, error in errors.items() if not error <= TOLERANCE} == {}
