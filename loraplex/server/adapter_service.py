@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -144,7 +144,7 @@ class AdapterService:
             was_registered = await asyncio.to_thread(self.registry.remove, name)
             adapter = self._served.pop(name, None)
             if adapter is None and not was_registered:
-                raise NotServedError(f"the adapter {name!r} is not loaded{self._near(name)}")
+                raise self._not_loaded(name)
             on_removed()
         if adapter is None:
             return True
@@ -229,11 +229,28 @@ class AdapterService:
 
     def _unknown(self, model: str) -> UnknownModelError:
         shown = model if len(model) <= MAX_NAME_CHARS else f"{model[:MAX_NAME_CHARS]}…"
-        return UnknownModelError(f"the model {shown!r} does not exist{self._near(model)}")
+        prefix = f"{self.base_model}:"
+        near = []
+        if model.startswith(prefix):
+            near = [prefix + name for name in _near(model.removeprefix(prefix), self._served)]
+        near = near or _near(model, [self.base_model, *self._served])
+        return UnknownModelError(f"the model {shown!r} does not exist{_did_you_mean(near)}")
 
-    def _near(self, name: str) -> str:
-        if len(name) > MAX_NAME_CHARS:
-            return ""
-        known = [self.base_model, *islice(self._served, _MAX_NAMES_COMPARED)]
-        near = difflib.get_close_matches(name, known, n=3)
-        return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    def _not_loaded(self, name: str) -> LoraplexError:
+        if name == self.base_model:
+            return InvalidRequestError(
+                f"{name!r} is the base model, which cannot be unloaded", param="lora_name"
+            )
+        near = _near(name, self._served)
+        return NotServedError(f"the adapter {name!r} is not loaded{_did_you_mean(near)}")
+
+
+def _near(name: str, known: Iterable[str]) -> list[str]:
+    """Names that one may have meant, the nearest first."""
+    if len(name) > MAX_NAME_CHARS:
+        return []
+    return difflib.get_close_matches(name, list(islice(known, _MAX_NAMES_COMPARED)), n=3)
+
+
+def _did_you_mean(near: Sequence[str]) -> str:
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

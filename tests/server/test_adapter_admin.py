@@ -180,6 +180,38 @@ def test_unload_forgets_the_name_and_the_version(api: Api, folder: Path) -> None
     assert api.post("/v1/completions", {"model": "new", "prompt": "x"}).status_code == 404
 
 
+def test_the_base_model_cannot_be_unloaded(api: Api) -> None:
+    response = unload(api, "base")
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["message"], error["param"]) == (
+        "'base' is the base model, which cannot be unloaded",
+        "lora_name",
+    )
+
+
+def test_an_adapter_the_base_model_took_the_name_of_can_be_forgotten(api: Api, folder: Path) -> None:
+    api.served.service.registry.put("base", read_adapter(folder / "one", SHAPE))
+    assert unload(api, "base").status_code == 200
+    assert unload(api, "base").status_code == 400
+    assert api.post("/v1/completions", {"model": "base", "prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("model", "near"),
+    [("pirat", "'pirate'"), ("base:pirat", "'base:pirate'"), ("bas", "'base'"), ("base:", "'base'")],
+)
+def test_a_misspelt_model_is_answered_with_what_may_be_meant(api: Api, model: str, near: str) -> None:
+    response = api.post("/v1/completions", {"model": model, "prompt": "x"})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].endswith(f"does not exist; did you mean {near}?")
+
+
+def test_a_misspelt_adapter_to_unload_is_never_taken_for_the_base_model(api: Api) -> None:
+    assert unload(api, "bas").json()["error"]["message"] == "the adapter 'bas' is not loaded"
+    assert "did you mean 'poet'?" in unload(api, "poe").json()["error"]["message"]
+
+
 def test_unload_forgets_a_name_that_is_only_registered(api: Api, folder: Path) -> None:
     api.served.service.registry.put("gone", read_adapter(folder / "one", SHAPE))
     shutil.rmtree(folder / "one")
