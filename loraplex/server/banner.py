@@ -19,7 +19,7 @@ _EXAMPLE_MAX_TOKENS: Final = 128
 
 
 class Announcer:
-    """Progress while loading, and the banner. `prompts` are examples by model name, the best first."""
+    """Progress while loading, the banner, the end. `prompts` are examples by model name, the best first."""
 
     def __init__(self, prompts: dict[str, str] | None = None, console: Console | None = None) -> None:
         from rich.console import Console as RichConsole
@@ -73,6 +73,17 @@ class Announcer:
         for model in self._examples(base_model, adapters):
             show(self._curl(url, model, needs_key=needs_key, has_chat=has_chat), markup=False)
         show()
+
+    def stopping(self, *, num_in_flight: int, grace_s: float) -> None:
+        """The signal has come: what is still waited for, so that nobody sends a second one in doubt."""
+        waiting = ""
+        if num_in_flight:
+            requests = "1 request" if num_in_flight == 1 else f"{num_in_flight} requests"
+            waiting = f": waiting up to {grace_s:g} s for {requests} in flight"
+        self._console.print(f"shutting down{waiting}", style="yellow")
+
+    def stopped(self) -> None:
+        self._console.print("shut down", style="yellow")
 
     def _curl(self, url: str, model: str, *, needs_key: bool, has_chat: bool) -> str:
         """A command line that asks one model something."""

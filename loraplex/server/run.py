@@ -76,9 +76,12 @@ async def _serve(options: ServeOptions, announcer: Announcer) -> None:
         try:
             await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not serving.done() and not announcer.is_ready:
+                announcer.stopping(num_in_flight=0, grace_s=0.0)
                 serving.cancel()  # still loading: there is nobody to be polite to
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
+            if stop.is_set():
+                announcer.stopped()
         finally:
             stopping.cancel()
 
@@ -111,7 +114,7 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
                 )
 
             server = _Server(config, on_ready)
-            ending = asyncio.create_task(_end(stop, server, client, options.shutdown_grace_s))
+            ending = asyncio.create_task(_end(stop, server, client, announcer, options.shutdown_grace_s))
             try:
                 await server.serve(sockets=[listener])
             except OSError as error:
@@ -121,9 +124,13 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
                 ending.cancel()
 
 
-async def _end(stop: asyncio.Event, server: uvicorn.Server, client: EngineClient, grace_s: float) -> None:
+async def _end(
+    stop: asyncio.Event, server: _Server, client: EngineClient, announcer: Announcer, grace_s: float
+) -> None:
     """After the signal: no new connections, a while for requests in flight, then an error for the rest."""
+    await server.is_listening.wait()  # a signal before that cancels the start instead
     await stop.wait()
+    announcer.stopping(num_in_flight=server.num_in_flight, grace_s=grace_s)
     server.should_exit = True
     await asyncio.sleep(grace_s)
     # Streams end with an error event instead of a cut connection.
@@ -244,6 +251,12 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self.is_listening = asyncio.Event()
+
+    @property
+    def num_in_flight(self) -> int:
+        """HTTP requests that are being answered."""
+        return len(self.server_state.tasks)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -253,6 +266,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if not self.should_exit:
             self._on_ready()
+            self.is_listening.set()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -5,6 +5,7 @@ import json
 import shlex
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from loraplex.server.banner import Announcer
@@ -27,6 +28,22 @@ def examples(prompts: dict[str, str] | None = None, *, has_chat: bool = True) ->
     )
     lines = [line for line in out.getvalue().splitlines() if line.strip().startswith("curl")]
     return [json.loads(shlex.split(line)[-1]) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("num_in_flight", "line"),
+    [
+        (0, "shutting down"),
+        (1, "shutting down: waiting up to 5 s for 1 request in flight"),
+        (12, "shutting down: waiting up to 5 s for 12 requests in flight"),
+    ],
+)
+def test_the_end_is_said_with_what_it_waits_for(num_in_flight: int, line: str) -> None:
+    out = io.StringIO()
+    announcer = Announcer(console=Console(file=out, soft_wrap=True))
+    announcer.stopping(num_in_flight=num_in_flight, grace_s=5.0)
+    announcer.stopped()
+    assert out.getvalue().splitlines() == [line, "shut down"]
 
 
 def test_an_example_ends_soon() -> None:

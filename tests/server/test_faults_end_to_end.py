@@ -168,6 +168,19 @@ def test_a_reload_serves_old_requests_with_the_old_version(folder: Path, tmp_pat
         wait_until(lambda: everything_is_free(url), "the old version is gone")
 
 
+def test_a_server_that_is_told_to_end_says_what_it_waits_for(server) -> None:
+    process, url = server
+    request = {"model": "tiny", "prompt": "the dog", **LONG}
+    with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        process.send_signal(signal.SIGTERM)
+        said = next(line for line in process.stdout if line.startswith("shutting down"))
+        assert "for 1 request in flight" in said
+    assert process.stdout.read().splitlines()[-1] == "shut down"
+    assert process.wait(PATIENCE_S) == 0
+
+
 def test_unloading_an_adapter_in_use_drains_it(server) -> None:
     _, url = server
     expected = complete(url, "three", max_tokens=600)

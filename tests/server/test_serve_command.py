@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tiny
+from rich.console import Console
 from server_process import COMMAND, serving
 from serving_fakes import hf_tokenizer
 from typer import BadParameter
@@ -17,6 +20,9 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.cli.sizes import parse_size
+from loraplex.engine.build import EngineOptions
+from loraplex.server import run
+from loraplex.server.banner import Announcer
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +36,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     broken.mkdir()
     (broken / "adapter_config.json").write_text("{}")
     return folder
+
+
+def last_words(process: subprocess.Popen[str]) -> list[str]:
+    """What a server said at the end, after its banner."""
+    assert process.stdout is not None
+    return process.stdout.read().splitlines()[-2:]
 
 
 def test_a_server_serves_loads_remembers_and_ends_in_peace(model_folder: Path, tmp_path: Path) -> None:
@@ -57,12 +69,25 @@ def test_a_server_serves_loads_remembers_and_ends_in_peace(model_folder: Path, t
         assert httpx.get(f"{url}/v1/models").status_code == 401
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+        assert last_words(process) == ["shutting down", "shut down"]
 
     with serving(model_folder, *options) as (process, url, _):
         models = httpx.get(f"{url}/v1/models", headers=headers).json()["data"]
         assert [model["id"] for model in models] == ["tiny", "one", "two"]
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+        assert last_words(process) == ["shutting down", "shut down"]
+
+
+def test_a_signal_while_the_model_loads_is_answered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load_for_ever(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(run, "_serve_until", load_for_ever)
+    out = io.StringIO()
+    run.serve(run.ServeOptions(engine=EngineOptions(model="x")), Announcer(console=Console(file=out)))
+    assert out.getvalue().splitlines() == ["shutting down", "shut down"]
 
 
 def test_a_port_in_use_is_one_clear_line(tmp_path: Path, model_folder: Path) -> None:
