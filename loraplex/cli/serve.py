@@ -6,6 +6,7 @@ Imports wait until a command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
@@ -94,16 +95,19 @@ def demo(
     from loraplex.server.run import serve as run_server
 
     folder = ensure_demo_base()
-    options = ServeOptions(
-        engine=EngineOptions(model=str(folder)),
-        served_model_name=folder.name,
-        adapter_dirs=(DEMO_ADAPTERS_DIR,),
-        port=port,
-    )
     # The first ones are shown as examples: those whose effect is seen at a glance.
     shown = sorted(demo_adapters(), key=lambda adapter: adapter.name not in _DEMO_EXAMPLES)
     prompts = {adapter.name: adapter.example_prompt for adapter in shown}
-    run_server(options, Announcer(prompts))
+    # A state of its own, gone at the end: what was loaded by hand into one demo is not part of the next.
+    with tempfile.TemporaryDirectory(prefix="loraplex-demo-", ignore_cleanup_errors=True) as state_dir:
+        options = ServeOptions(
+            engine=EngineOptions(model=str(folder)),
+            served_model_name=folder.name,
+            adapter_dirs=(DEMO_ADAPTERS_DIR,),
+            port=port,
+            state_dir=Path(state_dir),
+        )
+        run_server(options, Announcer(prompts))
 
 
 def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,38 @@
+"""The demo begins with the same adapters each time, and leaves alone what other servers remember."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from serving_fakes import make_spec
+from typer.testing import CliRunner
+
+from loraplex.adapters.registry import AdapterRegistry
+from loraplex.cli.main import app
+from loraplex.server.run import ServeOptions, default_state_dir
+
+
+def test_a_demo_remembers_nothing_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAPLEX_STATE", str(tmp_path / "state"))
+    remembered: list[list[str]] = []
+    state_dirs: list[Path] = []
+
+    def serve(options: ServeOptions, announcer: object) -> None:
+        """Stands in for a server into which somebody loads an adapter."""
+        state_dir = options.state_dir or default_state_dir()
+        state_dirs.append(state_dir)
+        with closing(AdapterRegistry(state_dir, "base")) as registry:
+            remembered.append(registry.names())
+            registry.put("by-hand", make_spec("v1"))
+
+    monkeypatch.setattr("loraplex.server.run.serve", serve)
+    monkeypatch.setattr("loraplex.demo.base.ensure_demo_base", lambda: tmp_path / "model")
+    with closing(AdapterRegistry(default_state_dir(), "base")) as registry:
+        registry.put("of-a-server", make_spec("v2"))
+        for _ in range(2):
+            assert CliRunner().invoke(app, ["demo"]).exit_code == 0
+        assert registry.names() == ["of-a-server"]
+    assert remembered == [[], []]
+    assert not any(state_dir.exists() for state_dir in state_dirs)
