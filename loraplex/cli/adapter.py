@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
+from loraplex.cli.sizes import format_size
+from loraplex.cli.table import Column, number_column, print_table, printable, text_column
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -29,8 +32,7 @@ EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
 
 _SERVER_TIMEOUT_S: Final = 10.0
-_LIST_COLUMNS: Final = ("name", "version", "rank", "bytes", "tier", "in_flight", "hits", "loads", "path")
-_SHOWN_VERSION_CHARS: Final = 16
+_SHOWN_VERSION_CHARS: Final = 8
 
 
 @app.command()
@@ -63,11 +65,14 @@ def list_adapters(
     if state_dir is not None:
         rows, columns = _from_state_dir(state_dir)
     else:
-        rows, columns = _from_server(base_url, api_key), _LIST_COLUMNS
+        rows, columns = _from_server(base_url, api_key), _SERVER_COLUMNS
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    _print_table(rows, columns)
+    if not rows:
+        typer.echo("no adapters")
+        return
+    print_table(rows, columns)
 
 
 def run_check(path: Path, model: str, *, as_json: bool, load_shape: Callable[[str], ModelShape]) -> int:
@@ -160,19 +165,34 @@ def _findings(findings: Iterable[Finding]) -> list[dict[str, str]]:
 
 
 def _print_report(console: Console, report: AdapterReport) -> None:
+    """The verdict is the first line, and what speaks against the adapter the next; all else is detail."""
+    path = printable(str(report.path))
+    if report.spec is not None:
+        size = format_size(_total_bytes(report))
+        summary = f"rank {report.spec.max_rank}, {len(report.modules)} modules, {size}"
+        console.print(f"Servable: {path} ({summary})", style="green", soft_wrap=True)
+    else:
+        reasons = "1 reason" if len(report.refusals) == 1 else f"{len(report.refusals)} reasons"
+        console.print(f"Refused for {reasons}: {path}", style="red", soft_wrap=True)
+    for error in report.refusals:
+        console.print(f"- {printable(str(error))}")
+    console.print()
+    _print_details(console, report)
+
+
+def _print_details(console: Console, report: AdapterReport) -> None:
     from rich.table import Table
     from rich.text import Text
 
     from loraplex.adapters.peft_config import OFF
 
-    console.print(_printable(str(report.path)), style="bold")
     telling = [each for each in report.no_effect if each.reason != OFF]
     off = [each.field for each in report.no_effect if each.reason == OFF]
     for title, findings in (("Honoured", report.honoured), ("No effect", telling)):
         if findings:
             table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
             for each in findings:
-                table.add_row(*(Text(_printable(cell)) for cell in (each.field, each.value, each.reason)))
+                table.add_row(*(Text(printable(cell)) for cell in (each.field, each.value, each.reason)))
             console.print(table)
     if off:
         console.print(f"Off: {', '.join(off)}")
@@ -188,19 +208,14 @@ def _print_report(console: Console, report: AdapterReport) -> None:
         console.print(table)
     console.print(f"Total bytes: {_total_bytes(report):,}")
     if report.spec is not None:
-        console.print(f"Content hash: {report.spec.version}")
-        console.print("Servable.", style="green")
-        return
-    console.print(f"Refused, for {len(report.refusals)} reason(s):", style="red")
-    for error in report.refusals:
-        console.print(f"- {_printable(str(error))}")
+        console.print(f"Content hash: {report.spec.version}", soft_wrap=True)
 
 
 def _total_bytes(report: AdapterReport) -> int:
     return sum(tensor.num_bytes for tensor in report.tensors.values())
 
 
-def _from_state_dir(state_dir: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+def _from_state_dir(state_dir: Path) -> tuple[list[dict[str, Any]], tuple[Column, ...]]:
     from loraplex.adapters.registry import read_registry
     from loraplex.core.errors import StorageError
 
@@ -219,7 +234,7 @@ def _from_state_dir(state_dir: Path) -> tuple[list[dict[str, Any]], tuple[str, .
         }
         for base_model, entry in entries
     ]
-    return rows, ("name", "version", "rank", "params", "base_model", "path")
+    return rows, _STATE_COLUMNS
 
 
 def _from_server(base_url: str, api_key: str | None) -> list[dict[str, Any]]:
@@ -258,34 +273,37 @@ def _explain_status(status: int, url: str) -> str:
             return f"{url} answered with status {status}; see the server's log"
 
 
-def _print_table(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        shown = row | {"version": str(row.get("version") or "")[:_SHOWN_VERSION_CHARS]}
-        table.add_row(*(Text(_printable(_cell(shown.get(column)))) for column in columns))
-    if not table.row_count:
-        typer.echo("no adapters")
-        return
-    Console(highlight=False).print(table)
+def _short_version(version: str) -> str:
+    return version[:_SHOWN_VERSION_CHARS]
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+def _short_base_model(key: str) -> str:
+    """Its last name, without the folders before it and the hash of its shape."""
+    return key.rpartition("@")[0].rstrip("/").rpartition("/")[2] or key
 
 
-def _printable(text: str) -> str:
-    """Names come from strangers' files; a terminal must not be steered by them."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+# The most telling first: a narrow terminal leaves out the last ones.
+_SERVER_COLUMNS: Final = (
+    text_column("name"),
+    text_column("version", _short_version),
+    number_column("rank"),
+    number_column("bytes", heading="size", show=format_size),
+    text_column("tier"),
+    number_column("in_flight"),
+    number_column("hits"),
+    number_column("loads"),
+    text_column("path"),
+)
+_STATE_COLUMNS: Final = (
+    text_column("name"),
+    text_column("version", _short_version),
+    number_column("rank"),
+    number_column("params"),
+    text_column("base_model", _short_base_model),
+    text_column("path"),
+)
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:
-    typer.secho(f"error: {_printable(message)}", fg=typer.colors.RED, err=True)
+    typer.secho(f"error: {printable(message)}", fg=typer.colors.RED, err=True)
     raise typer.Exit(exit_code)

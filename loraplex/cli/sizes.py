@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: 512MiB, 2GB, 1.5g."""
+"""Amounts of memory as people write them, 512MiB, 2GB, 1.5g, and as they like to read them."""
 
 from __future__ import annotations
 
@@ -27,3 +27,13 @@ def parse_size(text: str) -> int:
     if num_bytes < 1:
         raise typer.BadParameter(f"{text!r} is no memory at all")
     return num_bytes
+
+
+def format_size(num_bytes: int) -> str:
+    """Three digits or so: 512 B, 3.2 MiB, 120 GiB."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"

@@ -43,16 +43,29 @@ def test_check_prints_all_about_a_servable_adapter(
         "0-3",
         "Total bytes: 7,168",
         "Content hash: ",
-        "Servable.",
     ):
         assert text in output
+
+
+def test_the_verdict_of_a_check_is_its_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_adapter(tmp_path / "good")
+    run_check(tmp_path / "good", "base", as_json=False, load_shape=load_shape)
+    first, *details = capsys.readouterr().out.splitlines()
+    assert first == f"Servable: {tmp_path / 'good'} (rank 4, 8 modules, 7.0 KiB)"
+    assert details[0] == ""
+
+    write_adapter(tmp_path / "bad", make_config(use_dora=True))
+    run_check(tmp_path / "bad", "base", as_json=False, load_shape=load_shape)
+    first, reason, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"Refused for 1 reason: {tmp_path / 'bad'}"
+    assert reason.startswith("- adapter_config.json: use_dora = true")
 
 
 def test_check_prints_every_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_adapter(tmp_path, make_config(use_dora=True, r=8, **{"[bold]\x1b[2J": 1}))
     assert run_check(tmp_path, "base", as_json=False, load_shape=load_shape) == 1
     output = capsys.readouterr().out
-    for text in ("Refused, for 3 reason(s)", "use_dora", "has rank 4", "[bold]"):
+    for text in ("Refused for 3 reasons: ", "use_dora", "has rank 4", "[bold]"):
         assert text in output.replace("\n", " ")
     assert "\x1b[2J" not in output
 
@@ -158,9 +171,32 @@ def test_list_shows_the_adapters_of_a_server(monkeypatch: pytest.MonkeyPatch) ->
         as_json = run("list", "--base-url", f"{url}/v1/", "--json")
     assert result.exit_code == 0
     assert seen == ["Bearer k", None]
-    for text in ("sql", "c0ffeec0ffeec0ff", "3,400,000", "host", "/a/sql"):
+    for text in ("sql", "c0ffeec0", "3.2 MiB", "host", "/a/sql"):
         assert text in result.output
     assert json.loads(as_json.output) == [ROW]
+
+
+def test_a_list_is_one_line_an_adapter_at_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [
+        ROW | {"path": "/home/somebody/models/adapters/with/a/long/path/sql", "hits": 123_456},
+        ROW | {"name": "customer-support", "bytes": 120 * 2**20, "tier": "disk", "rank": 256, "path": "/a"},
+    ]
+    with serving(200, json.dumps({"data": rows}).encode()) as (url, _):
+        lines = run("list", "--base-url", url).output.splitlines()
+    assert lines[0].split() == ["name", "version", "rank", "size", "tier", "in", "flight", "hits", "loads"]
+    assert lines[1].split() == ["sql", "c0ffeec0", "16", "3.2", "MiB", "host", "2", "123,456", "1"]
+    assert lines[2].split() == ["customer-support", "c0ffeec0", "256", "120", "MiB", "disk", "2", "7", "1"]
+    assert lines[3:] == ["Not shown: path; see a wider terminal, or --json."]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_list_shows_what_it_does_not_understand_as_it_came() -> None:
+    rows = [{"name": "sql\x1b[2J", "rank": "many", "bytes": None}]
+    with serving(200, json.dumps({"data": rows}).encode()) as (url, _):
+        output = run("list", "--base-url", url).output
+    assert "many" in output
+    assert "\x1b" not in output
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typer import BadParameter
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.cli.sizes import parse_size
+from loraplex.cli.sizes import format_size, parse_size
 from loraplex.engine.build import EngineOptions
 from loraplex.server import run
 from loraplex.server.banner import Announcer
@@ -143,6 +143,21 @@ def test_every_command_takes_the_api_key_from_one_variable(command: tuple[str, .
 )
 def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3_400_000, "3.2 MiB"),
+        (120 * 2**20, "120 MiB"),
+        (3 * 2**50, "3072 TiB"),
+    ],
+)
+def test_sizes_are_shown_as_people_read_them(num_bytes: int, text: str) -> None:
+    assert format_size(num_bytes) == text
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1g", "5x", "0", "1e9", "1.2.3m", "nan", "inf"])
