@@ -1,7 +1,9 @@
 """The adapters a server begins with: those loaded through the API before, and those of its folders.
 
-A name that was loaded through the API stays what it was made. All other names are what the folders given
-now say; the registry only saves reading them again, and forgets those that no folder has any more.
+A name that was loaded through the API stays what it was made, and is served while its folder is one that
+adapters may be loaded from: what was closed since is closed to what was loaded before, too. All other names
+are what the folders given now say; the registry only saves reading them again, and forgets those that no
+folder has any more.
 Nothing that is wrong with one adapter keeps the others from being served; a note says what was left out.
 """
 
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loraplex.adapters.discovery import discover_adapters
@@ -17,7 +19,7 @@ from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.peft_reader import read_adapters
 from loraplex.adapters.registry import Origin, RegistryEntry
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.errors import AdapterError, CapacityError, StorageError, UserError
+from loraplex.core.errors import AdapterError, CapacityError, PathNotAllowedError, StorageError, UserError
 from loraplex.server.adapter_service import AdapterService
 
 
@@ -32,12 +34,12 @@ class StartReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Candidate:
-    """A name to serve. `spec` is None where the files must be read (again)."""
+    """A name to serve. `spec` is None where the files must be read (again), an error where they may not."""
 
     name: str
     path: Path
     origin: Origin
-    spec: AdapterSpec | None
+    spec: AdapterSpec | PathNotAllowedError | None
     registered: RegistryEntry | None
 
     def change_note(self, spec: AdapterSpec) -> str | None:
@@ -62,7 +64,7 @@ async def start_adapters(service: AdapterService, folders: Sequence[Path]) -> St
     to_register: dict[Origin, list[tuple[str, AdapterSpec]]] = {origin: [] for origin in Origin}
     num_served = 0
     for candidate, spec in zip(candidates, specs, strict=True):
-        if isinstance(spec, AdapterError):
+        if isinstance(spec, UserError):
             notes.append(f"adapter {candidate.name!r} is not served: {spec}")
             continue
         try:
@@ -93,7 +95,7 @@ def _candidates(
     found: dict[str, _Candidate] = {}
     for name, entry in entries.items():
         if not _is_of_folder(entry):
-            found[name] = _candidate(name, entry.spec.path, Origin.API, entry)
+            found[name] = _remembered(service, entry)
     for folder in folders:
         discovery = discover_adapters(folder)
         notes += discovery.notes
@@ -118,6 +120,20 @@ def _is_of_folder(entry: RegistryEntry) -> bool:
     return entry.origin is Origin.FOLDER
 
 
+def _remembered(service: AdapterService, entry: RegistryEntry) -> _Candidate:
+    """An adapter of the API. It keeps its name even where it may not be served, as the registry keeps it."""
+    candidate = _candidate(entry.name, entry.spec.path, Origin.API, entry)
+    try:
+        service.allowed.check(entry.spec.path)
+    except PathNotAllowedError:
+        closed = PathNotAllowedError(
+            f"{entry.spec.path} is outside the folders that adapters may be loaded from; start the server "
+            f"with --allow-adapter-dir {entry.spec.path.parent} to serve it again, or unload it"
+        )
+        return replace(candidate, spec=closed)
+    return candidate
+
+
 def _candidate(name: str, path: Path, origin: Origin, entry: RegistryEntry | None) -> _Candidate:
     """Only the registered spec of the same folder, with files that have not changed, is as good as new."""
     spec = (
@@ -128,7 +144,7 @@ def _candidate(name: str, path: Path, origin: Origin, entry: RegistryEntry | Non
 
 def _read_missing(
     service: AdapterService, candidates: Sequence[_Candidate]
-) -> list[AdapterSpec | AdapterError]:
+) -> list[AdapterSpec | AdapterError | PathNotAllowedError]:
     unread = [candidate.path for candidate in candidates if candidate.spec is None]
     read = iter(read_adapters(unread, service.shape))
     return [next(read) if candidate.spec is None else candidate.spec for candidate in candidates]

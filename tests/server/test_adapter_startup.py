@@ -9,6 +9,7 @@ import pytest
 from adapter_calls import load, unload, version_of
 from server_fixtures import SHAPE, Api, write_adapter
 
+from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.registry import Origin
 from loraplex.server.adapter_startup import StartReport, start_adapters
@@ -81,6 +82,27 @@ def test_a_name_of_the_api_whose_files_are_gone_is_not_given_to_a_folder(api: Ap
     assert paths(api) == {"two": folder / "two"}
 
 
+@pytest.mark.parametrize("given", ["another folder", "no folder"])
+def test_an_adapter_of_the_api_is_not_served_from_a_folder_that_is_closed_now(
+    api: Api, folder: Path, tmp_path: Path, given: str
+) -> None:
+    load(api, "two", folder / "one")
+    more = tmp_path / "more"
+    write_adapter(more / "two", seed=9)
+    api.served.service.allowed = AllowedPaths([more] if given == "another folder" else [])
+    report = restart(api, more)
+    assert (paths(api), report.num_skipped) == ({}, 1)
+    [closed, _] = sorted(report.notes)
+    assert closed.startswith(f"adapter 'two' is not served: {folder / 'one'} is outside the folders")
+    assert f"--allow-adapter-dir {folder} " in closed
+
+    # Neither forgotten nor replaced by the folder's: it is served again as soon as it may be.
+    assert api.served.service.registry.names() == ["two"]
+    api.served.service.allowed = AllowedPaths([folder])
+    assert restart(api).notes == ()
+    assert paths(api) == {"two": folder / "one"}
+
+
 def test_the_first_of_two_folders_with_one_name_wins(api: Api, folder: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "more" / "two", seed=9)
     report = restart(api, folder, tmp_path / "more")
@@ -88,10 +110,10 @@ def test_the_first_of_two_folders_with_one_name_wins(api: Api, folder: Path, tmp
     assert any("is taken by" in note for note in report.notes)
 
 
-def test_a_server_starts_with_its_folders_and_its_registry(api: Api, folder: Path, tmp_path: Path) -> None:
+def test_a_server_starts_with_its_folders_and_its_registry(api: Api, folder: Path) -> None:
     service = api.served.service
-    elsewhere = write_adapter(tmp_path / "elsewhere", seed=3)
-    service.registry.put("by-hand", read_adapter(elsewhere, SHAPE))
+    by_hand = write_adapter(folder / "three" / "by-hand", seed=3)
+    service.registry.put("by-hand", read_adapter(by_hand, SHAPE))
     write_adapter(folder / "broken", use_dora=True)
     write_adapter(folder / "base")
     (folder / "empty").mkdir()
