@@ -81,16 +81,19 @@ def run_check(path: Path, model: str, *, as_json: bool, load_shape: Callable[[st
 
     from loraplex.adapters.peft_reader import inspect_adapter
     from loraplex.core.errors import ModelError
+    from loraplex.server.base_name import base_names, other_base, other_base_warning
 
     try:
         shape = load_shape(model)
     except ModelError as error:
         _fail(f"--model: {error}", EXIT_USAGE)
     report = inspect_adapter(path, shape)
+    other = other_base(path, base_names(model))
+    warnings = [] if other is None else [other_base_warning(other, model)]
     if as_json:
-        typer.echo(json.dumps(_report_as_json(report), indent=2))
+        typer.echo(json.dumps(_report_as_json(report, warnings), indent=2))
     else:
-        _print_report(Console(highlight=False, markup=False), report)
+        _print_report(Console(highlight=False, markup=False), report, warnings)
     return 0 if report.spec is not None else EXIT_REFUSED
 
 
@@ -134,13 +137,14 @@ def format_layers(layers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _report_as_json(report: AdapterReport) -> dict[str, Any]:
+def _report_as_json(report: AdapterReport, warnings: Sequence[str]) -> dict[str, Any]:
     return {
         "path": str(report.path),
         "servable": report.spec is not None,
         "version": None if report.spec is None else report.spec.version,
         "num_params": None if report.spec is None else report.spec.num_params,
         "num_bytes": _total_bytes(report),
+        "warnings": list(warnings),
         "honoured": _findings(report.honoured),
         "no_effect": _findings(report.no_effect),
         "refused": [
@@ -164,7 +168,7 @@ def _findings(findings: Iterable[Finding]) -> list[dict[str, str]]:
     return [{"field": each.field, "value": each.value, "reason": each.reason} for each in findings]
 
 
-def _print_report(console: Console, report: AdapterReport) -> None:
+def _print_report(console: Console, report: AdapterReport, warnings: Sequence[str]) -> None:
     """The verdict is the first line, and what speaks against the adapter the next; all else is detail."""
     path = printable(str(report.path))
     if report.spec is not None:
@@ -176,6 +180,8 @@ def _print_report(console: Console, report: AdapterReport) -> None:
         console.print(f"Refused for {reasons}: {path}", style="red", soft_wrap=True)
     for error in report.refusals:
         console.print(f"- {printable(str(error))}")
+    for warning in warnings:
+        console.print(f"Warning: {printable(warning)}", style="yellow")
     console.print()
     _print_details(console, report)
 

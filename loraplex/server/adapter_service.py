@@ -34,6 +34,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.shape import ModelShape
 from loraplex.engine.interface import AsyncEngine
+from loraplex.server.base_name import base_names, other_base, other_base_warning
 from loraplex.server.errors import NotServedError
 from loraplex.server.version_use import VersionUse
 
@@ -83,8 +84,11 @@ class AdapterService:
         registry: AdapterRegistry,
         shape: ModelShape,
         allowed: AllowedPaths,
+        known_as: frozenset[str] | None = None,
     ) -> None:
+        """`known_as` has the comparable names of the base model, beside `base_model` its served one."""
         self.base_model = base_model
+        self.known_as = base_names(base_model) if known_as is None else known_as
         self.shape = shape
         self.allowed = allowed
         self.registry = registry
@@ -122,7 +126,7 @@ class AdapterService:
                     f"the adapter {name!r} is already loaded; set load_inplace to replace it",
                     param="lora_name",
                 )
-            spec = await asyncio.to_thread(read_adapter, self._check_path(path), self.shape)
+            spec, other = await asyncio.to_thread(self._read, self._check_path(path))
             async with self._lock(spec.version):
                 await self._engine.add_adapter(spec)
                 try:
@@ -130,6 +134,8 @@ class AdapterService:
                 except StorageError:
                     self._retire_if_unused(spec.version)
                     raise
+                if other is not None:
+                    logger.warning("adapter %r: %s", name, other_base_warning(other, self.base_model))
                 return self._point(name, spec)
 
     async def unload(
@@ -170,6 +176,11 @@ class AdapterService:
         for task in self._retirements:
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)
+
+    def _read(self, path: Path) -> tuple[AdapterSpec, str | None]:
+        """The adapter in a folder, and the other base model that it names, if any."""
+        spec = read_adapter(path, self.shape)
+        return spec, other_base(path, self.known_as)
 
     def _point(self, name: str, spec: AdapterSpec) -> ServedAdapter:
         """Let a name stand for a version, and retire the one it stood for."""

@@ -21,11 +21,12 @@ from loraplex.adapters.registry import Origin, RegistryEntry
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import AdapterError, CapacityError, PathNotAllowedError, StorageError, UserError
 from loraplex.server.adapter_service import AdapterService
+from loraplex.server.base_name import name_adapters, other_base, other_base_warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartReport:
-    """`notes` has one line for everything that was skipped or changed."""
+    """`notes` has one line for everything that was skipped or changed, or is worth a warning."""
 
     num_served: int
     num_skipped: int
@@ -77,6 +78,7 @@ async def start_adapters(service: AdapterService, folders: Sequence[Path]) -> St
             to_register[candidate.origin].append((candidate.name, spec))
         if note := candidate.change_note(spec):
             notes.append(note)
+    notes += await asyncio.to_thread(_other_base_notes, service)
     names = {candidate.name for candidate in candidates}
     gone = [entry.name for entry in entries.values() if _is_of_folder(entry) and entry.name not in names]
     try:
@@ -86,6 +88,18 @@ async def start_adapters(service: AdapterService, folders: Sequence[Path]) -> St
     except StorageError as error:
         notes.append(f"the adapters are served, but could not be registered: {error}")
     return StartReport(num_served=num_served, num_skipped=len(candidates) - num_served, notes=tuple(notes))
+
+
+def _other_base_notes(service: AdapterService) -> list[str]:
+    """One note for each other base model that is named: adapters of one project tend to name the same."""
+    by_base: dict[str, list[str]] = {}
+    for adapter in service.served():
+        if other := other_base(adapter.spec.path, service.known_as):
+            by_base.setdefault(other, []).append(adapter.name)
+    return [
+        f"{name_adapters(names)}: {other_base_warning(other, service.base_model)}"
+        for other, names in by_base.items()
+    ]
 
 
 def _candidates(

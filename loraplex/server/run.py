@@ -30,6 +30,7 @@ from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.app import create_app
 from loraplex.server.banner import Announcer
+from loraplex.server.base_name import base_names
 from loraplex.server.body import BodyLimits
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_client import EngineClient
@@ -162,6 +163,7 @@ async def _start(
         registry=registry,
         shape=config.shape,
         allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
+        known_as=base_names(options.engine.model, base_model),
     )
     stack.push_async_callback(service.close)
     clock = MonotonicClock()

@@ -61,6 +61,19 @@ def test_the_verdict_of_a_check_is_its_first_line(tmp_path: Path, capsys: pytest
     assert reason.startswith("- adapter_config.json: use_dora = true")
 
 
+def test_check_warns_of_an_adapter_of_another_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_adapter(tmp_path, make_config(base_model_name_or_path="some/other"))
+    assert run_check(tmp_path, "base", as_json=False, load_shape=load_shape) == 0
+    verdict, warning, *_ = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("Servable: ")
+    assert warning.startswith("Warning: trained on 'some/other'")
+    assert run_check(tmp_path, "base", as_json=True, load_shape=load_shape) == 0
+    [warning] = json.loads(capsys.readouterr().out)["warnings"]
+    assert "not on 'base'" in warning
+
+
 def test_check_prints_every_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_adapter(tmp_path, make_config(use_dora=True, r=8, **{"[bold]\x1b[2J": 1}))
     assert run_check(tmp_path, "base", as_json=False, load_shape=load_shape) == 1

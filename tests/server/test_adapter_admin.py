@@ -58,6 +58,21 @@ def test_the_list_of_adapters_tells_what_the_engine_knows(api: Api, folder: Path
     assert info["tokens"] > 0
 
 
+def test_an_adapter_of_another_base_that_fits_is_served_with_a_warning(
+    api: Api, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_adapter(folder / "mine", base_model_name_or_path="models/Base")
+    assert load(api, "mine", folder / "mine").status_code == 200
+    assert caplog.messages == []
+    write_adapter(folder / "other", seed=3, base_model_name_or_path="some/base-instruct")
+    assert load(api, "other", folder / "other").status_code == 200
+    [warning] = caplog.messages
+    assert "'other'" in warning
+    assert "trained on 'some/base-instruct'" in warning
+    assert "not on 'base'" in warning
+    assert api.post("/v1/completions", {"model": "other", "prompt": "x"}).status_code == 200
+
+
 def test_a_name_that_is_taken_needs_load_inplace(api: Api, folder: Path) -> None:
     assert load(api, "new", folder / "one").status_code == 200
     response = load(api, "new", folder / "two")

@@ -147,6 +147,17 @@ def test_a_restart_reads_only_what_has_changed(
     assert version_of(api, "two") == before["two"]
 
 
+def test_adapters_of_another_base_are_noted_at_every_start(api: Api, folder: Path) -> None:
+    for name in ("one", "two"):
+        write_adapter(folder / name, base_model_name_or_path="some/other")
+    for _ in range(2):
+        report = restart(api, folder)
+        assert set(paths(api)) == {"one", "two"}
+        [note] = report.notes
+        assert note.startswith("adapters 'one', 'two': trained on 'some/other'")
+        assert "not on 'base'" in note
+
+
 def test_a_registered_adapter_whose_files_are_gone_is_skipped(api: Api, folder: Path) -> None:
     load(api, "gone", folder / "one")
     unload(api, "pirate")

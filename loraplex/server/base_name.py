@@ -1,0 +1,73 @@
+"""Which base model an adapter says it was trained on, and whether that is the one at hand.
+
+Shapes tell most strangers apart, but not a model from its own fine-tune. A name cannot prove anything
+either: it may be a folder on somebody else's machine. So another name is a warning, and no refusal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from loraplex.adapters.checkpoint_files import open_checkpoint
+from loraplex.adapters.peft_config import parse_config, shorten
+from loraplex.adapters.spec import CONFIG_FILE
+from loraplex.core.errors import AdapterError
+
+_MAX_NAME_CHARS: Final = 100
+_MAX_ADAPTERS_NAMED: Final = 5
+
+# Where the Hugging Face hub keeps a model on disk; the last part of the path is a commit.
+_HUB_SNAPSHOT: Final = re.compile(r"(?:^|/)models--(?:[^/]*--)?([^/]+)/snapshots/[^/]+$")
+
+
+def comparable_name(name: str) -> str:
+    """The last part of a path or hub id, in lower case; empty if there is none."""
+    path = name.strip().replace("\\", "/").rstrip("/")
+    snapshot = _HUB_SNAPSHOT.search(path)
+    last = snapshot[1] if snapshot else path.rpartition("/")[2]
+    return last.lower().strip(".")
+
+
+def base_names(model: str, *served_as: str) -> frozenset[str]:
+    """All that a base model may be called: as it was given, where its folder really is, as it is served."""
+    names = [model, *served_as]
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        names.append(str(folder.resolve()))
+    return frozenset(map(comparable_name, names))
+
+
+def other_base(path: Path, known: frozenset[str]) -> str | None:
+    """The base model that the adapter in a folder names, if it names one and it is not this one."""
+    try:
+        with open_checkpoint(path) as files:
+            name = (
+                parse_config(files.read_config()).get("base_model_name_or_path")
+                if files.config is not None
+                else None
+            )
+    except (AdapterError, OSError):
+        return None  # what is wrong with the files is told by those who read the adapter
+    if not isinstance(name, str) or comparable_name(name) in ("", *known):
+        return None
+    return shorten(name, max_chars=_MAX_NAME_CHARS)
+
+
+def other_base_warning(other: str, base_model: str) -> str:
+    return (
+        f"trained on {other!r}, says {CONFIG_FILE}, not on {base_model!r}; "
+        "answers are right only if these are the same model"
+    )
+
+
+def name_adapters(names: Sequence[str]) -> str:
+    """The subject of a warning about one or many adapters."""
+    if len(names) == 1:
+        return f"adapter {names[0]!r}"
+    more = len(names) - _MAX_ADAPTERS_NAMED
+    return f"adapters {', '.join(map(repr, names[:_MAX_ADAPTERS_NAMED]))}" + (
+        f" and {more} more" if more > 0 else ""
+    )
