@@ -56,6 +56,7 @@ class EngineOptions:
     max_running: int = 256
     block_size: int = 16
     num_threads: int | None = None
+    runs_ahead: bool | None = None
 
 
 def build_core(options: EngineOptions, progress: Progress | None = None) -> Engine:
@@ -78,6 +79,7 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
         ],
         builder=BatchBuilder(kernels, options.block_size),
         dtype=dtype,
+        runs_ahead=bool(options.runs_ahead),
     )
     budget = options.host_adapter_memory_bytes
     if budget is None:

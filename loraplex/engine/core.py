@@ -1,7 +1,12 @@
-"""The engine: schedule, execute, update."""
+"""The engine: schedule, launch, land, update.
+
+Where the executor lets it, the next step is decided and launched while the last one is under way, so that
+the device never waits for Python.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +14,7 @@ from loraplex.adapters.residency import Residency
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
-from loraplex.engine.executor import Executor, StepResult
+from loraplex.engine.executor import Executor, Flight, StepResult
 from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.plan import StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -31,6 +36,7 @@ class Engine:
         # A version may lie in several folders, under as many names; any of them will do to load it.
         self._sources: dict[str, dict[Path, AdapterSpec]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
+        self._flights: deque[tuple[StepPlan, Flight]] = deque()
         self._num_steps = 0
 
     def step(self) -> Sequence[EngineOutput]:
@@ -40,19 +46,28 @@ class Engine:
             self._executor.evict_adapter(version)
         for version in plan.adapter_loads:
             self._executor.load_adapter(list(self._sources[version].values()))
-        result = StepResult()
         if plan.chunks:
-            result = self._executor.execute(plan)
+            self._flights.append((plan, self._executor.launch(plan)))
             self._num_steps += 1
-            self._collect_prompt_logprobs(plan, result)
-        else:
+        elif not self._flights:
             self._collect_loads(timeout_s=_LOAD_WAIT_S)
-        for request_id, message in result.failures.items():
-            self._scheduler.fail(request_id, message)
-        return [self._output(update, result) for update in self._scheduler.update(plan, result.tokens)]
+        outputs = self._land(keep=1 if plan.chunks and self._flights[-1][1].runs_ahead else 0)
+        return outputs + [self._output(failure, StepResult()) for failure in self._scheduler.take_failures()]
+
+    def _land(self, keep: int) -> list[EngineOutput]:
+        """Collect the steps under way, but for the last `keep`."""
+        outputs: list[EngineOutput] = []
+        while len(self._flights) > keep:
+            plan, flight = self._flights.popleft()
+            result = flight.land()
+            self._collect_prompt_logprobs(plan, result)
+            for request_id, message in result.failures.items():
+                self._scheduler.fail(request_id, message)
+            outputs += [self._output(u, result) for u in self._scheduler.update(plan, result.tokens)]
+        return outputs
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work() or self._executor.num_pending_loads > 0
+        return bool(self._flights) or self._scheduler.has_work() or self._executor.num_pending_loads > 0
 
     def add_request(self, request: EngineRequest) -> None:
         self._scheduler.add(request)

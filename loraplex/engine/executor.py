@@ -33,6 +33,32 @@ class StepResult:
     failures: dict[str, str] = field(default_factory=dict)
 
 
+class Flight(Protocol):
+    """A step that was launched.
+
+    `runs_ahead`: its tokens stay where the next step finds them, so that one may be decided and launched
+    before they are known here.
+    """
+
+    @property
+    def runs_ahead(self) -> bool: ...
+
+    def land(self) -> StepResult:
+        """Wait for the step. Flights land in the order they were launched."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LandedFlight:
+    """A step that was carried out as it was launched."""
+
+    result: StepResult
+    runs_ahead: bool = False
+
+    def land(self) -> StepResult:
+        return self.result
+
+
 class Executor(Protocol):
     """One device's memory and arithmetic."""
 
@@ -62,7 +88,9 @@ class Executor(Protocol):
     @property
     def num_pending_loads(self) -> int: ...
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start a step behind those already launched."""
+        ...
 
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
         """Assert that state is kept for exactly these requests, and weights for exactly these versions."""

@@ -29,6 +29,7 @@ class SamplingState:
     def __init__(self, request: EngineRequest) -> None:
         self.params = request.params
         self.num_output = 0
+        self.last_token: int | None = None
         seed = request.params.seed
         self.seed = secrets.randbits(64) if seed is None else seed % 2**64
         self.prompt_token_ids = request.prompt_token_ids
@@ -51,6 +52,7 @@ class SamplingState:
 
     def accept(self, token_id: int) -> None:
         self.num_output += 1
+        self.last_token = token_id
         if self.params.has_penalties:
             self.output_counts[token_id] += 1
 

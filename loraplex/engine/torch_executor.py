@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +11,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.engine.adapter_loader import AdapterLoader, resident_bytes
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
-from loraplex.engine.executor import AdapterEvent, StepResult
+from loraplex.engine.executor import AdapterEvent, LandedFlight, StepResult
 from loraplex.engine.sampler import SamplingState, sample, token_logprob
 from loraplex.kernels.lora import LoraWeights
 from loraplex.model.decoder import Decoder, KVCache
@@ -24,12 +25,21 @@ class TorchExecutor:
     """Owns the model, its KV cache and the adapters in memory."""
 
     def __init__(
-        self, *, decoder: Decoder, caches: list[KVCache], builder: BatchBuilder, dtype: torch.dtype
+        self,
+        *,
+        decoder: Decoder,
+        caches: list[KVCache],
+        builder: BatchBuilder,
+        dtype: torch.dtype,
+        runs_ahead: bool = False,
     ) -> None:
+        """`runs_ahead`: let steps be launched before the last one's tokens are told. There is nothing to
+        gain by it on a CPU; it lets tests drive the engine as a GPU does."""
         self._decoder = decoder
         self._caches = caches
         self._builder = builder
         self._dtype = dtype
+        self._runs_ahead = runs_ahead
         self._loader = AdapterLoader(decoder.config.shape, dtype)
         self._adapters: dict[str, LoraWeights] = {}
         self._states: dict[str, SamplingState] = {}
@@ -68,9 +78,10 @@ class TorchExecutor:
     def close(self) -> None:
         self._loader.close()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> LandedFlight:
         wanting = {c.request_id for c in plan.chunks if self._wants_prompt_logprobs(c)}
-        built = self._builder.build(plan.chunks, self._adapters, all_rows_of=wanting)
+        chunks = [self._known(chunk) for chunk in plan.chunks]
+        built = self._builder.build(chunks, self._adapters, all_rows_of=wanting)
         states_LH = self._decoder.forward(built.batch, self._caches)
         result = StepResult()
         for chunk in plan.chunks:
@@ -78,7 +89,15 @@ class TorchExecutor:
                 rows = built.rows_of[chunk.request_id]
                 result.prompt_logprobs[chunk.request_id] = self._prompt_logprobs(chunk, states_LH[rows])
         self._sample(built, states_LH, result)
-        return result
+        return LandedFlight(result=result, runs_ahead=self._runs_ahead)
+
+    def _known(self, chunk: Chunk) -> Chunk:
+        """With its token, where that was sampled by the step before and not told yet."""
+        if not chunk.follows:
+            return chunk
+        # A request whose last logits were not finite fails when that is told; its row must not fail others.
+        last_token = self._states[chunk.request_id].last_token
+        return replace(chunk, token_ids=[last_token or 0])
 
     def _sample(self, built: BuiltBatch, states_LH: torch.Tensor, result: StepResult) -> None:
         if not built.sampling:

@@ -9,10 +9,11 @@ from loraplex.core.request import FinishReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Tokens [start, start + len(token_ids)) of one sequence, to be computed in this step.
+    """Tokens [start, end) of one sequence, to be computed in this step.
 
-    `block_ids` covers the sequence up to the end of the chunk. `samples`: the chunk ends at the last
-    known token, so the step yields the next one.
+    `token_ids` is empty if the chunk's one token is not known yet: it is what the sequence's chunk in the
+    step before samples (`follows`). `block_ids` covers the sequence up to the end of the chunk. `samples`:
+    the chunk ends at the sequence's last token, so the step yields the next one.
     """
 
     request_id: str
@@ -23,8 +24,16 @@ class Chunk:
     samples: bool
 
     @property
+    def follows(self) -> bool:
+        return not self.token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) or 1
+
+    @property
     def end(self) -> int:
-        return self.start + len(self.token_ids)
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +47,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        return sum(chunk.num_tokens for chunk in self.chunks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

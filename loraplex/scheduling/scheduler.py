@@ -4,6 +4,10 @@ Running requests go first: each that decodes gets its next token, prompts get ch
 compute beside that; what is left admits waiting ones, first come first served, as soon as their adapter is
 in memory.
 When KV memory runs out, the youngest running request gives its blocks back and is computed again later.
+
+A step may be decided while the one before is still under way: its tokens are counted on before they are
+known. `update` tells them afterwards, in the order of the steps; what was computed for a request that has
+ended by then is passed over.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._loads: list[str] = []
         self._failures: list[TokenUpdate] = []
+        self._under_way: deque[list[tuple[Sequence, int]]] = deque()
         self._num_preemptions = 0
 
     # ---- what callers tell it
@@ -113,6 +118,8 @@ class Scheduler:
         if not preempted:
             self._admit(chunks, budget)
         loads, self._loads = self._loads, []
+        if chunks:
+            self._under_way.append([self._advance(chunk) for chunk in chunks])
         return StepPlan(
             chunks=tuple(chunks),
             adapter_evictions=tuple(self._residency.take_evictions()),
@@ -123,21 +130,26 @@ class Scheduler:
     def update(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[TokenUpdate]:
         """Account for an executed step: `sampled` has a token for each chunk that samples.
 
-        Requests that were cancelled in between are passed over.
+        Steps are told in the order they were decided. Requests that ended in between are passed over.
         """
-        updates, self._failures = self._failures, []
-        for chunk in plan.chunks:
-            sequence = self._sequences.get(chunk.request_id)
-            if sequence is None:
+        updates = []
+        for chunk, (sequence, num_resets) in zip(plan.chunks, self._under_way.popleft(), strict=True):
+            if self._sequences.get(chunk.request_id) is not sequence:
                 continue
-            sequence.num_computed = chunk.end
-            self._publish(sequence)
+            if sequence.num_resets == num_resets:
+                self._publish(sequence, chunk.end)
             if chunk.samples:
+                sequence.num_unknown -= 1
                 updates.append(self._accept(sequence, sampled[chunk.request_id]))
         return updates
 
+    def take_failures(self) -> list[TokenUpdate]:
+        """Requests that ended with an error since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
     def fail(self, request_id: str, message: str) -> None:
-        """End one request with an error; it is reported by the next `update`."""
+        """End one request with an error; `take_failures` reports it."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._fail(sequence, message)
@@ -151,7 +163,7 @@ class Scheduler:
         budget = work.prefill_budget(decode_cost)
         chunks: list[Chunk] = []
         for sequence in list(self._running):
-            if sequence in preempted:
+            if sequence in preempted or self._needs_no_more(sequence):
                 continue
             decodes = sequence.num_remaining == 1
             num_tokens = 1 if decodes else self._within(budget, sequence)
@@ -161,6 +173,15 @@ class Scheduler:
             if not decodes:
                 budget -= work.cost(sequence.num_computed, num_tokens)
         return chunks, budget
+
+    def _needs_no_more(self, sequence: Sequence) -> bool:
+        """Whether the tokens under way are the last ones, whatever they turn out to be."""
+        if sequence.num_unknown == 0:
+            return False
+        limit, max_tokens = self._config.max_model_len, sequence.request.params.max_tokens
+        if max_tokens is not None:
+            limit = min(limit, sequence.num_prompt + max_tokens)
+        return sequence.num_tokens >= limit
 
     def _within(self, budget: float, sequence: Sequence) -> int:
         return min(sequence.num_remaining, self._config.work.tokens_within(budget, sequence.num_computed))
@@ -210,7 +231,7 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while self._waiting and budget >= 1 and len(self._running) < self._config.max_running:
             sequence = self._waiting.popleft()
-            if not self._adapter_ready(sequence):
+            if not self._adapter_ready(sequence) or sequence.num_unknown > 0:
                 passed_over.append(sequence)
                 continue
             num_tokens = self._start(sequence, budget)
@@ -279,8 +300,8 @@ class Scheduler:
             num_cached_tokens=sequence.num_cached or 0,
         )
 
-    def _publish(self, sequence: Sequence) -> None:
-        num_full = sequence.num_computed // self._pool.block_size
+    def _publish(self, sequence: Sequence, num_computed: int) -> None:
+        num_full = num_computed // self._pool.block_size
         if num_full > sequence.num_published:
             self._pool.publish(
                 sequence.adapter, sequence.token_ids, sequence.block_ids, sequence.num_published, num_full
@@ -295,8 +316,15 @@ class Scheduler:
             start=start,
             token_ids=sequence.token_ids[start:end],
             block_ids=sequence.block_ids,
-            samples=end == len(sequence.token_ids),
+            samples=end == sequence.num_tokens,
         )
+
+    def _advance(self, chunk: Chunk) -> tuple[Sequence, int]:
+        """Count on a chunk that is about to be computed."""
+        sequence = self._sequences[chunk.request_id]
+        sequence.num_computed = chunk.end
+        sequence.num_unknown += chunk.samples
+        return sequence, sequence.num_resets
 
     def _fail(self, sequence: Sequence, message: str, *, param: str | None = None) -> None:
         self._drop(sequence)
@@ -364,7 +392,7 @@ class Scheduler:
             assert not sequence.block_ids, "a waiting request holds blocks"
         for sequence in self._running:
             assert sequence.adapter is None or sequence.pinned, "a running request's adapter may vanish"
-            assert 0 <= sequence.num_computed < len(sequence.token_ids)
+            assert 0 <= sequence.num_computed < sequence.num_tokens
             assert len(sequence.block_ids) >= self._pool.blocks_for(sequence.num_computed)
         self._residency.check_integrity(
             pins=Counter(s.adapter for s in queued if s.adapter is not None and s.pinned),

@@ -8,10 +8,12 @@ from loraplex.core.request import EngineRequest
 class Sequence:
     """Mutable state of one request.
 
-        tokens   [ prompt ............ | output ...... ]
-        computed [ cached | computed ....... )            keys and values are in `block_ids`
-        published[ whole blocks .... )                    findable by other requests
+        tokens   [ prompt ............ | output ...... | unknown ]
+        computed [ cached | computed ....... )                     keys and values are in `block_ids`
+        published[ whole blocks .... )                             findable by other requests
 
+    *Unknown* tokens are being sampled by steps under way, and what such steps compute counts as computed.
+    `num_resets`: how often the sequence was preempted; a step from before that has nothing to publish.
     `pinned`: the residency holds the adapter's weights for this sequence. `num_cached`: prompt tokens the
     prefix cache had when the request was first admitted; None until then.
     """
@@ -22,6 +24,8 @@ class Sequence:
         "num_computed",
         "num_prompt",
         "num_published",
+        "num_resets",
+        "num_unknown",
         "pinned",
         "request",
         "token_ids",
@@ -34,6 +38,8 @@ class Sequence:
         self.num_computed = 0
         self.num_cached: int | None = None
         self.num_published = 0
+        self.num_resets = 0
+        self.num_unknown = 0
         self.block_ids: list[int] = []
         self.pinned = False
 
@@ -46,9 +52,14 @@ class Sequence:
         return self.request.adapter
 
     @property
+    def num_tokens(self) -> int:
+        """Known or unknown."""
+        return len(self.token_ids) + self.num_unknown
+
+    @property
     def num_remaining(self) -> int:
-        """Known tokens whose keys and values are not computed yet; 1 for a decoding sequence."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens whose keys and values are not computed yet; 1 for a decoding sequence."""
+        return self.num_tokens - self.num_computed
 
     @property
     def num_output(self) -> int:
@@ -59,3 +70,4 @@ class Sequence:
         self.block_ids = []
         self.num_computed = 0
         self.num_published = 0
+        self.num_resets += 1

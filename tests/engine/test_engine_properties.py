@@ -31,7 +31,8 @@ RANKS = (1, 3, 8, 16)
 class Arrival:
     """A request and the step it arrives at; `cancel_after` steps later it is cancelled, if not None.
 
-    `reloads`: its adapter is taken out and put back right after it arrives, as a reload does.
+    `reloads`: its adapter is taken out and put back right after it arrives, as a reload does. `stops`: some
+    tokens end it, so that a step decided before that was known has computed too much.
     """
 
     at_step: int
@@ -42,6 +43,7 @@ class Arrival:
     sampled: bool
     cancel_after: int | None
     reloads: bool
+    stops: bool
 
 
 arrivals = st.builds(
@@ -54,6 +56,7 @@ arrivals = st.builds(
     sampled=st.booleans(),
     cancel_after=st.none() | st.none() | st.integers(0, 15),
     reloads=st.booleans(),
+    stops=st.booleans(),
 )
 
 
@@ -89,7 +92,10 @@ def request_of(request_id: str, arrival: Arrival) -> EngineRequest:
         request_id=request_id,
         prompt_token_ids=[(seed + index * (3 + seed)) % 256 for index in range(arrival.num_prompt)],
         params=SamplingParams(
-            max_tokens=arrival.num_output, temperature=1.0 if arrival.sampled else 0.0, seed=5
+            max_tokens=arrival.num_output,
+            temperature=1.0 if arrival.sampled else 0.0,
+            seed=5,
+            stop_token_ids=tuple(range(0, 256, 11)) if arrival.stops else (),
         ),
         adapter=adapter,
     )
@@ -102,16 +108,22 @@ def text_alone(arrival: Arrival) -> tuple[int, ...]:
     return tuple(run_to_end(engine)["alone"].token_ids)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     requests=st.lists(arrivals, min_size=1, max_size=10),
     num_blocks=st.integers(22, 60),
     max_step_tokens=st.integers(3, 80),
     max_running=st.integers(1, 8),
     host_adapters=st.integers(1, 4),
+    runs_ahead=st.booleans(),
 )
 def test_every_request_gets_the_text_it_would_have_had_alone(
-    requests: list[Arrival], num_blocks: int, max_step_tokens: int, max_running: int, host_adapters: int
+    requests: list[Arrival],
+    num_blocks: int,
+    max_step_tokens: int,
+    max_running: int,
+    host_adapters: int,
+    runs_ahead: bool,
 ) -> None:
     largest = max(adapter.num_bytes for adapter in roomy_engine().stats().adapters)
     engine = build(
@@ -119,6 +131,7 @@ def test_every_request_gets_the_text_it_would_have_had_alone(
         host_adapter_memory_bytes=largest * host_adapters,
         max_step_tokens=max_step_tokens,
         max_running=max_running,
+        runs_ahead=runs_ahead,
     )
     done = drive(engine, requests)
     assert engine.stats().num_kv_blocks_used == 0

@@ -62,7 +62,10 @@ class Bench:
 
     def run(self, plan: StepPlan, token: int = 7) -> list[TokenUpdate]:
         sampled = {chunk.request_id: token for chunk in plan.chunks if chunk.samples}
-        updates = self.scheduler.update(plan, sampled)
+        updates = [
+            *self.scheduler.take_failures(),
+            *(self.scheduler.update(plan, sampled) if plan.chunks else []),
+        ]
         self.scheduler.check_integrity()
         return updates
 
@@ -379,3 +382,58 @@ def test_a_request_id_in_use_is_refused() -> None:
     bench.add("a")
     with pytest.raises(InvalidRequestError, match="in use"):
         bench.add("a")
+
+
+def test_a_step_may_be_decided_before_the_tokens_of_the_last_one_are_told() -> None:
+    bench = Bench()
+    bench.add("a", 5)
+    first = bench.schedule()
+    second = bench.schedule()
+    (chunk,) = second.chunks
+    assert chunk.follows
+    assert (chunk.start, chunk.end, chunk.samples) == (5, 6, True)
+    assert [update.token_id for update in bench.run(first, token=8)] == [8]
+    third = bench.schedule()
+    assert (third.chunks[0].start, third.chunks[0].follows) == (6, True)
+    assert [update.token_id for update in bench.run(second, token=9)] == [9]
+    assert [update.token_id for update in bench.run(third, token=9)] == [9]
+
+
+def test_no_step_is_decided_beyond_the_last_token_a_request_may_have() -> None:
+    bench = Bench()
+    bench.add("a", 5, max_tokens=2)
+    first, second = bench.schedule(), bench.schedule()
+    assert bench.schedule().chunks == ()
+    bench.run(first)
+    (last,) = bench.run(second)
+    assert last.finish_reason is FinishReason.LENGTH
+    assert not bench.scheduler.has_work()
+
+
+def test_what_was_computed_beyond_the_end_of_a_request_is_passed_over() -> None:
+    bench = Bench()
+    bench.add("a", 5)
+    first, second = bench.schedule(), bench.schedule()
+    (ended,) = bench.run(first, token=EOS)
+    assert ended.finish_reason is FinishReason.STOP
+    bench.add("a", 3)  # the same id again, before the step that was too much is told
+    assert bench.run(second) == []
+    plan, updates = bench.step()
+    assert sizes(plan) == {"a": 3}
+    assert [update.token_id for update in updates] == [7]
+
+
+def test_a_request_preempted_while_its_step_is_under_way_keeps_the_token() -> None:
+    bench = Bench(num_blocks=4)
+    bench.add("a", 7)
+    bench.add("b", 7)
+    first, second = bench.schedule(), bench.schedule()  # two blocks each: memory is full
+    third = bench.schedule()
+    assert third.preempted == ("b",)
+    bench.run(first, token=8)
+    updates = bench.run(second, token=9)
+    assert [(update.request_id, update.token_id) for update in updates] == [("a", 9), ("b", 9)]
+    bench.run(third)
+    bench.scheduler.cancel("a")
+    plan = bench.schedule()
+    assert plan.chunks[0].token_ids[-2:] == [8, 9]
