@@ -13,7 +13,7 @@ import pytest
 from adapter_calls import load, unload, version_of
 from safetensors.numpy import load_file, save_file
 from server_fixtures import SHAPE, USER, Api, write_adapter
-from serving_fakes import says
+from serving_fakes import make_spec, says
 
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
@@ -352,6 +352,32 @@ def test_a_version_that_comes_back_while_it_is_retired_stays(api: Api, folder: P
     api.run(scenario())
     assert api.served.engine.removed == []
     assert api.post("/v1/completions", {"model": "again", "prompt": "x"}).status_code == 200
+
+
+def test_a_database_that_cannot_grow_refuses_a_load_in_words(api: Api, folder: Path) -> None:
+    service = api.served.service
+    [num_pages] = service.registry._connection.execute("PRAGMA page_count").fetchone()
+    service.registry._connection.execute(f"PRAGMA max_page_count = {num_pages}")
+
+    def fill() -> None:  # with smaller entries than the one below, up to its place in the order
+        for number in range(1000):
+            service.registry.put(f"filler-{number:03}", make_spec("v"))
+
+    with pytest.raises(StorageError):
+        fill()
+    fillers, before = service.registry.names(), dict(api.served.engine.adapters)
+    response = load(api, "new", folder / "one")
+    assert response.status_code == 409, response.text
+    assert "the disk is full, nothing was changed; free some space" in response.json()["error"]["message"]
+
+    async def settle() -> None:
+        await asyncio.gather(*service._retirements)
+
+    api.run(settle())
+    assert (service.registry.names(), api.served.engine.adapters) == (fillers, before)
+    assert api.post("/v1/completions", {"model": "new", "prompt": "x"}).status_code == 404
+    service.registry._connection.execute(f"PRAGMA max_page_count = {2 * num_pages}")
+    assert load(api, "new", folder / "one").status_code == 200
 
 
 @pytest.mark.parametrize("replacing", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -129,6 +130,28 @@ def test_a_killed_engine_is_reported_restarted_and_answers_again(server) -> None
     wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, "the engine is back")
     assert complete(url, "one") == before
     assert everything_is_free(url)
+
+
+def test_an_engine_that_keeps_dying_is_a_health_that_says_what_to_do(server) -> None:
+    process, url = server
+    advice = "see the log and restart the server"
+
+    def given_up() -> bool:
+        # None there, or gone before the signal: between two starts, and after the last.
+        with contextlib.suppress(ValueError, OSError):
+            os.kill(engine_pid(process.pid), signal.SIGKILL)
+        return advice in httpx.get(f"{url}/health").text
+
+    assert httpx.get(f"{url}/health").status_code == 200
+    wait_until(given_up, "the supervisor gives up")
+    health = httpx.get(f"{url}/health")
+    assert health.status_code == 503
+    assert "died too often and is not started again" in health.json()["error"]["message"]
+    body = {"model": "tiny", "prompt": "the dog"}
+    refused = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_down")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_adapters_survive_a_killed_server(folder: Path, tmp_path: Path) -> None:
