@@ -20,7 +20,7 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.build import EngineOptions, build_core
 from loraplex.engine.core import Engine
-from loraplex.engine.executor import StepResult
+from loraplex.engine.executor import Flight
 from loraplex.model.config import load_config
 from loraplex.scheduling.plan import StepPlan
 
@@ -114,13 +114,13 @@ def add_adapters(engine: Engine, model: Path, expected: dict[str, Expected]) -> 
 
 def record_plans(engine: Engine) -> list[StepPlan]:
     plans: list[StepPlan] = []
-    execute = engine._executor.execute
+    launch = engine._executor.launch
 
-    def recorded(plan: StepPlan) -> StepResult:
+    def recorded(plan: StepPlan) -> Flight:
         plans.append(plan)
-        return execute(plan)
+        return launch(plan)
 
-    engine._executor.execute = recorded  # type: ignore[method-assign]
+    engine._executor.launch = recorded  # type: ignore[method-assign]
     return plans
 
 
