@@ -5,8 +5,14 @@ import os
 from hypothesis import settings
 
 # One thread: the models are tiny, and OpenMP threads that wait for each other on a busy machine are slow.
-# What must be right on several threads says so itself (tests/kernels).
+# What must be right on several threads says so itself (tests/kernels). Torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+# Without a device Triton kernels run in its interpreter, which must be known before triton is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No deadline: shared machines are slow at times, and no test here is about time. The same examples in every
 # run: a failure that comes and goes is found by raising max_examples, not by running again.
