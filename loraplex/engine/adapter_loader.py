@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -20,7 +20,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.adapters.tensors import TensorInfo, read_header
 from loraplex.core.errors import AdapterError, AdapterFormatError
 from loraplex.core.shape import ModelShape
-from loraplex.kernels.lora import LoraGroup, LoraPart, LoraWeights, build_table
+from loraplex.kernels.lora import LoraGroup, LoraPart, LoraWeights, host_weights
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ class LoadResult:
 class AdapterLoader:
     """A few threads that read adapters; results are collected by the engine's own thread."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, num_threads: int = 1) -> None:
-        self._shape = shape
-        self._dtype = dtype
+    def __init__(self, read: Callable[[AdapterSpec], LoraWeights], num_threads: int = 1) -> None:
+        """`read` runs on the threads; it raises AdapterError or OSError if the weights are not to be had."""
+        self._read = read
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self.num_pending = 0
@@ -71,7 +71,7 @@ class AdapterLoader:
         version, reason = sources[0].version, ""
         for spec in sources:
             try:
-                weights = read_weights(spec, self._shape, self._dtype)
+                weights = self._read(spec)
             except AdapterError as error:
                 reason = str(error)
             except OSError as error:
@@ -93,13 +93,19 @@ def resident_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> 
 
 
 def read_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> LoraWeights:
-    """Read a version into a slab of its own.
+    """A version as the CPU's kernels use it."""
+    layout = slab_layout(spec, shape)
+    slab = torch.empty(layout.num_elements, dtype=dtype)
+    read_slab(spec, layout, slab)
+    return host_weights(_views(slab, layout), spec.max_rank)
+
+
+def read_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
+    """Read a version's weights into a slab.
 
     The files must still be the ones that were hashed: a changed fingerprint is an error, since the
     weights would not be those of this version.
     """
-    layout = slab_layout(spec, shape)
-    slab = torch.empty(layout.num_elements, dtype=dtype)
     with FileIO(spec.weights_path) as file:
         _check_unchanged(spec, file)
         header = read_header(spec.weights_path, file)
@@ -111,8 +117,6 @@ def read_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> Lo
             b = _read(file, header.tensors[slot.lora.b_name], header.data_start, b_shape)
             _fill(slab[slot.b_start : slot.b_start + b.numel()].view(b_shape[::-1]), b.t())
         _check_unchanged(spec, file)
-    groups = _views(slab, layout)
-    return LoraWeights(groups=groups, table_LM=build_table(groups), max_rank=spec.max_rank)
 
 
 def _check_unchanged(spec: AdapterSpec, file: FileIO) -> None:

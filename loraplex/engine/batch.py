@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from loraplex.kernels.batch import KernelBatch, PrefillSpan
+from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.interface import Kernels
 from loraplex.kernels.lora import LoraSegment, LoraWeights
 from loraplex.scheduling.plan import Chunk
@@ -21,8 +21,10 @@ class BuiltBatch:
 
     `sampling`: request id -> the logit row its next token is sampled from, in batch order.
     `rows_of`: request id -> the logit rows of its whole chunk, for those who asked for all rows.
+    `chunks`: in the order of their rows.
     """
 
+    chunks: tuple[Chunk, ...]
     batch: KernelBatch
     sampling: dict[str, int]
     rows_of: dict[str, slice]
@@ -45,28 +47,25 @@ class BatchBuilder:
         ordered = sorted(chunks, key=lambda chunk: chunk.adapter or "")
         starts = _starts(ordered)
         logit_rows, sampling, rows_of = self._choose_rows(ordered, starts, all_rows_of)
-        decodes = [(c, start) for c, start in zip(ordered, starts, strict=True) if len(c.token_ids) == 1]
+        placed = list(zip(ordered, starts, strict=True))
+        decodes = [(chunk, start) for chunk, start in placed if chunk.num_tokens == 1]
+        spans = [(chunk, start) for chunk, start in placed if chunk.num_tokens > 1]
         batch = KernelBatch(
-            token_ids_T=torch.tensor([token for chunk in ordered for token in chunk.token_ids]),
+            token_ids_T=torch.tensor([token for chunk in ordered for token in chunk.token_ids or (0,)]),
             positions_T=torch.from_numpy(np.concatenate([np.arange(c.start, c.end) for c in ordered])),
             slots_T=torch.from_numpy(np.concatenate([self._slots(c) for c in ordered])),
             decode_rows_D=torch.tensor([start for _, start in decodes], dtype=torch.int64),
             decode_context_D=torch.tensor([c.end for c, _ in decodes], dtype=torch.int64),
             decode_blocks_DB=_block_table([c.block_ids for c, _ in decodes]),
-            prefills=tuple(
-                PrefillSpan(
-                    start=start,
-                    end=start + len(c.token_ids),
-                    context_len=c.end,
-                    block_ids=torch.tensor(c.block_ids),
-                )
-                for c, start in zip(ordered, starts, strict=True)
-                if len(c.token_ids) > 1
-            ),
+            span_starts_S=torch.tensor([start for _, start in spans], dtype=torch.int64),
+            span_lens_S=torch.tensor([c.num_tokens for c, _ in spans], dtype=torch.int64),
+            span_context_S=torch.tensor([c.end for c, _ in spans], dtype=torch.int64),
+            span_blocks_SB=_block_table([c.block_ids for c, _ in spans]),
+            max_span_len=max((c.num_tokens for c, _ in spans), default=0),
             lora=self._kernels.prepare_lora(_segments(ordered, starts, adapters)),
             logit_rows_L=torch.tensor(logit_rows, dtype=torch.int64),
         )
-        return BuiltBatch(batch=batch, sampling=sampling, rows_of=rows_of)
+        return BuiltBatch(chunks=tuple(ordered), batch=batch, sampling=sampling, rows_of=rows_of)
 
     def _choose_rows(
         self, ordered: Sequence[Chunk], starts: Sequence[int], all_rows_of: Collection[str]
@@ -75,7 +74,7 @@ class BatchBuilder:
         sampling: dict[str, int] = {}
         rows_of: dict[str, slice] = {}
         for chunk, start in zip(ordered, starts, strict=True):
-            end = start + len(chunk.token_ids)
+            end = start + chunk.num_tokens
             if chunk.request_id in all_rows_of:
                 rows_of[chunk.request_id] = slice(len(rows), len(rows) + end - start)
                 rows += range(start, end)
@@ -98,7 +97,7 @@ def _starts(ordered: Sequence[Chunk]) -> list[int]:
     starts, row = [], 0
     for chunk in ordered:
         starts.append(row)
-        row += len(chunk.token_ids)
+        row += chunk.num_tokens
     return starts
 
 
@@ -115,7 +114,7 @@ def _segments(
         segments.append(
             LoraSegment(
                 start=members[0][1],
-                end=last_start + len(last_chunk.token_ids),
+                end=last_start + last_chunk.num_tokens,
                 weights=adapters[adapter],
             )
         )

@@ -23,6 +23,13 @@ _FIRST_CANDIDATES = 256
 """How many of the likeliest tokens top_p looks at first; the nucleus is rarely wider."""
 
 
+NOT_FINITE = (
+    "the model's output is not finite (NaN or infinity); the adapter's or base model's weights overflow in "
+    "this dtype"
+)
+"""Why a request fails whose logits are of no use."""
+
+
 class SamplingState:
     """What the sampler remembers of a request: its parameters, its seed, the tokens so far."""
 
@@ -102,11 +109,11 @@ def _choose(logits_V: torch.Tensor, state: SamplingState) -> int:
     if params.min_p > 0.0:
         floor = scaled_V.max() + float(np.log(params.min_p))
         scaled_V = scaled_V.masked_fill(scaled_V < floor, -torch.inf)
-    uniform = _uniform(state.seed, state.num_output)
+    drawn = uniform(state.seed, state.num_output)
     if params.top_k == 0 and params.top_p == 1.0:
-        return _draw(torch.softmax(scaled_V, dim=-1), uniform)
+        return _draw(torch.softmax(scaled_V, dim=-1), drawn)
     weights_C, ids_C = _candidates(scaled_V, params)
-    return int(ids_C[_draw(weights_C, uniform)])
+    return int(ids_C[_draw(weights_C, drawn)])
 
 
 def _adjust(logits_V: torch.Tensor, state: SamplingState) -> torch.Tensor:
@@ -160,6 +167,6 @@ def _draw(weights_C: torch.Tensor, uniform: float) -> int:
     return min(index, int(weights_C.nonzero()[-1]))
 
 
-def _uniform(seed: int, index: int) -> float:
+def uniform(seed: int, index: int) -> float:
     """A number in [0, 1) that depends on nothing but the two."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())

@@ -8,17 +8,15 @@ from dataclasses import replace
 import torch
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.request import EngineRequest, TokenLogprob
-from loraplex.engine.adapter_loader import AdapterLoader, resident_bytes
+from loraplex.core.request import EngineRequest
+from loraplex.engine.adapter_loader import AdapterLoader, read_weights, resident_bytes
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.executor import AdapterEvent, LandedFlight, StepResult
-from loraplex.engine.sampler import SamplingState, sample, token_logprob
+from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
+from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
 from loraplex.kernels.lora import LoraWeights
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.scheduling.plan import Chunk, StepPlan
-
-_PROMPT_LOGPROB_ROWS = 128
-"""Prompt positions whose logits are held at once: 128 rows of a 150,000-word vocabulary are 75 MB."""
 
 
 class TorchExecutor:
@@ -40,7 +38,8 @@ class TorchExecutor:
         self._builder = builder
         self._dtype = dtype
         self._runs_ahead = runs_ahead
-        self._loader = AdapterLoader(decoder.config.shape, dtype)
+        shape = decoder.config.shape
+        self._loader = AdapterLoader(lambda spec: read_weights(spec, shape, dtype))
         self._adapters: dict[str, LoraWeights] = {}
         self._states: dict[str, SamplingState] = {}
 
@@ -79,15 +78,19 @@ class TorchExecutor:
         self._loader.close()
 
     def launch(self, plan: StepPlan) -> LandedFlight:
-        wanting = {c.request_id for c in plan.chunks if self._wants_prompt_logprobs(c)}
+        wanting = {c.request_id for c in plan.chunks if wants_prompt_scores(self._states[c.request_id], c)}
         chunks = [self._known(chunk) for chunk in plan.chunks]
         built = self._builder.build(chunks, self._adapters, all_rows_of=wanting)
         states_LH = self._decoder.forward(built.batch, self._caches)
         result = StepResult()
         for chunk in plan.chunks:
             if chunk.request_id in wanting:
-                rows = built.rows_of[chunk.request_id]
-                result.prompt_logprobs[chunk.request_id] = self._prompt_logprobs(chunk, states_LH[rows])
+                result.prompt_logprobs[chunk.request_id] = score_prompt(
+                    self._decoder,
+                    self._states[chunk.request_id],
+                    chunk,
+                    states_LH[built.rows_of[chunk.request_id]],
+                )
         self._sample(built, states_LH, result)
         return LandedFlight(result=result, runs_ahead=self._runs_ahead)
 
@@ -109,30 +112,9 @@ class TorchExecutor:
         states = [self._states[request_id] for request_id in request_ids]
         for request_id, state, chosen in zip(request_ids, states, sample(logits_LV, states), strict=True):
             if chosen.token_id is None:
-                result.failures[request_id] = (
-                    "the model's output is not finite (NaN or infinity); the adapter's or base "
-                    "model's weights overflow in this dtype"
-                )
+                result.failures[request_id] = NOT_FINITE
                 continue
             state.accept(chosen.token_id)
             result.tokens[request_id] = chosen.token_id
             if chosen.logprob is not None:
                 result.logprobs[request_id] = chosen.logprob
-
-    def _wants_prompt_logprobs(self, chunk: Chunk) -> bool:
-        state = self._states[chunk.request_id]
-        # The last prompt position predicts the first output token, which is sampled, not scored.
-        num_scored = len(state.prompt_token_ids) - 1
-        return state.params.prompt_logprobs is not None and chunk.start < num_scored
-
-    def _prompt_logprobs(self, chunk: Chunk, states_CH: torch.Tensor) -> list[TokenLogprob]:
-        state = self._states[chunk.request_id]
-        num_top = state.params.prompt_logprobs
-        assert num_top is not None
-        targets = state.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
-        scored: list[TokenLogprob] = []
-        for first in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
-            part = targets[first : first + _PROMPT_LOGPROB_ROWS]
-            logits_CV = self._decoder.logits(states_CH[first : first + len(part)])
-            scored += [token_logprob(row, token, num_top) for row, token in zip(logits_CV, part, strict=True)]
-        return scored

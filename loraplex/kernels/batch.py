@@ -13,26 +13,17 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillSpan:
-    """A sequence that brings more than one token: rows [start, end) of the batch, and its context."""
-
-    start: int
-    end: int
-    context_len: int
-    block_ids: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBatch:
-    """Tensors of one step.
+    """Tensors of one step, all of int64.
 
     token_ids_T, positions_T: what each row is and where it stands in its sequence.
     slots_T: the KV slot (block * block_size + offset) each row is written to.
     decode_rows_D: rows of sequences that bring exactly one token; decode_context_D their context
     lengths (this token included); decode_blocks_DB their block tables, padded with zeros.
-    prefills: the other sequences. lora: what the kernels made of the step's runs of rows that share an
-    adapter (`Kernels.prepare_lora`), of no meaning to anyone else. logit_rows_L: the rows whose logits
-    are wanted.
+    span_*: the other sequences, S of them: first row, number of rows, context length (these rows
+    included), block table. max_span_len: the longest of them, 0 if there is none.
+    lora: what the kernels made of the step's runs of rows that share an adapter
+    (`Kernels.prepare_lora`), of no meaning to anyone else. logit_rows_L: the rows whose logits are wanted.
     """
 
     token_ids_T: torch.Tensor
@@ -41,6 +32,10 @@ class KernelBatch:
     decode_rows_D: torch.Tensor
     decode_context_D: torch.Tensor
     decode_blocks_DB: torch.Tensor
-    prefills: tuple[PrefillSpan, ...]
+    span_starts_S: torch.Tensor
+    span_lens_S: torch.Tensor
+    span_context_S: torch.Tensor
+    span_blocks_SB: torch.Tensor
+    max_span_len: int
     lora: Any
     logit_rows_L: torch.Tensor

@@ -63,12 +63,12 @@ class Kernels(Protocol):
         """silu(gate) * up of a stacked (gate, up)."""
         ...
 
-    def prepare_lora(self, segments: Sequence[LoraSegment]) -> Any:
-        """What `add_lora` needs to know of a step, made once for all its layers (`KernelBatch.lora`)."""
+    def linear(
+        self, linear: PackedLinear, x_TI: torch.Tensor, batch: KernelBatch, layer: int, group: str
+    ) -> torch.Tensor:
+        """One group of linears: the base model's product plus every row's LoRA product."""
         ...
 
-    def add_lora(
-        self, y_TO: torch.Tensor, x_TI: torch.Tensor, batch: KernelBatch, layer: int, group: str
-    ) -> None:
-        """Add every segment's LoRA product for one group of linears to y, in place."""
+    def prepare_lora(self, segments: Sequence[LoraSegment]) -> Any:
+        """What `linear` needs to know of a step, made once for all its layers (`KernelBatch.lora`)."""
         ...

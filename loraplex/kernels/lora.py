@@ -44,11 +44,14 @@ class LoraWeights:
 
     `table_LM` is the same for compiled kernels: one int64 row for each layer and module (in the order of
     `core.modules.MODULES`) with the columns below; rank 0 means that the adapter leaves the module alone.
+    Weights on a GPU are found through the table alone: `groups` is empty then. `touched`: the groups that
+    the adapter has in any layer.
     """
 
     groups: tuple[dict[str, LoraGroup], ...]
     table_LM: torch.Tensor
     max_rank: int
+    touched: frozenset[str]
 
 
 TABLE_COLUMNS: Final = 6
@@ -74,6 +77,16 @@ def add_lora_segment(y_TO: torch.Tensor, x_TI: torch.Tensor, segment: LoraSegmen
         y_SO[:, part.out_start : part.out_end].addmm_(
             shrunk_SR[:, part.rank_start : part.rank_end], part.b_t_RO, alpha=part.scale
         )
+
+
+def host_weights(groups: tuple[dict[str, LoraGroup], ...], max_rank: int) -> LoraWeights:
+    """Weights whose tensors the host can read."""
+    return LoraWeights(
+        groups=groups,
+        table_LM=build_table(groups),
+        max_rank=max_rank,
+        touched=frozenset(name for layer in groups for name in layer),
+    )
 
 
 def build_table(groups: Sequence[dict[str, LoraGroup]]) -> torch.Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from loraplex.kernels.batch import KernelBatch, PrefillSpan
+from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.interface import PackedLinear
 from loraplex.kernels.lora import LoraSegment, add_lora_segment
 
@@ -69,8 +70,16 @@ class TorchKernels:
         q_size = qkv_TO.shape[1] - 2 * num_kv_heads * head_dim
         out_TO = torch.empty(qkv_TO.shape[0], q_size, dtype=qkv_TO.dtype, device=qkv_TO.device)
         self._decode_attention(qkv_TO, batch, k_cache, v_cache, out_TO)
-        for span in batch.prefills:
-            _prefill_attention(qkv_TO, span, k_cache, v_cache, out_TO)
+        spans = zip(
+            batch.span_starts_S.tolist(),
+            batch.span_lens_S.tolist(),
+            batch.span_context_S.tolist(),
+            batch.span_blocks_SB,
+            strict=True,
+        )
+        for start, num_rows, context_len, block_ids in spans:
+            span = _Span(start=start, end=start + num_rows, context_len=context_len, block_ids=block_ids)
+            _attend(qkv_TO, span, k_cache, v_cache, out_TO)
         return out_TO
 
     def _decode_attention(
@@ -85,12 +94,19 @@ class TorchKernels:
             batch.decode_rows_D.tolist(), batch.decode_context_D.tolist(), batch.decode_blocks_DB, strict=True
         )
         for row, context_len, block_ids in rows:
-            span = PrefillSpan(start=row, end=row + 1, context_len=context_len, block_ids=block_ids)
-            _prefill_attention(qkv_TO, span, k_cache, v_cache, out_TO)
+            span = _Span(start=row, end=row + 1, context_len=context_len, block_ids=block_ids)
+            _attend(qkv_TO, span, k_cache, v_cache, out_TO)
 
     def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up_T2F.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def linear(
+        self, linear: PackedLinear, x_TI: torch.Tensor, batch: KernelBatch, layer: int, group: str
+    ) -> torch.Tensor:
+        y_TO = linear(x_TI)
+        self.add_lora(y_TO, x_TI, batch, layer, group)
+        return y_TO
 
     def prepare_lora(self, segments: Sequence[LoraSegment]) -> Any:
         return segments
@@ -104,9 +120,19 @@ class TorchKernels:
                 add_lora_segment(y_TO, x_TI, segment, lora_group)
 
 
-def _prefill_attention(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Span:
+    """Rows [start, end) of one sequence, and its context."""
+
+    start: int
+    end: int
+    context_len: int
+    block_ids: torch.Tensor
+
+
+def _attend(
     qkv_TO: torch.Tensor,
-    span: PrefillSpan,
+    span: _Span,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     out_TO: torch.Tensor,

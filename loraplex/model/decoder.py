@@ -77,25 +77,19 @@ class Decoder:
     def _attend(
         self, index: int, layer: _Layer, x_TH: torch.Tensor, batch: KernelBatch, cache: KVCache
     ) -> torch.Tensor:
-        qkv_TO = self._linear(index, layer, "qkv", x_TH, batch)
+        qkv_TO = self._kernels.linear(layer.linears["qkv"], x_TH, batch, index, "qkv")
         if self.config.qk_norm:
             self._normalise_heads(qkv_TO, layer.weights)
         self._kernels.rope_and_cache(qkv_TO, self._cos_sin_PD, batch, cache.k, cache.v)
         attended_TO = self._kernels.attention(qkv_TO, batch, cache.k, cache.v)
-        return self._linear(index, layer, "o", attended_TO, batch)
+        return self._kernels.linear(layer.linears["o"], attended_TO, batch, index, "o")
 
     def _feed_forward(
         self, index: int, layer: _Layer, x_TH: torch.Tensor, batch: KernelBatch
     ) -> torch.Tensor:
-        gate_up_T2F = self._linear(index, layer, "gate_up", x_TH, batch)
-        return self._linear(index, layer, "down", self._kernels.silu_mul(gate_up_T2F), batch)
-
-    def _linear(
-        self, index: int, layer: _Layer, group: str, x_TI: torch.Tensor, batch: KernelBatch
-    ) -> torch.Tensor:
-        y_TO = layer.linears[group](x_TI)
-        self._kernels.add_lora(y_TO, x_TI, batch, index, group)
-        return y_TO
+        kernels = self._kernels
+        gate_up_T2F = kernels.linear(layer.linears["gate_up"], x_TH, batch, index, "gate_up")
+        return kernels.linear(layer.linears["down"], kernels.silu_mul(gate_up_T2F), batch, index, "down")
 
     def _normalise_heads(self, qkv_TO: torch.Tensor, weights: LayerWeights) -> None:
         """Qwen3 takes the norm of every query and key head before the rotation."""

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from kernel_batches import kernel_batch
 
 from loraplex.core.modules import GROUPS
-from loraplex.kernels.batch import KernelBatch, PrefillSpan
+from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.cpu.numba_kernels import NumbaKernels
-from loraplex.kernels.lora import LoraGroup, LoraPart, LoraSegment, LoraWeights, build_table
+from loraplex.kernels.lora import LoraGroup, LoraPart, LoraSegment, LoraWeights, host_weights
 from loraplex.kernels.reference import TorchKernels
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, NUM_BLOCKS = 24, 6, 2, 8, 30
@@ -46,16 +47,13 @@ def batch_of(
     tables = torch.stack([order.roll(7 * row)[:width] for row in range(num_rows)])
     positions = torch.tensor(contexts) - 1
     slots = tables[torch.arange(num_rows), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    return KernelBatch(
-        token_ids_T=torch.zeros(num_rows, dtype=torch.int64),
+    return kernel_batch(
         positions_T=positions,
         slots_T=slots,
         decode_rows_D=torch.arange(num_rows),
         decode_context_D=torch.tensor(contexts),
         decode_blocks_DB=tables.contiguous(),
-        prefills=(),
         lora=kernels.prepare_lora(segments or []),
-        logit_rows_L=torch.arange(num_rows),
     )
 
 
@@ -119,17 +117,18 @@ def test_prefill_over_a_cached_prefix_equals_one_row_at_a_time(generator: torch.
     k, v = (torch.randn(size, generator=generator) for size in (CACHE, CACHE))
     qkv = torch.randn(6, size, generator=generator)
     blocks = torch.tensor([4, 2, 9])
-    span = PrefillSpan(start=0, end=6, context_len=20, block_ids=blocks)
-    empty = torch.zeros(0, dtype=torch.int64)
-    prefill = KernelBatch(
-        token_ids_T=empty, positions_T=empty, slots_T=empty, decode_rows_D=empty, decode_context_D=empty,
-        decode_blocks_DB=torch.zeros(0, 0, dtype=torch.int64), prefills=(span,), lora=(), logit_rows_L=empty,
-    )  # fmt: skip
-    decode = KernelBatch(
-        token_ids_T=empty, positions_T=empty, slots_T=empty, decode_rows_D=torch.arange(6),
-        decode_context_D=torch.arange(15, 21), decode_blocks_DB=blocks.repeat(6, 1), prefills=(), lora=(),
-        logit_rows_L=empty,
-    )  # fmt: skip
+    prefill = kernel_batch(
+        span_starts_S=torch.tensor([0]),
+        span_lens_S=torch.tensor([6]),
+        span_context_S=torch.tensor([20]),
+        span_blocks_SB=blocks[None],
+        max_span_len=6,
+    )
+    decode = kernel_batch(
+        decode_rows_D=torch.arange(6),
+        decode_context_D=torch.arange(15, 21),
+        decode_blocks_DB=blocks.repeat(6, 1),
+    )
     torch.testing.assert_close(
         NUMBA.attention(qkv, prefill, k, v), NUMBA.attention(qkv, decode, k, v), rtol=5e-5, atol=5e-5
     )
@@ -158,7 +157,7 @@ def lora_weights(generator: torch.Generator, ranks: dict[str, int]) -> LoraWeigh
         if parts:
             a_RI = torch.randn(rank_start, in_features, generator=generator)
             groups[name] = LoraGroup(a_RI=a_RI, parts=tuple(parts))
-    return LoraWeights(groups=(groups,), table_LM=build_table([groups]), max_rank=max(ranks.values()))
+    return host_weights((groups,), max(ranks.values()))
 
 
 @pytest.mark.parametrize("has_blas", [True, False], ids=["own products", "torch's products"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_batches import kernel_batch
 
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.reference import TorchKernels
@@ -21,18 +22,7 @@ def seed() -> None:
 
 
 def batch_at(positions: torch.Tensor, slots: torch.Tensor) -> KernelBatch:
-    none = torch.zeros(0, dtype=torch.int64)
-    return KernelBatch(
-        token_ids_T=none,
-        positions_T=positions.long(),
-        slots_T=slots.long(),
-        decode_rows_D=none,
-        decode_context_D=none,
-        decode_blocks_DB=none[:, None],
-        prefills=(),
-        lora=(),
-        logit_rows_L=none,
-    )
+    return kernel_batch(positions_T=positions.long(), slots_T=slots.long())
 
 
 def cos_sin_table(head_dim: int) -> torch.Tensor:

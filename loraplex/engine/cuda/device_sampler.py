@@ -1,0 +1,53 @@
+"""Draws tokens on the device for requests whose choice needs nothing but the logits.
+
+The same order as `engine.sampler`: temperature, min_p, top_k, top_p, one draw by a uniform number that
+depends on the request's seed and the token's index alone. Penalties, biases and log-probabilities need the
+request's history or its logits on the host, and are left to `engine.sampler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from loraplex.engine.sampler import SamplingState, uniform
+
+
+def stays_on_device(state: SamplingState) -> bool:
+    """Whether the next token can be chosen without the host's help."""
+    params = state.params
+    return (
+        params.logprobs is None
+        and not params.has_penalties
+        and not params.logit_bias
+        and state.num_output >= params.min_tokens
+    )
+
+
+def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+    """One token for each row; not for greedy requests."""
+    controls = torch.tensor(
+        [
+            (p.temperature, p.min_p, p.top_k or logits_LV.shape[1], p.top_p, uniform(s.seed, s.num_output))
+            for s in states
+            for p in (s.params,)
+        ],
+        dtype=torch.float64,
+    )
+    if logits_LV.is_cuda:
+        controls = controls.pin_memory()
+    controls = controls.to(logits_LV.device, non_blocking=True)
+    temperature, min_p, top_k, top_p, drawn = controls[:, :, None].unbind(dim=1)
+    scaled_LV = logits_LV.float() / temperature.float()
+    floor = scaled_LV.amax(dim=-1, keepdim=True) + min_p.log().float()  # min_p 0: minus infinity
+    values_LV, ids_LV = scaled_LV.masked_fill(scaled_LV < floor, -torch.inf).sort(dim=-1, descending=True)
+    ranks_V = torch.arange(values_LV.shape[1], device=values_LV.device)
+    weights_LV = values_LV.masked_fill(ranks_V >= top_k, -torch.inf).softmax(dim=-1).double()
+    # Keep the shortest prefix that reaches top_p: a token stays if those before it fall short.
+    before_LV = weights_LV.cumsum(dim=-1) - weights_LV
+    weights_LV = weights_LV.masked_fill((before_LV >= top_p) & (ranks_V > 0), 0.0)
+    totals_LV = weights_LV.cumsum(dim=-1)
+    index_L = torch.searchsorted(totals_LV, totals_LV[:, -1:] * drawn, right=True)
+    last_L = (weights_LV > 0).sum(dim=-1, keepdim=True) - 1
+    return ids_LV.gather(1, torch.minimum(index_L, last_L))[:, 0]

@@ -1,0 +1,218 @@
+"""The executor of one CUDA device.
+
+A launch lays the step out, copies one block of integers, replays a graph (or runs the kernels), and returns;
+the sampled tokens stay on the device for the next step and come back to the host by an asynchronous copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.request import EngineRequest, TokenLogprob
+from loraplex.engine.adapter_loader import AdapterLoader
+from loraplex.engine.batch import BatchBuilder, BuiltBatch
+from loraplex.engine.cuda.adapter_store import DeviceReader, block_bytes
+from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
+from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT
+from loraplex.engine.cuda.step_runner import StepOutput, StepRunner
+from loraplex.engine.executor import AdapterEvent, StepResult
+from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
+from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
+from loraplex.kernels.lora import LoraWeights
+from loraplex.model.decoder import Decoder
+from loraplex.scheduling.plan import Chunk, StepPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaFlight:
+    """A step under way: its (token, finite) pairs are being copied to the host."""
+
+    request_ids: tuple[str, ...]
+    tokens_L2: torch.Tensor
+    done: torch.cuda.Event
+    runs_ahead: bool
+    logprobs: dict[str, TokenLogprob]
+    prompt_logprobs: dict[str, list[TokenLogprob]]
+
+    def land(self) -> StepResult:
+        self.done.synchronize()
+        result = StepResult(logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
+        for request_id, (token, finite) in zip(self.request_ids, self.tokens_L2.tolist(), strict=False):
+            if finite:
+                result.tokens[request_id] = token
+            else:
+                result.failures[request_id] = NOT_FINITE
+        return result
+
+
+class CudaExecutor:
+    """Owns the device's model, KV cache and adapters."""
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        runner: StepRunner,
+        builder: BatchBuilder,
+        reader: DeviceReader,
+        dtype: torch.dtype,
+        num_seats: int,
+    ) -> None:
+        self._decoder = decoder
+        self._runner = runner
+        self._builder = builder
+        self._dtype = dtype
+        self._loader = AdapterLoader(reader)
+        self._adapters: dict[str, LoraWeights] = {}
+        self._states: dict[str, SamplingState] = {}
+        self._seats: dict[str, int] = {}
+        self._free_seats = [seat for seat in range(num_seats) if seat != SCRATCH_SEAT]
+
+    # ---- requests and adapters
+
+    def begin(self, request: EngineRequest) -> None:
+        self._states[request.request_id] = SamplingState(request)
+
+    def end(self, request_id: str) -> None:
+        self._states.pop(request_id, None)
+        seat = self._seats.pop(request_id, None)
+        if seat is not None:  # steps under way still write to it, before any step of its next holder
+            self._free_seats.append(seat)
+
+    def adapter_bytes(self, spec: AdapterSpec) -> int:
+        return block_bytes(spec, self._decoder.config.shape, self._dtype)
+
+    def load_adapter(self, sources: Sequence[AdapterSpec]) -> None:
+        self._loader.submit(sources)
+
+    def evict_adapter(self, version: str) -> None:
+        # Steps under way may still read it: its memory is not given to anyone before they are done.
+        self._adapters.pop(version).table_LM.record_stream(torch.cuda.current_stream())
+
+    @property
+    def num_pending_loads(self) -> int:
+        return self._loader.num_pending
+
+    def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
+        events = []
+        for result in self._loader.poll(timeout_s):
+            if result.weights is not None:
+                self._adapters[result.version] = result.weights
+            events.append(AdapterEvent(version=result.version, error=result.error))
+        return events
+
+    def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
+        assert self._states.keys() == request_ids
+        assert self._seats.keys() <= request_ids
+        assert len({*self._seats.values(), *self._free_seats}) == len(self._seats) + len(self._free_seats)
+        assert self._adapters.keys() == adapters
+
+    def close(self) -> None:
+        self._loader.close()
+        torch.cuda.synchronize()
+
+    # ---- steps
+
+    def launch(self, plan: StepPlan) -> CudaFlight:
+        scored = {c.request_id for c in plan.chunks if wants_prompt_scores(self._states[c.request_id], c)}
+        built = self._builder.build(plan.chunks, self._adapters, all_rows_of=scored)
+        output = self._run(built)
+        prompt_logprobs = {
+            chunk.request_id: score_prompt(
+                self._decoder,
+                self._states[chunk.request_id],
+                chunk,
+                output.states_LH[built.rows_of[chunk.request_id]],
+            )
+            for chunk in plan.chunks
+            if chunk.request_id in scored
+        }
+        logprobs, on_device = self._choose(built, output)
+        rows = list(built.sampling.values())
+        tokens_L2 = output.tokens_L2
+        if rows != list(range(len(rows))):
+            tokens_L2 = tokens_L2[torch.tensor(rows, device=tokens_L2.device)]
+        host_L2 = torch.empty(tokens_L2.shape, dtype=torch.int64, pin_memory=True)
+        host_L2.copy_(tokens_L2, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return CudaFlight(
+            request_ids=tuple(built.sampling),
+            tokens_L2=host_L2,
+            done=done,
+            runs_ahead=on_device,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _run(self, built: BuiltBatch) -> StepOutput:
+        follows: list[bool] = []
+        row_seats: list[int] = []
+        for chunk in built.chunks:
+            seat = self._seat(chunk)
+            follows += [chunk.follows] * chunk.num_tokens
+            row_seats += [seat] * chunk.num_tokens
+        logit_seats = [SCRATCH_SEAT] * built.batch.logit_rows_L.shape[0]
+        for request_id, row in built.sampling.items():
+            logit_seats[row] = self._seats[request_id]
+        return self._runner.run(built, follows, row_seats, logit_seats)
+
+    def _seat(self, chunk: Chunk) -> int:
+        seat = self._seats.get(chunk.request_id)
+        if seat is None:
+            seat = self._seats[chunk.request_id] = self._free_seats.pop()
+        return seat
+
+    def _choose(self, built: BuiltBatch, output: StepOutput) -> tuple[dict[str, TokenLogprob], bool]:
+        """Replace the greedy choice where something else is asked for.
+
+        Returns log-probabilities, and whether all tokens were chosen on the device.
+        """
+        drawn: list[tuple[int, str]] = []
+        by_host: list[tuple[int, str]] = []
+        for request_id, row in built.sampling.items():
+            state = self._states[request_id]
+            if not stays_on_device(state):
+                by_host.append((row, request_id))
+                continue
+            if not state.params.greedy:
+                drawn.append((row, request_id))
+        if drawn:
+            rows = torch.tensor([row for row, _ in drawn])
+            states = [self._states[request_id] for _, request_id in drawn]
+            self._replace(output, rows, draw_tokens(output.logits_LV[rows], states), [i for _, i in drawn])
+        logprobs = self._choose_by_host(output, by_host) if by_host else {}
+        for request_id in built.sampling.keys() - {request_id for _, request_id in by_host}:
+            self._states[request_id].num_output += 1
+        return logprobs, not by_host
+
+    def _choose_by_host(
+        self, output: StepOutput, by_host: Sequence[tuple[int, str]]
+    ) -> dict[str, TokenLogprob]:
+        rows = torch.tensor([row for row, _ in by_host])
+        states = [self._states[request_id] for _, request_id in by_host]
+        logprobs: dict[str, TokenLogprob] = {}
+        tokens = []
+        for (_, request_id), state, chosen in zip(
+            by_host, states, sample(output.logits_LV[rows].cpu(), states), strict=True
+        ):
+            tokens.append(0 if chosen.token_id is None else chosen.token_id)
+            if chosen.token_id is not None:
+                state.accept(chosen.token_id)
+            if chosen.logprob is not None:
+                logprobs[request_id] = chosen.logprob
+        chosen_L = torch.tensor(tokens, device=output.tokens_L2.device)
+        self._replace(output, rows, chosen_L, [request_id for _, request_id in by_host])
+        return logprobs
+
+    def _replace(
+        self, output: StepOutput, rows: torch.Tensor, tokens_L: torch.Tensor, request_ids: Sequence[str]
+    ) -> None:
+        device = output.tokens_L2.device
+        output.tokens_L2[:, 0].index_copy_(0, rows.to(device), tokens_L)
+        seats = torch.tensor([self._seats[request_id] for request_id in request_ids], device=device)
+        self._runner.last_tokens.index_copy_(0, seats, tokens_L)

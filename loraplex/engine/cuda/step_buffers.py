@@ -1,0 +1,126 @@
+"""All integers of a step in one block of memory: laid out on the host, one copy to the device.
+
+A graph is captured over the views of one block, and replayed after the next step's block was copied into
+it; a step that runs without a graph gets a block of its own size. Rows, decodes and logit rows beyond those
+of the step are padding: they read and write the scratch block and the scratch seat, have no context and no
+adapter, and what comes of them is not looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loraplex.kernels.batch import KernelBatch
+from loraplex.kernels.triton.lora_step import LoraStep
+
+SCRATCH_SEAT = 0
+"""Where padding rows leave their tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSizes:
+    """How many of each a block has room for: rows, decoding rows and the width of their block tables,
+    spans and the width of theirs, logit rows, LoRA segments (or tiles)."""
+
+    rows: int
+    decodes: int
+    decode_width: int
+    spans: int
+    span_width: int
+    logits: int
+    segments: int
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape, in the order they lie in memory."""
+        return {
+            "token_ids": (self.rows,),
+            "follows": (self.rows,),
+            "token_seats": (self.rows,),
+            "positions": (self.rows,),
+            "slots": (self.rows,),
+            "decode_rows": (self.decodes,),
+            "decode_context": (self.decodes,),
+            "decode_blocks": (self.decodes, self.decode_width),
+            "span_starts": (self.spans,),
+            "span_lens": (self.spans,),
+            "span_context": (self.spans,),
+            "span_blocks": (self.spans, self.span_width),
+            "logit_rows": (self.logits,),
+            "logit_seats": (self.logits,),
+            "segments": (self.segments, 2),
+            "tables": (self.segments,),
+        }
+
+    @property
+    def num_integers(self) -> int:
+        return sum(int(np.prod(shape)) for shape in self.fields().values())
+
+
+class HostBlock:
+    """A step's block while it is filled. Pinned memory: the copy to the device waits for nobody."""
+
+    def __init__(self, sizes: StepSizes, scratch_slot: int, pinned: bool) -> None:
+        self.tensor = torch.zeros(sizes.num_integers, dtype=torch.int64, pin_memory=pinned)
+        self._views = _split(self.tensor.numpy(), sizes)
+        self._views["slots"][:] = scratch_slot
+        self._views["token_seats"][:] = SCRATCH_SEAT
+        self._views["logit_seats"][:] = SCRATCH_SEAT
+        self._views["decode_rows"][:] = np.arange(sizes.decodes)
+        self._views["logit_rows"][:] = np.arange(sizes.logits)
+
+    def __setitem__(self, field: str, values: npt.ArrayLike) -> None:
+        """Write the first entries of a field; what is behind them stays padding."""
+        array = np.asarray(values, dtype=np.int64)
+        if array.size > 0:
+            view = self._views[field]
+            view[tuple(slice(0, length) for length in array.shape)] = array
+
+
+class DeviceBlock:
+    """The same block on the device, as tensors."""
+
+    def __init__(self, sizes: StepSizes, device: torch.device) -> None:
+        self.sizes = sizes
+        self.tensor = torch.zeros(sizes.num_integers, dtype=torch.int64, device=device)
+        self._views = _split(self.tensor, sizes)
+
+    def __getitem__(self, field: str) -> torch.Tensor:
+        return self._views[field]
+
+    def upload(self, host: HostBlock) -> None:
+        self.tensor.copy_(host.tensor, non_blocking=True)
+
+    def batch(self, token_ids_T: torch.Tensor, max_span_len: int, lora: LoraStep | None) -> KernelBatch:
+        """The kernels' view of the block; the tokens were picked by the caller."""
+        return KernelBatch(
+            token_ids_T=token_ids_T,
+            positions_T=self["positions"],
+            slots_T=self["slots"],
+            decode_rows_D=self["decode_rows"],
+            decode_context_D=self["decode_context"],
+            decode_blocks_DB=self["decode_blocks"],
+            span_starts_S=self["span_starts"],
+            span_lens_S=self["span_lens"],
+            span_context_S=self["span_context"],
+            span_blocks_SB=self["span_blocks"],
+            max_span_len=max_span_len,
+            lora=lora,
+            logit_rows_L=self["logit_rows"],
+        )
+
+
+_Flat = TypeVar("_Flat", torch.Tensor, npt.NDArray[np.int64])
+
+
+def _split(flat: _Flat, sizes: StepSizes) -> dict[str, _Flat]:
+    views, start = {}, 0
+    for name, shape in sizes.fields().items():
+        size = int(np.prod(shape))
+        views[name] = flat[start : start + size].reshape(shape)
+        start += size
+    return views

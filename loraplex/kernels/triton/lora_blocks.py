@@ -1,0 +1,162 @@
+"""LoRA for rows that share adapters, above all those of prompts, in tensor-core tiles.
+
+Segments are cut into tiles of at most BLOCK_M rows (`lora_step.cut_tiles`); a tile is to these kernels
+what a segment is to those of `lora_rows`, and the weights that tiles of one adapter share come from the
+cache. Same grids, same layout of h, no split of the inputs.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from loraplex.kernels.triton.lora_entries import (
+    entry_of,
+    group_rank,
+    module_of_block,
+    rank_before,
+    segment_of,
+    weights_at,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlocksLaunch:
+    """Block sizes of a launch. The defaults are for prompts."""
+
+    block_m: int = 64
+    shrink_block_r: int = 32
+    shrink_block_k: int = 128
+    shrink_warps: int = 4
+    shrink_stages: int = 4
+    rank_programs: int = 6
+    expand_block_n: int = 128
+    expand_block_r: int = 32
+    expand_warps: int = 4
+    expand_stages: int = 3
+
+    @classmethod
+    def for_decode(cls) -> BlocksLaunch:
+        """Few rows for each adapter: small tiles, fine enough to fill the device."""
+        return cls(
+            block_m=16,
+            shrink_block_r=16,
+            shrink_block_k=256,
+            shrink_stages=3,
+            rank_programs=12,
+            expand_block_n=128,
+            expand_block_r=64,
+            expand_stages=1,
+        )
+
+
+@triton.jit(do_not_specialize=["table_row"])
+def _shrink_blocks(
+    x, x_stride, h, h_stride, tiles, entries, table_row,
+    IN: tl.constexpr, NUM_MODULES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    start, num_rows = segment_of(tiles)
+    if num_rows == 0:
+        return
+    address, total_rank = group_rank(entry_of(entries, table_row), NUM_MODULES)
+    weights = weights_at(address, x.dtype.element_ty, IN)
+    rows = tl.arange(0, BLOCK_M)
+    row_mask = rows < num_rows
+    x_rows = x + (start + rows)[:, None] * x_stride
+    for r0 in range(tl.program_id(1) * BLOCK_R, total_rank, tl.num_programs(1) * BLOCK_R):
+        ranks = r0 + tl.arange(0, BLOCK_R)
+        rank_mask = ranks < total_rank
+        a_rows = weights + ranks.to(tl.int64)[None, :] * IN
+        acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for k0 in range(0, IN, BLOCK_K):
+            k = k0 + tl.arange(0, BLOCK_K)
+            k_mask = k < IN
+            a = tl.load(a_rows + k[:, None], mask=k_mask[:, None] & rank_mask[None, :], other=0.0)
+            inputs = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+            acc = tl.dot(inputs, a, acc, input_precision="ieee")
+        target = h + (start + rows)[:, None] * h_stride + ranks[None, :]
+        tl.store(target, acc, mask=row_mask[:, None] & rank_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["table_row"])
+def _expand_blocks(
+    y, y_stride, h, h_stride, tiles, entries, table_row,
+    OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    start, num_rows = segment_of(tiles)
+    if num_rows == 0:
+        return
+    module, block, out, out_start = module_of_block(tl.program_id(1), OUT0, OUT1, OUT2, BLOCK_N)
+    entry = entry_of(entries, table_row + module)
+    rank = tl.load(entry + 2)
+    if rank == 0:
+        return
+    rank_start = rank_before(entries, table_row, module)
+    weights = weights_at(tl.load(entry + 1), y.dtype.element_ty, OUT0 | OUT1 | OUT2)
+    scale = tl.load(entry + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    rows = tl.arange(0, BLOCK_M)
+    row_mask = rows < num_rows
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = columns < out
+    h_rows = h + (start + rows)[:, None] * h_stride + rank_start
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for r0 in range(0, rank, BLOCK_R):
+        ranks = r0 + tl.arange(0, BLOCK_R)
+        rank_mask = ranks < rank
+        b = tl.load(
+            weights + ranks.to(tl.int64)[:, None] * out + columns[None, :],
+            mask=rank_mask[:, None] & column_mask[None, :],
+            other=0.0,
+        )
+        shrunk = tl.load(h_rows + ranks[None, :], mask=row_mask[:, None] & rank_mask[None, :], other=0.0)
+        acc = tl.dot((shrunk * scale).to(b.dtype), b, acc, input_precision="ieee")
+    target = y + (start + rows)[:, None] * y_stride + out_start + columns[None, :]
+    mask = row_mask[:, None] & column_mask[None, :]
+    before = tl.load(target, mask=mask, other=0.0)
+    tl.store(target, (before + acc).to(y.dtype.element_ty), mask=mask)
+
+
+def shrink_blocks(
+    x_TI: torch.Tensor,
+    h_TR: torch.Tensor,
+    tiles_N2: torch.Tensor,
+    entries: torch.Tensor,
+    *,
+    table_row: int,
+    num_modules: int,
+    launch: BlocksLaunch,
+) -> None:
+    """h = x A^T for every tile."""
+    _shrink_blocks[(tiles_N2.shape[0], launch.rank_programs)](
+        x_TI, x_TI.stride(0), h_TR, h_TR.stride(0), tiles_N2, entries, table_row,
+        IN=x_TI.shape[1], NUM_MODULES=num_modules, BLOCK_M=launch.block_m,
+        BLOCK_R=launch.shrink_block_r, BLOCK_K=launch.shrink_block_k,
+        num_warps=launch.shrink_warps, num_stages=launch.shrink_stages,
+    )  # fmt: skip
+
+
+def expand_blocks(
+    y_TO: torch.Tensor,
+    h_TR: torch.Tensor,
+    tiles_N2: torch.Tensor,
+    entries: torch.Tensor,
+    *,
+    table_row: int,
+    out_features: tuple[int, ...],
+    launch: BlocksLaunch,
+) -> None:
+    """y += scale * h B^T for every tile; `out_features` of the group's modules, in stacking order."""
+    out0, out1, out2 = (*out_features, 0, 0)[:3]
+    blocks = sum(triton.cdiv(out, launch.expand_block_n) for out in out_features)
+    _expand_blocks[(tiles_N2.shape[0], blocks)](
+        y_TO, y_TO.stride(0), h_TR, h_TR.stride(0), tiles_N2, entries, table_row,
+        OUT0=out0, OUT1=out1, OUT2=out2, BLOCK_M=launch.block_m, BLOCK_N=launch.expand_block_n,
+        BLOCK_R=launch.expand_block_r, num_warps=launch.expand_warps, num_stages=launch.expand_stages,
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""LoRA for decode: one row at a time, so all the time goes into reading weights.
+
+A program holds one block of weights in registers, asked for in one go: small blocks, many of them, keep
+enough bytes under way to fill the memory's bandwidth. Rows that share an adapter read the same weights at
+the same time, so all but the first find them in the cache; where many rows share one, `lora_blocks` reads
+them once for all.
+
+    shrink   h[s, row, j] = sum over block s of the inputs of x[row, i] A[j, i]
+             grid: rows x rank programs x blocks of inputs
+    expand   y[row, o] += scale * sum over s and j of h[s, row, j] B^T[j, o]
+             grid: rows x blocks of the outputs of all modules of the group
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from loraplex.kernels.triton.lora_entries import (
+    entry_of,
+    group_rank,
+    module_of_block,
+    rank_before,
+    segment_of,
+    weights_at,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsLaunch:
+    """Block sizes of a launch: small blocks, many of them, so that their reads overlap."""
+
+    shrink_block_r: int = 4
+    shrink_block_k: int = 1024
+    shrink_warps: int = 2
+    rank_programs: int = 48
+    expand_block_n: int = 512
+    expand_block_r: int = 8
+    expand_warps: int = 4
+    expand_stages: int = 1
+
+    @classmethod
+    def for_segments(cls, num_segments: int) -> RowsLaunch:
+        """Few segments are cut finer, or they would not fill the device."""
+        if num_segments > 8:
+            return cls()
+        return cls(expand_block_n=64, expand_block_r=64, expand_warps=2)
+
+
+@triton.jit(do_not_specialize=["table_row"])
+def _shrink_rows(
+    x, x_stride, h, h_split_stride, h_stride, segments, entries, table_row,
+    IN: tl.constexpr, NUM_MODULES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(2)
+    row, num_rows = segment_of(segments)
+    if num_rows == 0:
+        return
+    address, total_rank = group_rank(entry_of(entries, table_row), NUM_MODULES)
+    weights = weights_at(address, x.dtype.element_ty, IN)
+    k = split * BLOCK_K + tl.arange(0, BLOCK_K)
+    k_mask = k < IN
+    inputs = tl.load(x + row * x_stride + k, mask=k_mask, other=0.0).to(tl.float32)
+    for r0 in range(tl.program_id(1) * BLOCK_R, total_rank, tl.num_programs(1) * BLOCK_R):
+        ranks = r0 + tl.arange(0, BLOCK_R)
+        rank_mask = ranks < total_rank
+        a = tl.load(
+            weights + ranks.to(tl.int64)[:, None] * IN + k[None, :],
+            mask=rank_mask[:, None] & k_mask[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        shrunk = tl.sum(a * inputs[None, :], axis=1)
+        tl.store(h + split * h_split_stride + row * h_stride + ranks, shrunk, mask=rank_mask)
+
+
+@triton.jit(do_not_specialize=["table_row"])
+def _expand_rows(
+    y, y_stride, h, h_split_stride, h_stride, segments, entries, table_row,
+    OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row, num_rows = segment_of(segments)
+    if num_rows == 0:
+        return
+    module, block, out, out_start = module_of_block(tl.program_id(1), OUT0, OUT1, OUT2, BLOCK_N)
+    entry = entry_of(entries, table_row + module)
+    rank = tl.load(entry + 2)
+    if rank == 0:
+        return
+    weights = weights_at(tl.load(entry + 1), y.dtype.element_ty, OUT0 | OUT1 | OUT2)
+    scale = tl.load(entry + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = columns < out
+    source = h + row * h_stride + rank_before(entries, table_row, module)
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for r0 in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
+        ranks = r0 + tl.arange(0, BLOCK_R)
+        rank_mask = ranks < rank
+        b = tl.load(
+            weights + ranks.to(tl.int64)[:, None] * out + columns[None, :],
+            mask=rank_mask[:, None] & column_mask[None, :],
+            other=0.0,
+        )
+        shrunk = tl.zeros((BLOCK_R,), tl.float32)
+        for s in tl.static_range(NUM_SPLITS):
+            shrunk += tl.load(source + s * h_split_stride + ranks, mask=rank_mask, other=0.0)
+        acc += shrunk[:, None] * b.to(tl.float32)
+    target = y + row * y_stride + out_start + columns
+    before = tl.load(target, mask=column_mask, other=0.0)
+    result = before + scale * tl.sum(acc, axis=0)
+    tl.store(target, result.to(y.dtype.element_ty), mask=column_mask)
+
+
+def shrink_rows(
+    x_TI: torch.Tensor,
+    h_STR: torch.Tensor,
+    segments_N2: torch.Tensor,
+    entries: torch.Tensor,
+    *,
+    table_row: int,
+    num_modules: int,
+    launch: RowsLaunch,
+) -> None:
+    """h = x A^T for segments of one row each, one partial sum for each block of the inputs."""
+    in_features = x_TI.shape[1]
+    splits = triton.cdiv(in_features, launch.shrink_block_k)
+    _shrink_rows[(segments_N2.shape[0], launch.rank_programs, splits)](
+        x_TI, x_TI.stride(0), h_STR, h_STR.stride(0), h_STR.stride(1), segments_N2, entries, table_row,
+        IN=in_features, NUM_MODULES=num_modules, BLOCK_R=launch.shrink_block_r,
+        BLOCK_K=launch.shrink_block_k, num_warps=launch.shrink_warps,
+    )  # fmt: skip
+
+
+def expand_rows(
+    y_TO: torch.Tensor,
+    h_STR: torch.Tensor,
+    segments_N2: torch.Tensor,
+    entries: torch.Tensor,
+    *,
+    table_row: int,
+    out_features: tuple[int, ...],
+    num_splits: int,
+    launch: RowsLaunch,
+) -> None:
+    """y += scale * h B^T for segments of one row; `out_features` of the group's modules, as stacked."""
+    out0, out1, out2 = (*out_features, 0, 0)[:3]
+    blocks = sum(triton.cdiv(out, launch.expand_block_n) for out in out_features)
+    _expand_rows[(segments_N2.shape[0], blocks)](
+        y_TO, y_TO.stride(0), h_STR, h_STR.stride(0), h_STR.stride(1), segments_N2, entries, table_row,
+        OUT0=out0, OUT1=out1, OUT2=out2, NUM_SPLITS=num_splits, BLOCK_N=launch.expand_block_n,
+        BLOCK_R=launch.expand_block_r, STAGES=launch.expand_stages, num_warps=launch.expand_warps,
+    )  # fmt: skip

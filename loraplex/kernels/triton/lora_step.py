@@ -1,0 +1,115 @@
+"""What the LoRA kernels need to know of one step, and the two launches per group that use it.
+
+h (splits, T, 3 * MAX_RANK) float32: shrunk inputs, shared by all layers of a step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from loraplex.core.modules import GROUPS, MODULE_INDEX, MODULES
+from loraplex.core.shape import ModelShape
+from loraplex.kernels.lora import TABLE_COLUMNS
+from loraplex.kernels.triton.lora_blocks import BlocksLaunch, expand_blocks, shrink_blocks
+from loraplex.kernels.triton.lora_entries import gather_entries
+from loraplex.kernels.triton.lora_rows import RowsLaunch, expand_rows, shrink_rows
+
+MAX_RANK: Final = 512
+"""Of one module; h has room for three of them side by side."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraStep:
+    """One step's segments on the device. Only the contents of the tensors change between replays of a
+    graph that was captured with them. `launch` says which kernels take it, and so how segments are cut.
+    `groups`: the groups of linears that any of the adapters touches."""
+
+    segments_N2: torch.Tensor
+    tables_N: torch.Tensor
+    entries: torch.Tensor
+    shrunk_STR: torch.Tensor
+    launch: RowsLaunch | BlocksLaunch
+    groups: frozenset[str]
+
+    def gather(self) -> None:
+        """Once a step, before the first layer."""
+        gather_entries(self.segments_N2, self.tables_N, self.entries)
+
+    def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, shape: ModelShape, layer: int, group: str) -> None:
+        """y += the LoRA products of one group of linears."""
+        self.shrink(x_TI, layer, group)
+        self.expand(y_TO, x_TI.shape[1], shape, layer, group)
+
+    def shrink(self, x_TI: torch.Tensor, layer: int, group: str) -> None:
+        """The half that needs nothing but the inputs: it may run beside the base model's product."""
+        modules = GROUPS[group]
+        row = layer * len(MODULES) + MODULE_INDEX[modules[0]]
+        if isinstance(self.launch, RowsLaunch):
+            shrink_rows(
+                x_TI, self.shrunk_STR, self.segments_N2, self.entries,
+                table_row=row, num_modules=len(modules), launch=self.launch,
+            )  # fmt: skip
+        else:
+            shrink_blocks(
+                x_TI, self.shrunk_STR[0], self.segments_N2, self.entries,
+                table_row=row, num_modules=len(modules), launch=self.launch,
+            )  # fmt: skip
+
+    def expand(self, y_TO: torch.Tensor, in_features: int, shape: ModelShape, layer: int, group: str) -> None:
+        modules = GROUPS[group]
+        row = layer * len(MODULES) + MODULE_INDEX[modules[0]]
+        outs = tuple(shape.out_features(module) for module in modules)
+        if isinstance(self.launch, RowsLaunch):
+            expand_rows(
+                y_TO, self.shrunk_STR, self.segments_N2, self.entries, table_row=row, out_features=outs,
+                num_splits=triton.cdiv(in_features, self.launch.shrink_block_k), launch=self.launch,
+            )  # fmt: skip
+        else:
+            expand_blocks(
+                y_TO, self.shrunk_STR[0], self.segments_N2, self.entries,
+                table_row=row, out_features=outs, launch=self.launch,
+            )  # fmt: skip
+
+
+def new_step(
+    shape: ModelShape,
+    *,
+    segments_N2: torch.Tensor,
+    tables_N: torch.Tensor,
+    num_rows: int,
+    launch: RowsLaunch | BlocksLaunch,
+    groups: frozenset[str],
+) -> LoraStep:
+    """A step over segments (or tiles) of a batch of `num_rows`."""
+    device, num_segments = segments_N2.device, segments_N2.shape[0]
+    widest = max(shape.in_features(module) for module in MODULES)
+    splits = triton.cdiv(widest, launch.shrink_block_k) if isinstance(launch, RowsLaunch) else 1
+    table_rows = shape.num_layers * len(MODULES)
+    return LoraStep(
+        segments_N2=segments_N2,
+        tables_N=tables_N,
+        entries=torch.zeros(table_rows, num_segments, TABLE_COLUMNS, dtype=torch.int64, device=device),
+        shrunk_STR=torch.empty(splits, num_rows, 3 * MAX_RANK, device=device),
+        launch=launch,
+        groups=groups,
+    )
+
+
+def cut_tiles(
+    spans_N2: npt.NDArray[np.int64], tables_N: npt.NDArray[np.int64], launch: RowsLaunch | BlocksLaunch
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Segments cut into the tiles that the kernels take, each with its adapter's table."""
+    max_rows = launch.block_m if isinstance(launch, BlocksLaunch) else 1
+    tiles = [
+        (start, min(max_rows, first + count - start), table)
+        for (first, count), table in zip(spans_N2.tolist(), tables_N.tolist(), strict=True)
+        for start in range(first, first + count, max_rows)
+    ]
+    found = np.array(tiles, dtype=np.int64).reshape(-1, 3)
+    return found[:, :2], found[:, 2]
