@@ -15,6 +15,7 @@ from typing import Self
 
 import aiohttp
 
+from loraplex.bench.records import RequestRecord
 from loraplex.bench.sse import StreamTally, error_text
 from loraplex.core.errors import LoraplexError
 
@@ -33,31 +34,6 @@ class BenchRequest:
     prompt_tokens: int
     output_tokens: int
     body: bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestRecord:
-    """What happened to one request; times are seconds on the load generator's clock.
-
-    `token_times_s` has one entry per streamed chunk. `finish_s` is the last of them; of a failed
-    request, the moment of failure.
-    """
-
-    model: str
-    prompt_tokens: int
-    output_tokens: int
-    arrival_s: float
-    token_times_s: tuple[float, ...]
-    finish_s: float
-    error: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.error is None
-
-    @property
-    def first_token_s(self) -> float | None:
-        return self.token_times_s[0] if self.token_times_s else None
 
 
 def encode_request(*, model: str, prompt_token_ids: list[int], output_tokens: int) -> BenchRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CLIENT_PACKAGES = ("loraplex", "aiohttp", "numpy", "uvloop")
+ENGINE_PACKAGES = ("loraplex", "torch", "triton", "numpy", "numba")
 
 
 def environment(packages: Sequence[str] = CLIENT_PACKAGES) -> dict[str, Any]:
@@ -29,8 +31,18 @@ def machine() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "arch": platform.machine(),
+        **gpu(),
         "os": f"{platform.system()} {platform.release()}",
     }
+
+
+def gpu() -> dict[str, Any]:
+    """The CUDA device, where torch is in use and there is one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    return {"gpu": properties.name, "gpu_memory_mib": properties.total_memory >> 20}
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

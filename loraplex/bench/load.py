@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from loraplex.bench.client import BenchRequest, Clock, RequestRecord
+from loraplex.bench.client import BenchRequest, Clock
+from loraplex.bench.records import RequestRecord
 
 OnDone = Callable[[RequestRecord], None]
 Sleep = Callable[[float], Awaitable[None]]

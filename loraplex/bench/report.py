@@ -2,6 +2,7 @@
 
     TTFT  first token - arrival             TPOT  (finish - first token) / (output tokens - 1)
     E2E   finish - arrival                  ITL   gap between one streamed chunk and the next
+    TPT   (finish - arrival) / output tokens
 
 Failed requests have no latency; they are counted, and their errors listed.
 """
@@ -14,32 +15,14 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loraplex.bench.client import RequestRecord
+from loraplex.bench.distribution import Distribution
+from loraplex.bench.records import RequestRecord
 
 _MAX_ERRORS_SHOWN = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Distribution:
-    """Mean and percentiles, in the unit of the samples."""
-
-    mean: float
-    p50: float
-    p95: float
-    p99: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Distribution | None:
-        """None when there are no samples: zero would read as a measurement."""
-        if not samples:
-            return None
-        p50, p95, p99 = (float(value) for value in np.percentile(samples, (50, 95, 99)))
-        return cls(mean=float(np.mean(samples)), p50=p50, p95=p95, p99=p99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +33,7 @@ class Latencies:
     tpot_ms: list[float]
     itl_ms: list[float]
     e2e_ms: list[float]
+    tpt_ms: list[float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +52,7 @@ class Report:
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
     e2e_ms: Distribution | None
+    tpt_ms: Distribution | None = None
     errors: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +61,7 @@ class Report:
 
 def latencies(records: Sequence[RequestRecord]) -> Latencies:
     """Latencies of the requests that succeeded."""
-    samples = Latencies(ttft_ms=[], tpot_ms=[], itl_ms=[], e2e_ms=[])
+    samples = Latencies(ttft_ms=[], tpot_ms=[], itl_ms=[], e2e_ms=[], tpt_ms=[])
     for record in records:
         if not record.ok:
             continue
@@ -84,6 +69,7 @@ def latencies(records: Sequence[RequestRecord]) -> Latencies:
         assert first_s is not None, "the client fails a request that streamed no token"
         samples.ttft_ms.append(1e3 * (first_s - record.arrival_s))
         samples.e2e_ms.append(1e3 * (record.finish_s - record.arrival_s))
+        samples.tpt_ms.append(1e3 * (record.finish_s - record.arrival_s) / record.output_tokens)
         if record.output_tokens > 1:
             samples.tpot_ms.append(1e3 * (record.finish_s - first_s) / (record.output_tokens - 1))
         samples.itl_ms.extend(1e3 * (later - sooner) for sooner, later in pairwise(record.token_times_s))
@@ -114,6 +100,7 @@ def summarize(records: Sequence[RequestRecord]) -> Report:
         tpot_ms=Distribution.of(samples.tpot_ms),
         itl_ms=Distribution.of(samples.itl_ms),
         e2e_ms=Distribution.of(samples.e2e_ms),
+        tpt_ms=Distribution.of(samples.tpt_ms),
         errors=dict(Counter(record.error for record in records if record.error is not None).most_common()),
     )
 
@@ -128,9 +115,14 @@ def render(report: Report, *, title: str) -> RenderableType:
         "TPOT ms": report.tpot_ms,
         "ITL ms": report.itl_ms,
         "E2E ms": report.e2e_ms,
+        "TPT ms": report.tpt_ms,
     }
     for name, distribution in rows.items():
-        cells = ["-"] * 4 if distribution is None else [f"{ms:,.1f}" for ms in asdict(distribution).values()]
+        cells = (
+            ["-"] * 4
+            if distribution is None
+            else [f"{ms:,.2f}" if ms < 100 else f"{ms:,.0f}" for ms in asdict(distribution).values()]
+        )
         latency.add_row(name, *cells)
 
     throughput = Text(

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loraplex.cli import bench_engine
+
 if TYPE_CHECKING:
-    from loraplex.bench.client import RequestRecord
+    from loraplex.bench.records import RequestRecord
     from loraplex.workload.jsonl import WorkloadRequest
 
-app = typer.Typer(help="Measure a running server.", no_args_is_help=True)
+app = typer.Typer(help="Measure a running server, or the engine itself.", no_args_is_help=True)
+app.add_typer(bench_engine.app, name="engine")
 
 EXIT_FAILED_REQUESTS = 1
 _WARMUP_SEED_OFFSET = 1_000_003  # warm-up prompts must not leave a prefix cache hit behind
@@ -36,11 +39,6 @@ _Adapters = Annotated[
         "modulo their number. Without it, all requests go to the base model."
     ),
 ]
-
-
-@app.callback()
-def _group() -> None:
-    """Measure a running server."""  # a group even with one command: `bench serve`, not `bench`
 
 
 @dataclass(frozen=True, kw_only=True)

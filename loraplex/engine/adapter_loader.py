@@ -97,7 +97,12 @@ def read_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> Lo
     layout = slab_layout(spec, shape)
     slab = torch.empty(layout.num_elements, dtype=dtype)
     read_slab(spec, layout, slab)
-    return host_weights(_views(slab, layout), spec.max_rank)
+    return slab_weights(slab, layout, spec.max_rank)
+
+
+def slab_weights(slab: torch.Tensor, layout: SlabLayout, max_rank: int) -> LoraWeights:
+    """A slab in host memory as the CPU's kernels use it."""
+    return host_weights(_views(slab, layout), max_rank)
 
 
 def read_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Lays a step plan out as tensors: rows of one adapter side by side, and where each row's logits go."""
+"""Lays a step plan out as tensors: first the rows of decoding sequences, then the prompts, in both those of
+one adapter side by side; and where each row's logits go."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class BatchBuilder:
         all_rows_of: Collection[str] = (),
     ) -> BuiltBatch:
         """`all_rows_of`: requests that want logits for every row of their chunk."""
-        ordered = sorted(chunks, key=lambda chunk: chunk.adapter or "")
+        # Decoding rows first, then prompts: kernels for the one and for the other get runs of rows.
+        ordered = sorted(chunks, key=lambda chunk: (chunk.num_tokens > 1, chunk.adapter or ""))
         starts = _starts(ordered)
         logit_rows, sampling, rows_of = self._choose_rows(ordered, starts, all_rows_of)
         placed = list(zip(ordered, starts, strict=True))
@@ -106,7 +108,7 @@ def _segments(
 ) -> list[LoraSegment]:
     segments = []
     pairs = zip(ordered, starts, strict=True)
-    for adapter, run in groupby(pairs, key=lambda pair: pair[0].adapter):
+    for (_, adapter), run in groupby(pairs, key=lambda pair: (pair[0].num_tokens > 1, pair[0].adapter)):
         members = list(run)
         if adapter is None:
             continue

@@ -83,6 +83,10 @@ class Engine:
         self._residency.add(spec.version, self._executor.adapter_bytes(spec))
         self._sources.setdefault(spec.version, {})[spec.path] = spec
 
+    def warm_up(self) -> None:
+        """Make ready for the adapters that are known now: compile, capture, allocate."""
+        self._executor.warm_up([next(iter(sources.values())) for sources in self._sources.values()])
+
     def remove_adapter(self, version: str) -> None:
         self._scheduler.remove_adapter(version)
 

@@ -92,6 +92,10 @@ class Executor(Protocol):
         """Start a step behind those already launched."""
         ...
 
+    def warm_up(self, specs: Sequence[AdapterSpec]) -> None:
+        """Make ready for steps with adapters like these, so that the first of them takes no longer."""
+        ...
+
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
         """Assert that state is kept for exactly these requests, and weights for exactly these versions."""
         ...

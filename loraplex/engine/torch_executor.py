@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -30,16 +30,20 @@ class TorchExecutor:
         builder: BatchBuilder,
         dtype: torch.dtype,
         runs_ahead: bool = False,
+        read: Callable[[AdapterSpec], LoraWeights] | None = None,
     ) -> None:
-        """`runs_ahead`: let steps be launched before the last one's tokens are told. There is nothing to
-        gain by it on a CPU; it lets tests drive the engine as a GPU does."""
+        """`read`: where adapters come from, if not from their folders.
+
+        `runs_ahead`: let steps be launched before the last one's tokens are told. There is nothing to gain
+        by it on a CPU; it lets tests drive the engine as a GPU does.
+        """
         self._decoder = decoder
         self._caches = caches
         self._builder = builder
         self._dtype = dtype
         self._runs_ahead = runs_ahead
         shape = decoder.config.shape
-        self._loader = AdapterLoader(lambda spec: read_weights(spec, shape, dtype))
+        self._loader = AdapterLoader(read or (lambda spec: read_weights(spec, shape, dtype)))
         self._adapters: dict[str, LoraWeights] = {}
         self._states: dict[str, SamplingState] = {}
 
@@ -69,6 +73,9 @@ class TorchExecutor:
                 self._adapters[result.version] = result.weights
             events.append(AdapterEvent(version=result.version, error=result.error))
         return events
+
+    def warm_up(self, specs: Sequence[AdapterSpec]) -> None:
+        """Nothing is compiled or captured for a kind of adapter here."""
 
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
         assert self._states.keys() == request_ids

@@ -6,7 +6,8 @@ import socket
 import pytest
 from fake_openai import FakeServer
 
-from loraplex.bench.client import BenchError, CompletionClient, RequestRecord, encode_request
+from loraplex.bench.client import BenchError, CompletionClient, encode_request
+from loraplex.bench.records import RequestRecord
 
 
 def complete(base_url: str, model: str, *, output_tokens: int = 4, timeout_s: float = 60.0) -> RequestRecord:

@@ -5,9 +5,10 @@ import asyncio
 import pytest
 from fake_openai import FakeServer
 
-from loraplex.bench.client import BenchRequest, CompletionClient, RequestRecord, encode_request
+from loraplex.bench.client import BenchRequest, CompletionClient, encode_request
 from loraplex.bench.load import closed_loop, open_loop, run
 from loraplex.bench.prompts import PromptSource, uniform_requests, workload_requests
+from loraplex.bench.records import RequestRecord
 from loraplex.workload import WorkloadRequest
 
 

@@ -19,7 +19,8 @@ from benchmarks.bystanders import bystanders
 from benchmarks.make_checkpoint import RANKS, adapter_bytes, write_adapters, write_tokenizer
 from benchmarks.measure import Traffic, measure, with_median
 from benchmarks.servers import ServerCommand, ServerFailedError, running
-from loraplex.bench.report import Distribution, Report
+from loraplex.bench.distribution import Distribution
+from loraplex.bench.report import Report
 
 
 def report(tokens_per_s: float, *, num_failed: int = 0) -> dict[str, Any]:

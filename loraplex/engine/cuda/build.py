@@ -15,7 +15,8 @@ from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_store import DeviceReader, HostBlocks
 from loraplex.engine.cuda.executor import CudaExecutor
-from loraplex.engine.cuda.step_runner import GRAPH_ROWS, StepRunner
+from loraplex.engine.cuda.step_runner import StepRunner
+from loraplex.engine.cuda.step_sizes import DECODE_ROWS
 from loraplex.kernels.triton.triton_kernels import TritonKernels
 from loraplex.model.config import ModelConfig
 from loraplex.model.decoder import Decoder, KVCache
@@ -93,7 +94,7 @@ def build_cuda_core(
                 max_tokens=options.max_step_tokens,
                 position_cost=shape.attention_flops / shape.linear_flops,
             ),
-            max_running=min(options.max_running, GRAPH_ROWS[-1]),
+            max_running=min(options.max_running, DECODE_ROWS[-1]),
         ),
         pool=BlockPool(num_blocks, options.block_size),
         residency=Residency(adapter_budget),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loraplex.adapters.slab import slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.engine.adapter_loader import AdapterLoader
@@ -18,7 +19,7 @@ from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.cuda.adapter_store import DeviceReader, block_bytes
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT
-from loraplex.engine.cuda.step_runner import StepOutput, StepRunner
+from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.executor import AdapterEvent, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
@@ -105,6 +106,14 @@ class CudaExecutor:
             events.append(AdapterEvent(version=result.version, error=result.error))
         return events
 
+    def warm_up(self, specs: Sequence[AdapterSpec]) -> None:
+        touched = {
+            frozenset(group for groups in layout.layers for group in groups)
+            for layout in (slab_layout(spec, self._decoder.config.shape) for spec in specs)
+        }
+        for groups in {frozenset(), *touched, frozenset().union(*touched)}:
+            self._runner.warm_up(groups)
+
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
         assert self._states.keys() == request_ids
         assert self._seats.keys() <= request_ids
@@ -159,7 +168,7 @@ class CudaExecutor:
         logit_seats = [SCRATCH_SEAT] * built.batch.logit_rows_L.shape[0]
         for request_id, row in built.sampling.items():
             logit_seats[row] = self._seats[request_id]
-        return self._runner.run(built, follows, row_seats, logit_seats)
+        return self._runner.run(built, RowSeats(follows=follows, rows=row_seats, logits=logit_seats))
 
     def _seat(self, chunk: Chunk) -> int:
         seat = self._seats.get(chunk.request_id)

@@ -1,9 +1,9 @@
 """All integers of a step in one block of memory: laid out on the host, one copy to the device.
 
 A graph is captured over the views of one block, and replayed after the next step's block was copied into
-it; a step that runs without a graph gets a block of its own size. Rows, decodes and logit rows beyond those
-of the step are padding: they read and write the scratch block and the scratch seat, have no context and no
-adapter, and what comes of them is not looked at.
+it; a step that runs without a graph gets a block of its own size. Rows beyond those of the step are padding:
+they read and write the scratch block and the scratch seat, have no context and no adapter, and what comes
+of them is not looked at. Padding decodes and logit rows stand for the last row, which is padding then.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ SCRATCH_SEAT = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSizes:
-    """How many of each a block has room for: rows, decoding rows and the width of their block tables,
-    spans and the width of theirs, logit rows, LoRA segments (or tiles)."""
+    """How many of each a block has room for: rows, decoding rows, spans of other rows, the width of both
+    block tables, logit rows, and the LoRA tiles of the decoding rows and of the spans."""
 
     rows: int
     decodes: int
-    decode_width: int
     spans: int
-    span_width: int
+    table_width: int
     logits: int
-    segments: int
+    decode_tiles: int
+    span_tiles: int
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape, in the order they lie in memory."""
@@ -45,15 +45,17 @@ class StepSizes:
             "slots": (self.rows,),
             "decode_rows": (self.decodes,),
             "decode_context": (self.decodes,),
-            "decode_blocks": (self.decodes, self.decode_width),
+            "decode_blocks": (self.decodes, self.table_width),
             "span_starts": (self.spans,),
             "span_lens": (self.spans,),
             "span_context": (self.spans,),
-            "span_blocks": (self.spans, self.span_width),
+            "span_blocks": (self.spans, self.table_width),
             "logit_rows": (self.logits,),
             "logit_seats": (self.logits,),
-            "segments": (self.segments, 2),
-            "tables": (self.segments,),
+            "decode_tiles": (self.decode_tiles, 2),
+            "decode_tables": (self.decode_tiles,),
+            "span_tiles": (self.span_tiles, 2),
+            "span_tables": (self.span_tiles,),
         }
 
     @property
@@ -70,8 +72,8 @@ class HostBlock:
         self._views["slots"][:] = scratch_slot
         self._views["token_seats"][:] = SCRATCH_SEAT
         self._views["logit_seats"][:] = SCRATCH_SEAT
-        self._views["decode_rows"][:] = np.arange(sizes.decodes)
-        self._views["logit_rows"][:] = np.arange(sizes.logits)
+        self._views["decode_rows"][:] = sizes.rows - 1
+        self._views["logit_rows"][:] = sizes.rows - 1
 
     def __setitem__(self, field: str, values: npt.ArrayLike) -> None:
         """Write the first entries of a field; what is behind them stays padding."""
@@ -95,7 +97,7 @@ class DeviceBlock:
     def upload(self, host: HostBlock) -> None:
         self.tensor.copy_(host.tensor, non_blocking=True)
 
-    def batch(self, token_ids_T: torch.Tensor, max_span_len: int, lora: LoraStep | None) -> KernelBatch:
+    def batch(self, token_ids_T: torch.Tensor, max_span_len: int, lora: tuple[LoraStep, ...]) -> KernelBatch:
         """The kernels' view of the block; the tokens were picked by the caller."""
         return KernelBatch(
             token_ids_T=token_ids_T,

@@ -35,10 +35,10 @@ class BlocksLaunch:
     shrink_warps: int = 4
     shrink_stages: int = 4
     rank_programs: int = 6
-    expand_block_n: int = 128
-    expand_block_r: int = 32
-    expand_warps: int = 4
-    expand_stages: int = 3
+    expand_block_n: int = 256
+    expand_block_r: int = 64
+    expand_warps: int = 8
+    expand_stages: int = 1
 
     @classmethod
     def for_decode(cls) -> BlocksLaunch:
@@ -47,15 +47,15 @@ class BlocksLaunch:
             block_m=16,
             shrink_block_r=16,
             shrink_block_k=256,
+            shrink_warps=2,
             shrink_stages=3,
             rank_programs=12,
             expand_block_n=128,
-            expand_block_r=64,
-            expand_stages=1,
+            expand_warps=4,
         )
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["tiles", "entries"])
 def _shrink_blocks(
     x, x_stride, h, h_stride, tiles, entries, table_row,
     IN: tl.constexpr, NUM_MODULES: tl.constexpr,
@@ -84,7 +84,7 @@ def _shrink_blocks(
         tl.store(target, acc, mask=row_mask[:, None] & rank_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["tiles", "entries"])
 def _expand_blocks(
     y, y_stride, h, h_stride, tiles, entries, table_row,
     OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr,

@@ -35,24 +35,24 @@ from loraplex.kernels.triton.lora_entries import (
 class RowsLaunch:
     """Block sizes of a launch: small blocks, many of them, so that their reads overlap."""
 
-    shrink_block_r: int = 4
-    shrink_block_k: int = 1024
+    shrink_block_r: int = 2
+    shrink_block_k: int = 2048
     shrink_warps: int = 2
-    rank_programs: int = 48
-    expand_block_n: int = 512
+    rank_programs: int = 96
+    expand_block_n: int = 1024
     expand_block_r: int = 8
     expand_warps: int = 4
-    expand_stages: int = 1
+    expand_stages: int = 2
 
     @classmethod
     def for_segments(cls, num_segments: int) -> RowsLaunch:
         """Few segments are cut finer, or they would not fill the device."""
         if num_segments > 8:
             return cls()
-        return cls(expand_block_n=64, expand_block_r=64, expand_warps=2)
+        return cls(expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["segments", "entries"])
 def _shrink_rows(
     x, x_stride, h, h_split_stride, h_stride, segments, entries, table_row,
     IN: tl.constexpr, NUM_MODULES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -78,7 +78,7 @@ def _shrink_rows(
         tl.store(h + split * h_split_stride + row * h_stride + ranks, shrunk, mask=rank_mask)
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["segments", "entries"])
 def _expand_rows(
     y, y_stride, h, h_split_stride, h_stride, segments, entries, table_row,
     OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr, NUM_SPLITS: tl.constexpr,

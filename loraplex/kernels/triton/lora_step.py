@@ -26,11 +26,14 @@ MAX_RANK: Final = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraStep:
-    """One step's segments on the device. Only the contents of the tensors change between replays of a
-    graph that was captured with them. `launch` says which kernels take it, and so how segments are cut.
-    `groups`: the groups of linears that any of the adapters touches."""
+    """Some of a step's rows, cut into tiles that share an adapter, on the device.
 
-    segments_N2: torch.Tensor
+    Only the contents of the tensors change between replays of a graph that was captured with them. `launch`
+    says which kernels take it, and so how segments are cut. `groups`: the groups of linears that any of the
+    adapters touches.
+    """
+
+    tiles_N2: torch.Tensor
     tables_N: torch.Tensor
     entries: torch.Tensor
     shrunk_STR: torch.Tensor
@@ -39,7 +42,7 @@ class LoraStep:
 
     def gather(self) -> None:
         """Once a step, before the first layer."""
-        gather_entries(self.segments_N2, self.tables_N, self.entries)
+        gather_entries(self.tiles_N2, self.tables_N, self.entries)
 
     def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, shape: ModelShape, layer: int, group: str) -> None:
         """y += the LoRA products of one group of linears."""
@@ -52,12 +55,12 @@ class LoraStep:
         row = layer * len(MODULES) + MODULE_INDEX[modules[0]]
         if isinstance(self.launch, RowsLaunch):
             shrink_rows(
-                x_TI, self.shrunk_STR, self.segments_N2, self.entries,
+                x_TI, self.shrunk_STR, self.tiles_N2, self.entries,
                 table_row=row, num_modules=len(modules), launch=self.launch,
             )  # fmt: skip
         else:
             shrink_blocks(
-                x_TI, self.shrunk_STR[0], self.segments_N2, self.entries,
+                x_TI, self.shrunk_STR[0], self.tiles_N2, self.entries,
                 table_row=row, num_modules=len(modules), launch=self.launch,
             )  # fmt: skip
 
@@ -67,12 +70,12 @@ class LoraStep:
         outs = tuple(shape.out_features(module) for module in modules)
         if isinstance(self.launch, RowsLaunch):
             expand_rows(
-                y_TO, self.shrunk_STR, self.segments_N2, self.entries, table_row=row, out_features=outs,
+                y_TO, self.shrunk_STR, self.tiles_N2, self.entries, table_row=row, out_features=outs,
                 num_splits=triton.cdiv(in_features, self.launch.shrink_block_k), launch=self.launch,
             )  # fmt: skip
         else:
             expand_blocks(
-                y_TO, self.shrunk_STR[0], self.segments_N2, self.entries,
+                y_TO, self.shrunk_STR[0], self.tiles_N2, self.entries,
                 table_row=row, out_features=outs, launch=self.launch,
             )  # fmt: skip
 
@@ -80,21 +83,21 @@ class LoraStep:
 def new_step(
     shape: ModelShape,
     *,
-    segments_N2: torch.Tensor,
+    tiles_N2: torch.Tensor,
     tables_N: torch.Tensor,
     num_rows: int,
     launch: RowsLaunch | BlocksLaunch,
     groups: frozenset[str],
 ) -> LoraStep:
-    """A step over segments (or tiles) of a batch of `num_rows`."""
-    device, num_segments = segments_N2.device, segments_N2.shape[0]
+    """A step over tiles among the first `num_rows` rows of a batch."""
+    device, num_tiles = tiles_N2.device, tiles_N2.shape[0]
     widest = max(shape.in_features(module) for module in MODULES)
     splits = triton.cdiv(widest, launch.shrink_block_k) if isinstance(launch, RowsLaunch) else 1
     table_rows = shape.num_layers * len(MODULES)
     return LoraStep(
-        segments_N2=segments_N2,
+        tiles_N2=tiles_N2,
         tables_N=tables_N,
-        entries=torch.zeros(table_rows, num_segments, TABLE_COLUMNS, dtype=torch.int64, device=device),
+        entries=torch.zeros(table_rows, num_tiles, TABLE_COLUMNS, dtype=torch.int64, device=device),
         shrunk_STR=torch.empty(splits, num_rows, 3 * MAX_RANK, device=device),
         launch=launch,
         groups=groups,

@@ -16,7 +16,8 @@ _BLOCK_V = 4096
 _ROWS = 256
 
 
-@triton.jit
+# Tables are parts of one buffer, anywhere in it: no new kernel for where they happen to start.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids", "follows", "seats"])
 def _pick(token_ids, follows, seats, last_tokens, out, num_rows, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows
@@ -39,7 +40,7 @@ def pick_tokens(
     return out_T
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seats"])
 def _greedy(logits, stride, seats, last_tokens, out, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)

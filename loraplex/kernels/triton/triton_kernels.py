@@ -15,8 +15,6 @@ from loraplex.kernels.interface import PackedLinear
 from loraplex.kernels.lora import LoraSegment
 from loraplex.kernels.reference import TorchKernels
 from loraplex.kernels.triton.decode_attention import DecodeScratch, choose_num_splits, decode_attention
-from loraplex.kernels.triton.lora_blocks import BlocksLaunch
-from loraplex.kernels.triton.lora_step import LoraStep
 from loraplex.kernels.triton.prefill_attention import prefill_attention
 from loraplex.kernels.triton.rope import rope_and_cache
 from loraplex.kernels.triton.rows import add_rms_norm, rms_norm, silu_mul
@@ -27,7 +25,7 @@ _CPU_PROGRAMS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSegments:
-    """A step's segments while they are on the host: `LoraStep` is made of them on the device.
+    """A step's segments on the host. On the device, `KernelBatch.lora` is a tuple of `LoraStep`.
 
     spans_N2: first row and number of rows; tables_N: address of the adapter's table; groups: the groups of
     linears that any of the adapters touches.
@@ -36,15 +34,6 @@ class StepSegments:
     spans_N2: npt.NDArray[np.int64]
     tables_N: npt.NDArray[np.int64]
     groups: frozenset[str]
-
-    @property
-    def max_rows(self) -> int:
-        return int(self.spans_N2[:, 1].max())
-
-    @property
-    def rows_each(self) -> float:
-        """How many rows share an adapter, on average."""
-        return float(self.spans_N2[:, 1].mean())
 
 
 class TritonKernels(TorchKernels):
@@ -121,21 +110,22 @@ class TritonKernels(TorchKernels):
     def linear(
         self, linear: PackedLinear, x_TI: torch.Tensor, batch: KernelBatch, layer: int, group: str
     ) -> torch.Tensor:
-        step: LoraStep | None = batch.lora
-        if step is None or group not in step.groups:
-            return linear(x_TI)
-        if self._side_stream is None or isinstance(step.launch, BlocksLaunch):
+        steps = [step for step in batch.lora if group in step.groups]
+        if self._side_stream is None or not steps:
             y_TO = linear(x_TI)
-            step.add(y_TO, x_TI, self._shape, layer, group)
+            for step in steps:
+                step.add(y_TO, x_TI, self._shape, layer, group)
             return y_TO
         # Both read weights, and neither fills the memory's bandwidth alone: they go side by side.
         main = torch.cuda.current_stream()
         self._side_stream.wait_stream(main)
         with torch.cuda.stream(self._side_stream):
-            step.shrink(x_TI, layer, group)
+            for step in steps:
+                step.shrink(x_TI, layer, group)
         y_TO = linear(x_TI)
         main.wait_stream(self._side_stream)
-        step.expand(y_TO, x_TI.shape[1], self._shape, layer, group)
+        for step in steps:
+            step.expand(y_TO, x_TI.shape[1], self._shape, layer, group)
         return y_TO
 
     def prepare_lora(self, segments: Sequence[LoraSegment]) -> StepSegments | None:

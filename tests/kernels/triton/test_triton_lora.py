@@ -107,7 +107,7 @@ def check(
     empty = np.zeros((2, 2), dtype=np.int64)
     step = new_step(
         SHAPE,
-        segments_N2=torch.from_numpy(np.concatenate((spans, empty))),
+        tiles_N2=torch.from_numpy(np.concatenate((spans, empty))),
         tables_N=torch.from_numpy(np.concatenate((tables, empty[0]))),
         num_rows=num_rows,
         launch=launch,

@@ -1,0 +1,188 @@
+"""What `loraplex bench engine` measures, in-process: no HTTP, no tokenizer, random prompts of token ids.
+
+decode   the time between tokens of a full batch, every request decoding
+prefill  the time from a batch of prompts to all their first tokens
+cold     the first token of a request on an idle engine: adapter on the device, or still in host memory
+serve    a workload file, replayed in real time
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+from loraplex.bench.distribution import Distribution
+from loraplex.bench.records import RequestRecord
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
+from loraplex.engine.core import Engine
+from loraplex.workload.jsonl import WorkloadRequest
+
+_SETTLE_STEPS = 8
+"""Steps after the prompts before time counts: the last of them still share a step with decoding."""
+_IDLE_WAIT_S = 0.0002
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """A batch of equal requests; request i is on `adapters[i % len(adapters)]`, or on the base model."""
+
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    adapters: tuple[str, ...]
+    vocab_size: int
+
+
+def measure_decode(engine: Engine, load: Load, repeats: int) -> Distribution:
+    """Milliseconds between tokens, while all requests of the batch decode."""
+    bring_in(engine, load.adapters, load.vocab_size)
+    gaps_ms: list[float] = []
+    with _quiet_collector():
+        for repeat in range(repeats + 1):  # the first captures graphs
+            found = _decode_gaps(engine, load, seed=repeat)
+            gaps_ms += found if repeat > 0 else []
+    distribution = Distribution.of(gaps_ms)
+    assert distribution is not None, "too few output tokens to measure a gap"
+    return distribution
+
+
+def measure_prefill(engine: Engine, load: Load, repeats: int) -> Distribution:
+    """Milliseconds from handing over the batch to the last of its first tokens."""
+    bring_in(engine, load.adapters, load.vocab_size)
+    times_ms: list[float] = []
+    with _quiet_collector():
+        for repeat in range(repeats + 1):
+            started = time.perf_counter()
+            _add_all(engine, load, output_tokens=1, seed=repeat)
+            _run_dry(engine)
+            times_ms += [(time.perf_counter() - started) * 1e3] if repeat > 0 else []
+    distribution = Distribution.of(times_ms)
+    assert distribution is not None
+    return distribution
+
+
+def measure_cold(
+    engine: Engine, versions: Sequence[str], prompt_tokens: int, vocab_size: int
+) -> dict[str, Distribution | None]:
+    """Time to first token on an idle engine, of each adapter's first request and of a second one.
+
+    The first finds the adapter in host memory, the second on the device.
+    """
+    cold_ms, warm_ms = [], []
+    with _quiet_collector():
+        _first_token_ms(engine, None, prompt_tokens, vocab_size, seed=0)
+        _first_token_ms(engine, versions[0], prompt_tokens, vocab_size, seed=1)  # captures and compiles
+        for index, version in enumerate(versions[1:]):
+            cold_ms.append(_first_token_ms(engine, version, prompt_tokens, vocab_size, seed=2 * index))
+            warm_ms.append(_first_token_ms(engine, version, prompt_tokens, vocab_size, seed=2 * index + 1))
+    return {"host_memory": Distribution.of(cold_ms), "device_memory": Distribution.of(warm_ms)}
+
+
+def replay(
+    engine: Engine, requests: Sequence[WorkloadRequest], versions: Sequence[str], vocab_size: int
+) -> list[RequestRecord]:
+    """Hand every request over at its time; records in the order of the workload."""
+    waiting = deque(enumerate(requests))
+    prompts = [_prompt(request.prompt_tokens, vocab_size, seed=i) for i, request in enumerate(requests)]
+    times: list[list[float]] = [[] for _ in requests]
+    errors: dict[int, str] = {}
+    with _quiet_collector():
+        started = time.perf_counter()
+        while waiting or engine.has_work():
+            now = time.perf_counter() - started
+            while waiting and waiting[0][1].arrival_s <= now:
+                index, request = waiting.popleft()
+                version = versions[request.adapter % len(versions)] if versions else None
+                engine.add_request(_request(str(index), prompts[index], request.output_tokens, version))
+            if not engine.has_work():
+                time.sleep(_IDLE_WAIT_S)
+                continue
+            outputs = engine.step()
+            now = time.perf_counter() - started
+            for output in outputs:
+                times[int(output.request_id)] += [now] * len(output.token_ids)
+                if output.error is not None:
+                    errors[int(output.request_id)] = output.error
+    return [
+        RequestRecord(
+            model="base" if not versions else versions[request.adapter % len(versions)],
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=len(times[index]),
+            arrival_s=request.arrival_s,
+            token_times_s=tuple(times[index]),
+            finish_s=times[index][-1] if times[index] else request.arrival_s,
+            error=errors.get(index),
+        )
+        for index, request in enumerate(requests)
+    ]
+
+
+def bring_in(engine: Engine, versions: Sequence[str], vocab_size: int) -> None:
+    """Load adapters by a short request to each."""
+    for version in dict.fromkeys(versions):
+        prompt = _prompt(2, vocab_size, seed=1)
+        engine.add_request(_request(f"bring-in-{version}", prompt, 1, version))
+    _run_dry(engine)
+
+
+def _decode_gaps(engine: Engine, load: Load, seed: int) -> list[float]:
+    _add_all(engine, load, load.output_tokens, seed)
+    full: list[float] = []
+    while engine.has_work():
+        outputs = engine.step()
+        if len(outputs) == load.batch:
+            full.append(time.perf_counter())
+    return [(later - sooner) * 1e3 for sooner, later in pairwise(full)][_SETTLE_STEPS:]
+
+
+def _add_all(engine: Engine, load: Load, output_tokens: int, seed: int) -> None:
+    for index in range(load.batch):
+        version = load.adapters[index % len(load.adapters)] if load.adapters else None
+        prompt = _prompt(load.prompt_tokens, load.vocab_size, seed=seed * load.batch + index)
+        engine.add_request(_request(f"{seed}-{index}", prompt, output_tokens, version))
+
+
+def _first_token_ms(
+    engine: Engine, version: str | None, prompt_tokens: int, vocab_size: int, seed: int
+) -> float:
+    prompt = _prompt(prompt_tokens, vocab_size, seed)
+    started = time.perf_counter()
+    engine.add_request(_request("one", prompt, 1, version))
+    _run_dry(engine)
+    return (time.perf_counter() - started) * 1e3
+
+
+def _run_dry(engine: Engine) -> None:
+    while engine.has_work():
+        engine.step()
+
+
+def _request(request_id: str, prompt: list[int], output_tokens: int, version: str | None) -> EngineRequest:
+    params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=params, adapter=version)
+
+
+def _prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
+    """Random, so that no prompt finds another's prefix in the cache."""
+    generator = random.Random(seed)
+    return [generator.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """No collection of garbage in the middle of a step; what is built by now is not looked at again."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

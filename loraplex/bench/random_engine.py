@@ -1,0 +1,144 @@
+"""An engine with random weights of a known shape, and adapters of chosen ranks: nothing is downloaded.
+
+What an engine costs depends on shapes, not on values, so this measures what a real model would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from loraplex.adapters.residency import Residency
+from loraplex.adapters.slab import slab_layout
+from loraplex.adapters.spec import AdapterSpec, LoraModule
+from loraplex.core.errors import CapacityError, ModelError
+from loraplex.core.modules import MODULES
+from loraplex.core.shape import ModelShape
+from loraplex.engine.adapter_loader import slab_weights
+from loraplex.engine.batch import BatchBuilder
+from loraplex.engine.core import Engine
+from loraplex.engine.torch_executor import TorchExecutor
+from loraplex.kernels.lora import LoraWeights
+from loraplex.kernels.reference import TorchKernels
+from loraplex.model.decoder import Decoder, KVCache
+from loraplex.model.shapes import config_of_shape, random_weights
+from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.scheduler import SchedulerConfig
+from loraplex.scheduling.work import StepWork
+
+_CPU_BLOCKS = 512
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomEngineOptions:
+    """What a benchmark may choose of its engine."""
+
+    shape: str
+    device: str
+    dtype: torch.dtype
+    max_step_tokens: int = 2048
+    memory_fraction: float = 0.9
+
+
+def build_random_engine(options: RandomEngineOptions) -> Engine:
+    config = config_of_shape(options.shape)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("there is no CUDA device here; give --device cpu")
+    weights = random_weights(config, options.dtype, device)
+    if device.type == "cuda":
+        from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
+
+        cuda_options = CudaOptions(
+            dtype=options.dtype,
+            memory_fraction=options.memory_fraction,
+            max_step_tokens=options.max_step_tokens,
+        )
+        return build_cuda_core(config, weights, cuda_options, _host_blocks(config.shape, options.dtype))
+    shape, kernels = config.shape, TorchKernels()
+    if shape.linear_flops > 1e9:
+        raise CapacityError(f"the shape {options.shape!r} is too large for --device cpu; try --shape tiny")
+    return Engine(
+        config=SchedulerConfig(
+            max_model_len=shape.max_position, work=StepWork(max_tokens=options.max_step_tokens)
+        ),
+        pool=BlockPool(_CPU_BLOCKS, _BLOCK_SIZE),
+        residency=Residency(1 << 30),
+        executor=TorchExecutor(
+            decoder=Decoder(config, weights, kernels, shape.max_position),
+            caches=[
+                KVCache.zeros(shape, _CPU_BLOCKS, _BLOCK_SIZE, options.dtype) for _ in range(shape.num_layers)
+            ],
+            builder=BatchBuilder(kernels, _BLOCK_SIZE),
+            dtype=options.dtype,
+            read=lambda spec: _random_weights(spec, shape, options.dtype),
+        ),
+    )
+
+
+def random_specs(
+    name: str, shape: str, *, num_adapters: int, ranks: Sequence[int], modules: str
+) -> list[AdapterSpec]:
+    """Adapters without files, their ranks in turn, on these modules of every layer."""
+    return [
+        _random_spec(f"{name}-{index:04d}", config_of_shape(shape).shape, ranks[index % len(ranks)], names)
+        for names in (module_names(modules),)
+        for index in range(num_adapters)
+    ]
+
+
+def _random_spec(name: str, shape: ModelShape, rank: int, modules: Sequence[str]) -> AdapterSpec:
+    loras = tuple(
+        LoraModule(layer=layer, module=module, rank=rank, scale=1.0 / rank, a_name="", b_name="")
+        for layer in range(shape.num_layers)
+        for module in modules
+    )
+    num_params = sum(rank * (shape.in_features(m.module) + shape.out_features(m.module)) for m in loras)
+    return AdapterSpec(version=name, path=Path(name), modules=loras, num_params=num_params)
+
+
+def module_names(text: str) -> tuple[str, ...]:
+    """`q,k,v`, `all`, or full names."""
+    if text == "all":
+        return MODULES
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    full = tuple(name if name.endswith("_proj") else f"{name}_proj" for name in names)
+    unknown = [name for name in full if name not in MODULES]
+    if unknown or not full:
+        raise ModelError(
+            f"unknown module {', '.join(unknown) or text!r}; known are {', '.join(MODULES)}, all"
+        )
+    return tuple(module for module in MODULES if module in full)
+
+
+def _random_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> LoraWeights:
+    layout = slab_layout(spec, shape)
+    slab = torch.empty(layout.num_elements, dtype=dtype).normal_(std=0.02)
+    return slab_weights(slab, layout, spec.max_rank)
+
+
+def _host_blocks(shape: ModelShape, dtype: torch.dtype) -> Callable[[AdapterSpec], torch.Tensor]:
+    """Pinned blocks with random weights, one for each size: on the host, adapters of one size share it, so
+    that thousands fit; on the device each has memory of its own."""
+    from loraplex.engine.cuda.adapter_store import block_bytes, table_bytes
+
+    blocks: dict[int, torch.Tensor] = {}
+    header = table_bytes(shape)
+
+    def block_of(spec: AdapterSpec) -> torch.Tensor:
+        num_bytes = block_bytes(spec, shape, dtype)
+        block = blocks.get(num_bytes)
+        if block is None:
+            block = blocks[num_bytes] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            weights = block[header:].view(dtype)
+            sample = torch.empty(min(1 << 20, weights.numel())).normal_(std=0.02).to(dtype)
+            for start in range(0, weights.numel(), sample.numel()):
+                part = weights[start : start + sample.numel()]
+                part.copy_(sample[: part.numel()])
+        return block
+
+    return block_of

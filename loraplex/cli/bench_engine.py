@@ -1,0 +1,248 @@
+"""`loraplex bench engine`: measure the engine itself, in-process, with random weights.
+
+Imports of torch wait until a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loraplex.bench.distribution import Distribution
+    from loraplex.engine.core import Engine
+
+app = typer.Typer(help="Measure the engine in-process, with random weights.", no_args_is_help=True)
+
+
+class Adapters(StrEnum):
+    """Which adapters a batch uses."""
+
+    NONE = "none"
+    ONE = "one"
+    DISTINCT = "distinct"
+
+
+_Shape = Annotated[str, typer.Option(help="llama-2-7b, llama-3-8b, qwen2.5-7b, ... or tiny.")]
+_Device = Annotated[str, typer.Option(help="cuda or cpu.")]
+_Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+_Batch = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
+_Adapters = Annotated[Adapters, typer.Option(help="One for all requests, or one each.")]
+_Rank = Annotated[int, typer.Option(min=1, max=512, help="Rank of every adapter.")]
+_Ranks = Annotated[str, typer.Option(help="Ranks in turn, e.g. 8,16,32,64; instead of --rank.")]
+_Modules = Annotated[str, typer.Option(help="Targeted linears: q,k,v or all.")]
+_Prompt = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
+_Output = Annotated[int, typer.Option(min=16, help="Tokens of each answer.")]
+_Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one that is not.")]
+_Json = Annotated[Path | None, typer.Option("--json", help="Write figures, machine and parameters here.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bench:
+    """An engine, its adapters, and what they were made of."""
+
+    engine: Engine
+    versions: tuple[str, ...]
+    vocab_size: int
+    parameters: dict[str, Any]
+    build_s: float
+
+
+@app.command()
+def decode(
+    shape: _Shape = "llama-2-7b",
+    device: _Device = "cuda",
+    dtype: _Dtype = "bfloat16",
+    batch: _Batch = 32,
+    adapters: _Adapters = Adapters.NONE,
+    rank: _Rank = 64,
+    ranks: _Ranks = "",
+    modules: _Modules = "q,k,v",
+    prompt_tokens: _Prompt = 128,
+    output_tokens: _Output = 256,
+    repeats: _Repeats = 3,
+    json_out: _Json = None,
+) -> None:
+    """Time between tokens of a full batch."""
+    from loraplex.bench.engine_scenarios import Load, measure_decode
+
+    bench = _set_up(locals(), num_adapters=_num_adapters(adapters, batch))
+    load = Load(
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        adapters=bench.versions,
+        vocab_size=bench.vocab_size,
+    )
+    _publish(bench, json_out, itl_ms=measure_decode(bench.engine, load, repeats))
+
+
+@app.command()
+def prefill(
+    shape: _Shape = "llama-2-7b",
+    device: _Device = "cuda",
+    dtype: _Dtype = "bfloat16",
+    batch: _Batch = 1,
+    adapters: _Adapters = Adapters.NONE,
+    rank: _Rank = 64,
+    ranks: _Ranks = "",
+    modules: _Modules = "q,k,v",
+    prompt_tokens: _Prompt = 512,
+    repeats: _Repeats = 10,
+    json_out: _Json = None,
+) -> None:
+    """Time from a batch of prompts to the last of their first tokens."""
+    from loraplex.bench.engine_scenarios import Load, measure_prefill
+
+    bench = _set_up(locals(), num_adapters=_num_adapters(adapters, batch))
+    load = Load(
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        output_tokens=1,
+        adapters=bench.versions,
+        vocab_size=bench.vocab_size,
+    )
+    _publish(bench, json_out, prefill_ms=measure_prefill(bench.engine, load, repeats))
+
+
+@app.command()
+def cold(
+    shape: _Shape = "llama-2-7b",
+    device: _Device = "cuda",
+    dtype: _Dtype = "bfloat16",
+    num_adapters: Annotated[int, typer.Option(min=2, help="Adapters tried, after the first.")] = 20,
+    rank: _Rank = 64,
+    ranks: _Ranks = "",
+    modules: _Modules = "q,k,v",
+    prompt_tokens: _Prompt = 128,
+    json_out: _Json = None,
+) -> None:
+    """Time to first token on an idle engine: adapter in host memory, and on the device."""
+    from loraplex.bench.engine_scenarios import measure_cold
+
+    bench = _set_up(locals(), num_adapters=num_adapters)
+    found = measure_cold(bench.engine, bench.versions, prompt_tokens, bench.vocab_size)
+    _publish(bench, json_out, **{f"ttft_{where}_ms": distribution for where, distribution in found.items()})
+
+
+@app.command()
+def serve(
+    workload: Annotated[Path, typer.Option(help="The .jsonl file to replay, each request at its time.")],
+    shape: _Shape = "llama-2-7b",
+    device: _Device = "cuda",
+    dtype: _Dtype = "bfloat16",
+    num_adapters: Annotated[int, typer.Option(min=0, help="Registered adapters; 0: base model only.")] = 200,
+    rank: _Rank = 64,
+    ranks: _Ranks = "",
+    modules: _Modules = "q,k,v",
+    max_step_tokens: Annotated[int, typer.Option(min=16, help="Prompt tokens in one step.")] = 2048,
+    warm_up: Annotated[bool, typer.Option(help="Capture graphs and compile kernels before.")] = True,
+    json_out: _Json = None,
+) -> None:
+    """Replay a workload in real time; latency and throughput. Adapters start in host memory."""
+    from rich.console import Console
+
+    from loraplex.bench.engine_scenarios import replay
+    from loraplex.bench.report import render, summarize
+    from loraplex.workload.jsonl import read_workload
+
+    requests = read_workload(workload)
+    bench = _set_up(locals(), num_adapters=num_adapters)
+    bench.parameters["workload"] = workload.name
+    started = time.perf_counter()
+    if warm_up:
+        bench.engine.warm_up()
+        typer.echo(f"warm-up took {time.perf_counter() - started:.1f} s")
+    report = summarize(replay(bench.engine, requests, bench.versions, bench.vocab_size))
+    Console().print(render(report, title=f"{workload.name}, {num_adapters} adapters"))
+    _write(bench, json_out, report.as_json())
+
+
+def _num_adapters(adapters: Adapters, batch: int) -> int:
+    return {Adapters.NONE: 0, Adapters.ONE: 1, Adapters.DISTINCT: batch}[adapters]
+
+
+def _set_up(options: dict[str, Any], num_adapters: int) -> _Bench:
+    """Build the engine and register the adapters, from a command's own arguments."""
+    import torch
+
+    from loraplex.bench.random_engine import (
+        RandomEngineOptions,
+        build_random_engine,
+        random_specs,
+    )
+    from loraplex.engine.build import DTYPES
+    from loraplex.model.shapes import config_of_shape
+
+    if options["dtype"] not in DTYPES:
+        raise typer.BadParameter(f"choose {', '.join(DTYPES)}", param_hint="--dtype")
+    ranks = _rank_list(options["ranks"]) or [options["rank"]]
+    started = time.perf_counter()
+    engine = build_random_engine(
+        RandomEngineOptions(
+            shape=options["shape"],
+            device=options["device"],
+            dtype=DTYPES[options["dtype"]],
+            max_step_tokens=options.get("max_step_tokens", 2048),
+        )
+    )
+    specs = random_specs(
+        "adapter", options["shape"], num_adapters=num_adapters, ranks=ranks, modules=options["modules"]
+    )
+    for spec in specs:
+        engine.add_adapter(spec)
+    if options["device"] == "cuda":
+        torch.cuda.synchronize()
+    parameters = {
+        key: value for key, value in options.items() if isinstance(value, int | float | str) and value != ""
+    }
+    return _Bench(
+        engine=engine,
+        versions=tuple(spec.version for spec in specs),
+        vocab_size=config_of_shape(options["shape"]).shape.vocab_size,
+        parameters=parameters | {"num_adapters": num_adapters},
+        build_s=time.perf_counter() - started,
+    )
+
+
+def _rank_list(text: str) -> list[int]:
+    try:
+        ranks = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint="--ranks") from None
+    if any(not 1 <= rank <= 512 for rank in ranks):
+        raise typer.BadParameter("ranks go from 1 to 512", param_hint="--ranks")
+    return ranks
+
+
+def _publish(bench: _Bench, json_out: Path | None, **found: Distribution | None) -> None:
+    for name, distribution in found.items():
+        assert distribution is not None
+        figures = ", ".join(f"{key} {value:.2f}" for key, value in asdict(distribution).items())
+        typer.echo(f"{name}: {figures}")
+    rounded = {
+        name: {key: round(value, 3) for key, value in asdict(distribution).items()}
+        for name, distribution in found.items()
+        if distribution is not None
+    }
+    _write(bench, json_out, rounded)
+
+
+def _write(bench: _Bench, json_out: Path | None, results: dict[str, Any]) -> None:
+    from loraplex.bench.environment import ENGINE_PACKAGES, environment
+
+    if json_out is None:
+        return
+    document = environment(ENGINE_PACKAGES) | {
+        "parameters": bench.parameters,
+        "build_s": round(bench.build_s, 2),
+        "results": results,
+    }
+    json_out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    typer.echo(f"wrote {json_out}")

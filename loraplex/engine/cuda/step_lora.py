@@ -1,0 +1,95 @@
+"""A step's LoRA work, in two parts: decoding rows are bound by reading weights, prompts by arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.core.shape import ModelShape
+from loraplex.engine.cuda.step_buffers import DeviceBlock
+from loraplex.kernels.batch import KernelBatch
+from loraplex.kernels.triton.lora_blocks import BlocksLaunch
+from loraplex.kernels.triton.lora_rows import RowsLaunch
+from loraplex.kernels.triton.lora_step import LoraStep, cut_tiles, new_step
+from loraplex.kernels.triton.triton_kernels import StepSegments
+
+_ROWS_TO_SHARE: Final = 2.5
+"""From so many rows for each adapter on, reading its weights once for several pays."""
+_SPAN_LAUNCH: Final = BlocksLaunch()
+SPAN_TILE_ROWS: Final = _SPAN_LAUNCH.block_m
+
+Tiles = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""First row and number of rows of each tile; the address of its adapter's table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLora:
+    """Tiles on the host, the groups of linears that the adapters touch, and whether decoding rows share
+    adapters."""
+
+    decode_tiles: Tiles
+    span_tiles: Tiles
+    groups: frozenset[str]
+    shares: bool
+
+    def steps(self, shape: ModelShape, block: DeviceBlock) -> tuple[LoraStep, ...]:
+        """What the kernels take, over the tiles of a block on the device."""
+        if not self.groups:
+            return ()
+        sizes = block.sizes
+        steps = []
+        if sizes.decode_tiles > 0:
+            steps.append(
+                new_step(
+                    shape,
+                    tiles_N2=block["decode_tiles"],
+                    tables_N=block["decode_tables"],
+                    num_rows=sizes.decodes,
+                    launch=_decode_launch(self.shares, sizes.decode_tiles),
+                    groups=self.groups,
+                )
+            )
+        if sizes.span_tiles > 0:
+            steps.append(
+                new_step(
+                    shape,
+                    tiles_N2=block["span_tiles"],
+                    tables_N=block["span_tables"],
+                    num_rows=sizes.rows,
+                    launch=_SPAN_LAUNCH,
+                    groups=self.groups,
+                )
+            )
+        return tuple(steps)
+
+
+def split_segments(batch: KernelBatch) -> StepLora:
+    """A step's segments, which begin with those of the decoding rows, cut into tiles."""
+    segments: StepSegments | None = batch.lora
+    if segments is None:
+        return no_tiles(frozenset(), shares=False)
+    decodes = segments.spans_N2[:, 0] < batch.decode_rows_D.shape[0]
+    lengths = segments.spans_N2[decodes, 1]
+    # With prompts in the step it is not worth a graph of its own.
+    shares = bool(lengths.size > 0 and decodes.all() and lengths.mean() >= _ROWS_TO_SHARE)
+    return StepLora(
+        decode_tiles=cut_tiles(
+            segments.spans_N2[decodes], segments.tables_N[decodes], _decode_launch(shares, len(lengths))
+        ),
+        span_tiles=cut_tiles(segments.spans_N2[~decodes], segments.tables_N[~decodes], _SPAN_LAUNCH),
+        groups=segments.groups,
+        shares=shares,
+    )
+
+
+def no_tiles(groups: frozenset[str], *, shares: bool) -> StepLora:
+    """The work of a step that only has to be captured."""
+    none = np.zeros((0, 2), dtype=np.int64), np.zeros(0, dtype=np.int64)
+    return StepLora(decode_tiles=none, span_tiles=none, groups=groups, shares=shares)
+
+
+def _decode_launch(shares: bool, num_tiles: int) -> RowsLaunch | BlocksLaunch:
+    return BlocksLaunch.for_decode() if shares else RowsLaunch.for_segments(num_tiles)

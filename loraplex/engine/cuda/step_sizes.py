@@ -1,0 +1,88 @@
+"""How large a step is, and the sizes of the graph that takes it.
+
+Few sizes mean few graphs; fine ones mean little padding. Rows cost arithmetic, so they are rounded finely;
+padding decodes, spans and tiles cost programs that leave at once, so they are rounded coarsely.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Final
+
+from loraplex.engine.batch import BuiltBatch
+from loraplex.engine.cuda.step_buffers import StepSizes
+from loraplex.engine.cuda.step_lora import SPAN_TILE_ROWS, StepLora
+
+DECODE_ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
+"""Rows of graphs in which every row decodes."""
+MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560)
+"""Rows of graphs with prompts."""
+MIXED_DECODES: Final = (32, 256)
+MIXED_SPANS: Final = (4, 32)
+
+
+def graph_sizes(built: BuiltBatch, max_blocks: int) -> StepSizes | None:
+    """Sizes of the graph for a step; None if none is made for such a step."""
+    batch = built.batch
+    num_rows, num_spans = batch.token_ids_T.shape[0], batch.span_starts_S.shape[0]
+    if built.rows_of:
+        return None
+    if num_spans == 0:
+        rows = _round_up(num_rows, DECODE_ROWS)
+        return None if rows is None else _decode_sizes(rows, max_blocks)
+    # One row more than there are, so that the last one is padding.
+    rows = _round_up(num_rows + 1, MIXED_ROWS)
+    decodes = _round_up(batch.decode_rows_D.shape[0], MIXED_DECODES)
+    spans = _round_up(num_spans, MIXED_SPANS)
+    if rows is None or decodes is None or spans is None:
+        return None
+    return _mixed_sizes(rows, decodes, spans, max_blocks)
+
+
+def all_graph_sizes(max_blocks: int) -> list[StepSizes]:
+    """Of every graph there is; the largest first, so that the others fit into its memory."""
+    mixed = [
+        _mixed_sizes(rows, decodes, spans, max_blocks)
+        for rows in MIXED_ROWS
+        for decodes in MIXED_DECODES
+        for spans in MIXED_SPANS
+    ]
+    return [*reversed(mixed), *(_decode_sizes(rows, max_blocks) for rows in reversed(DECODE_ROWS))]
+
+
+def _decode_sizes(rows: int, max_blocks: int) -> StepSizes:
+    return StepSizes(
+        rows=rows, decodes=rows, spans=0, table_width=max_blocks, logits=rows, decode_tiles=rows, span_tiles=0
+    )
+
+
+def _mixed_sizes(rows: int, decodes: int, spans: int, max_blocks: int) -> StepSizes:
+    return StepSizes(
+        rows=rows,
+        decodes=decodes,
+        spans=spans,
+        table_width=max_blocks,
+        logits=decodes + spans,
+        decode_tiles=decodes,
+        span_tiles=spans + rows // SPAN_TILE_ROWS,
+    )
+
+
+def exact_sizes(built: BuiltBatch, lora: StepLora) -> StepSizes:
+    """Sizes without padding."""
+    batch = built.batch
+    return StepSizes(
+        rows=batch.token_ids_T.shape[0],
+        decodes=batch.decode_rows_D.shape[0],
+        spans=batch.span_starts_S.shape[0],
+        table_width=max(batch.decode_blocks_DB.shape[1], batch.span_blocks_SB.shape[1]),
+        logits=batch.logit_rows_L.shape[0],
+        decode_tiles=len(lora.decode_tiles[1]),
+        span_tiles=len(lora.span_tiles[1]),
+    )
+
+
+def _round_up(count: int, sizes: Sequence[int]) -> int | None:
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else None
