@@ -18,6 +18,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.modules import MODULE_INDEX, MODULES
 from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_loader import read_slab
+from loraplex.engine.cuda.streams import SideStream
 from loraplex.kernels.lora import TABLE_COLUMNS, LoraWeights
 
 ReadSlab = Callable[[AdapterSpec, SlabLayout, torch.Tensor], None]
@@ -35,14 +36,17 @@ def block_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int
 class HostBlocks:
     """Adapters in pinned host memory: the table's place first, then the weights."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, read: ReadSlab = read_slab) -> None:
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, *, pinned: bool, read: ReadSlab = read_slab
+    ) -> None:
         self._shape = shape
         self._dtype = dtype
+        self._pinned = pinned
         self._read = read
 
     def __call__(self, spec: AdapterSpec) -> torch.Tensor:
         num_bytes = block_bytes(spec, self._shape, self._dtype)
-        block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
         weights = block[table_bytes(self._shape) :].view(self._dtype)
         self._read(spec, slab_layout(spec, self._shape), weights)
         return block
@@ -62,14 +66,14 @@ class DeviceReader:
         self._dtype = dtype
         self._device = device
         self._host_block = host_block
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = SideStream(device)
 
     def __call__(self, spec: AdapterSpec) -> LoraWeights:
         layout = slab_layout(spec, self._shape)
         header = table_bytes(self._shape)
         host = self._host_block(spec)
-        with torch.cuda.stream(self._stream):
-            block = torch.empty_like(host, device=self._device)
+        with self._stream.entered():
+            block = torch.empty(host.shape, dtype=host.dtype, device=self._device)
             table = slab_table(layout, self._shape, block.data_ptr() + header, self._dtype.itemsize)
             host[:header] = torch.from_numpy(table.view(np.uint8).reshape(-1))
             block.copy_(host, non_blocking=True)

@@ -32,10 +32,12 @@ _ADAPTER_SHARE: Final = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaOptions:
-    """What a user may choose. `memory_fraction`: of the device's memory, for all that the engine holds."""
+    """What a user may choose. `memory_fraction`: of the device's memory, for all that the engine holds;
+    `free_bytes`: instead of it, what KV cache and adapters may take."""
 
     dtype: torch.dtype = torch.bfloat16
     memory_fraction: float = 0.9
+    free_bytes: int | None = None
     max_model_len: int | None = None
     max_step_tokens: int = 2048
     max_running: int = 256
@@ -57,7 +59,9 @@ def build_cuda_core(
     kernels = TritonKernels(shape, device)
     max_model_len = options.max_model_len or shape.max_position
     decoder = Decoder(config, weights, kernels, max_model_len)
-    free_bytes = _free_bytes(device, options.memory_fraction)
+    free_bytes = options.free_bytes
+    if free_bytes is None:
+        free_bytes = _free_bytes(device, options.memory_fraction)
     adapter_budget = int(free_bytes * _ADAPTER_SHARE)
     block_bytes = 2 * shape.num_layers * shape.kv_size * options.dtype.itemsize * options.block_size
     num_blocks = (free_bytes - adapter_budget) // block_bytes
@@ -83,7 +87,12 @@ def build_cuda_core(
         decoder=decoder,
         runner=runner,
         builder=BatchBuilder(kernels, options.block_size),
-        reader=DeviceReader(shape, options.dtype, device, host_block or HostBlocks(shape, options.dtype)),
+        reader=DeviceReader(
+            shape,
+            options.dtype,
+            device,
+            host_block or HostBlocks(shape, options.dtype, pinned=device.type == "cuda"),
+        ),
         dtype=options.dtype,
         num_seats=num_seats,
     )

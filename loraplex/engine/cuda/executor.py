@@ -6,7 +6,7 @@ the sampled tokens stay on the device for the next step and come back to the hos
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from loraplex.engine.cuda.adapter_store import DeviceReader, block_bytes
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
+from loraplex.engine.cuda.streams import keep_until_done, record_event
 from loraplex.engine.executor import AdapterEvent, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
@@ -34,13 +35,13 @@ class CudaFlight:
 
     request_ids: tuple[str, ...]
     tokens_L2: torch.Tensor
-    done: torch.cuda.Event
+    wait: Callable[[], None]
     runs_ahead: bool
     logprobs: dict[str, TokenLogprob]
     prompt_logprobs: dict[str, list[TokenLogprob]]
 
     def land(self) -> StepResult:
-        self.done.synchronize()
+        self.wait()
         result = StepResult(logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
         for request_id, (token, finite) in zip(self.request_ids, self.tokens_L2.tolist(), strict=False):
             if finite:
@@ -91,8 +92,7 @@ class CudaExecutor:
         self._loader.submit(sources)
 
     def evict_adapter(self, version: str) -> None:
-        # Steps under way may still read it: its memory is not given to anyone before they are done.
-        self._adapters.pop(version).table_LM.record_stream(torch.cuda.current_stream())
+        keep_until_done(self._adapters.pop(version).table_LM)
 
     @property
     def num_pending_loads(self) -> int:
@@ -122,7 +122,6 @@ class CudaExecutor:
 
     def close(self) -> None:
         self._loader.close()
-        torch.cuda.synchronize()
 
     # ---- steps
 
@@ -145,14 +144,12 @@ class CudaExecutor:
         tokens_L2 = output.tokens_L2
         if rows != list(range(len(rows))):
             tokens_L2 = tokens_L2[torch.tensor(rows, device=tokens_L2.device)]
-        host_L2 = torch.empty(tokens_L2.shape, dtype=torch.int64, pin_memory=True)
+        host_L2 = torch.empty(tokens_L2.shape, dtype=torch.int64, pin_memory=tokens_L2.is_cuda)
         host_L2.copy_(tokens_L2, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
         return CudaFlight(
             request_ids=tuple(built.sampling),
             tokens_L2=host_L2,
-            done=done,
+            wait=record_event(tokens_L2.device),
             runs_ahead=on_device,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

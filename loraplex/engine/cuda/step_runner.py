@@ -3,7 +3,7 @@
 A graph is captured on first use for sizes rounded up (`step_sizes`), for the groups of linears that the
 step's adapters touch, and for whether decoding rows share adapters; which adapters those are, and their
 ranks, is data. All graphs share one memory pool, as they never run at the same time. Steps too large for a
-graph, and those that score prompts, run kernel by kernel.
+graph, and those that score prompts, run kernel by kernel; so do all where kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class StepRunner:
         self._max_blocks = max_blocks
         self._scratch_slot = scratch_slot
         self._device = device
+        self._captures = device.type == "cuda"
         self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
         self._graphs: dict[tuple[StepSizes, frozenset[str], bool], _Graph] = {}
         self._pool: Any = None
@@ -82,7 +83,7 @@ class StepRunner:
     def run(self, built: BuiltBatch, seats: RowSeats) -> StepOutput:
         """Launch a step behind those launched before."""
         lora = split_segments(built.batch)
-        sizes = graph_sizes(built, self._max_blocks)
+        sizes = graph_sizes(built, self._max_blocks) if self._captures else None
         if sizes is not None:
             graph = self._graph_for(sizes, lora)
             graph.block.upload(self._fill(sizes, built, lora, seats))
@@ -95,7 +96,7 @@ class StepRunner:
 
     def warm_up(self, groups: frozenset[str]) -> None:
         """Capture every graph for steps whose adapters touch these groups, none of them included."""
-        for sizes in all_graph_sizes(self._max_blocks):
+        for sizes in all_graph_sizes(self._max_blocks) if self._captures else ():
             for shares in (False, True) if groups and sizes.spans == 0 else (False,):
                 self._graph_for(sizes, no_tiles(groups, shares=shares))
 
@@ -122,7 +123,7 @@ class StepRunner:
 
     def _capture(self, sizes: StepSizes, lora: StepLora) -> _Graph:
         block = DeviceBlock(sizes, self._device)
-        block.upload(HostBlock(sizes, self._scratch_slot, pinned=True))
+        block.upload(HostBlock(sizes, self._scratch_slot, pinned=self._captures))
         steps = lora.steps(self._decoder.config.shape, block)
         current = torch.cuda.current_stream()
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -139,7 +140,7 @@ class StepRunner:
 
     def _fill(self, sizes: StepSizes, built: BuiltBatch, lora: StepLora, seats: RowSeats) -> HostBlock:
         batch = built.batch
-        block = HostBlock(sizes, self._scratch_slot, pinned=True)
+        block = HostBlock(sizes, self._scratch_slot, pinned=self._captures)
         block["token_ids"] = batch.token_ids_T.numpy()
         block["follows"] = seats.follows
         block["token_seats"] = seats.rows

@@ -1,0 +1,130 @@
+"""The GPU's engine with its kernels interpreted, against the plain one: requests of all kinds, one text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+from driving import run_to_end
+
+from loraplex.adapters.residency import Residency
+from loraplex.adapters.slab import SlabLayout, slab_layout
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.bench.random_engine import random_specs
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
+from loraplex.engine.adapter_loader import slab_weights
+from loraplex.engine.batch import BatchBuilder
+from loraplex.engine.core import Engine
+from loraplex.engine.cuda.adapter_store import HostBlocks
+from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
+from loraplex.engine.torch_executor import TorchExecutor
+from loraplex.kernels.lora import LoraWeights
+from loraplex.kernels.reference import TorchKernels
+from loraplex.model.decoder import Decoder, KVCache
+from loraplex.model.shapes import config_of_shape, random_weights
+from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.scheduler import SchedulerConfig
+
+CONFIG = config_of_shape("tiny")
+SHAPE = CONFIG.shape
+BLOCK_SIZE = 16
+SPECS = [
+    *random_specs("q", "tiny", num_adapters=2, ranks=[1, 7], modules="q"),
+    *random_specs("all", "tiny", num_adapters=1, ranks=[20], modules="all"),
+    *random_specs("mlp", "tiny", num_adapters=1, ranks=[16], modules="gate,down"),
+]
+
+
+def weights() -> object:
+    """Larger than those of benchmarks, so that the likeliest token is clear."""
+    made = random_weights(CONFIG, torch.float32, torch.device("cpu"))
+    for layer in made.layers:
+        for linear in layer.linears.values():
+            linear.mul_(8)
+    return made
+
+
+def fill_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
+    generator = torch.Generator().manual_seed(sum(map(ord, spec.version)))
+    slab.copy_(torch.randn(slab.shape, generator=generator) * 0.3)
+
+
+def read(spec: AdapterSpec) -> LoraWeights:
+    layout = slab_layout(spec, SHAPE)
+    slab = torch.empty(layout.num_elements)
+    fill_slab(spec, layout, slab)
+    return slab_weights(slab, layout, spec.max_rank)
+
+
+def interpreted() -> Engine:
+    options = CudaOptions(
+        dtype=torch.float32, free_bytes=1 << 23, max_step_tokens=24, max_running=6, max_model_len=128
+    )
+    blocks = HostBlocks(SHAPE, torch.float32, pinned=False, read=fill_slab)
+    return build_cuda_core(CONFIG, weights(), options, blocks)  # type: ignore[arg-type]
+
+
+def plain() -> Engine:
+    kernels, num_blocks = TorchKernels(), 200
+    return Engine(
+        config=SchedulerConfig(max_model_len=128),
+        pool=BlockPool(num_blocks, BLOCK_SIZE),
+        residency=Residency(1 << 24),
+        executor=TorchExecutor(
+            decoder=Decoder(CONFIG, weights(), kernels, 128),  # type: ignore[arg-type]
+            caches=[KVCache.zeros(SHAPE, num_blocks, BLOCK_SIZE, torch.float32) for _ in range(2)],
+            builder=BatchBuilder(kernels, BLOCK_SIZE),
+            dtype=torch.float32,
+            read=read,
+        ),
+    )
+
+
+def requests() -> list[EngineRequest]:
+    rng = random.Random(3)
+    settings: list[dict[str, object]] = [{}, {}, {"frequency_penalty": 0.6}, {"logprobs": 2}]
+    return [
+        EngineRequest(
+            request_id=str(index),
+            prompt_token_ids=[rng.randrange(256) for _ in range(rng.randrange(1, 30))],
+            params=SamplingParams(
+                max_tokens=rng.randrange(1, 5),
+                temperature=0.0,
+                **settings[index % len(settings)],  # type: ignore[arg-type]
+            ),
+            adapter=(None, *(spec.version for spec in SPECS))[index % 5],
+        )
+        for index in range(6)
+    ]
+
+
+def texts(build: Callable[[], Engine]) -> dict[str, list[int]]:
+    engine = build()
+    for spec in SPECS:
+        engine.add_adapter(spec)
+    for request in requests():
+        engine.add_request(request)
+    done = run_to_end(engine)
+    engine.close()
+    return {name: list(found.token_ids) for name, found in done.items()}
+
+
+def test_every_request_gets_the_text_of_the_plain_engine() -> None:
+    assert texts(interpreted) == texts(plain)
+
+
+def test_a_seed_gives_its_text_whatever_else_is_in_the_batch() -> None:
+    def text(*, beside: bool) -> list[int]:
+        engine = interpreted()
+        params = SamplingParams(max_tokens=5, temperature=1.0, top_p=0.9, seed=1)
+        engine.add_request(EngineRequest(request_id="a", prompt_token_ids=[5, 6, 7], params=params))
+        if beside:
+            other = SamplingParams(max_tokens=4, temperature=1.0, seed=9)
+            engine.add_request(EngineRequest(request_id="b", prompt_token_ids=[1] * 20, params=other))
+        done = run_to_end(engine)
+        engine.close()
+        return list(done["a"].token_ids)
+
+    assert text(beside=False) == text(beside=True)
