@@ -1,0 +1,210 @@
+"""Every published figure of the GPU engine: decode, serving, many registered adapters, kernels, cold starts.
+
+    python -m benchmarks.gpu_engine decode serve registered kernels cold --workloads DIR
+
+Writes results/gpu_engine.json; sections that are not named keep what they hold. Each section runs in a
+process of its own, so that none finds memory or compiled kernels of another in its way. Needs one GPU of
+140 GB for the shapes published; DIR holds the workload files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from loraplex.bench.distribution import Distribution
+from loraplex.bench.environment import ENGINE_PACKAGES, environment
+from loraplex.engine.core import Engine
+
+RESULTS = Path(__file__).parent / "results"
+SHAPE: Final = "llama-2-7b"
+VOCAB_SIZE: Final = 32000
+PROMPT_TOKENS, OUTPUT_TOKENS, REPEATS = 128, 256, 2
+QKV, ALL = "q,k,v", "all"
+
+DECODE: Final = (
+    # name, batch, distinct adapters, rank, modules
+    ("base, batch 1", 1, 0, 64, QKV),
+    ("base, batch 32", 32, 0, 64, QKV),
+    ("base, batch 64", 64, 0, 64, QKV),
+    ("32 distinct, rank 64", 32, 32, 64, QKV),
+    ("64 distinct, rank 64", 64, 64, 64, QKV),
+    ("32 distinct, rank 8", 32, 32, 8, QKV),
+    ("32 on one, rank 64", 32, 1, 64, QKV),
+    ("32 distinct, rank 64, all seven linears", 32, 32, 64, ALL),
+)
+SERVE: Final = (
+    # workload, adapters, ranks
+    ("poisson-9rps-30s", 0, (64,)),
+    ("poisson-9rps-30s", 200, (64,)),
+    ("poisson-20rps-25s", 0, (64,)),
+    ("poisson-20rps-25s", 200, (64,)),
+    ("poisson-60rps-20s", 200, (8, 16, 32, 64)),
+)
+REGISTERED: Final = (5, 100, 1000, 2000)
+
+
+def decode(workloads: Path) -> list[dict[str, Any]]:
+    from loraplex.bench.engine_scenarios import Load, measure_decode
+
+    engine, found = build(), []
+    for name, batch, num_adapters, rank, modules in DECODE:
+        versions = register(engine, f"{rank}-{modules}", num_adapters, (rank,), modules)
+        load = Load(
+            batch=batch,
+            prompt_tokens=PROMPT_TOKENS,
+            output_tokens=OUTPUT_TOKENS,
+            adapters=versions,
+            vocab_size=VOCAB_SIZE,
+        )
+        itl = measure_decode(engine, load, REPEATS)
+        print(f"{name}: {itl.mean:.2f} ms", flush=True)
+        found.append({"name": name, "batch": batch, "itl_ms": rounded(itl)})
+    return found
+
+
+def serve(workloads: Path) -> list[dict[str, Any]]:
+    found = []
+    for name, num_adapters, ranks in SERVE:
+        found.append(in_process(_serve_one, workloads / f"{name}.jsonl", num_adapters, ranks))
+    return found
+
+
+def _serve_one(workload: Path, num_adapters: int, ranks: Sequence[int]) -> dict[str, Any]:
+    from loraplex.bench.engine_scenarios import replay
+    from loraplex.bench.report import summarize
+    from loraplex.workload.jsonl import read_workload
+
+    engine = build()
+    versions = register(engine, "serve", num_adapters, ranks, QKV)
+    started = time.perf_counter()
+    engine.warm_up()
+    warm_up_s = time.perf_counter() - started
+    report = summarize(replay(engine, read_workload(workload), versions, VOCAB_SIZE)).as_json()
+    print(workload.stem, num_adapters, report["ttft_ms"], report["tpt_ms"], report["e2e_ms"], flush=True)
+    return {
+        "workload": workload.stem,
+        "adapters": num_adapters,
+        "ranks": list(ranks),
+        "warm_up_s": round(warm_up_s, 1),
+        **report,
+    }
+
+
+def registered(workloads: Path) -> list[dict[str, Any]]:
+    """Throughput of one workload, by the number of adapters the engine knows."""
+    from loraplex.bench.engine_scenarios import replay
+    from loraplex.bench.report import summarize
+    from loraplex.workload.jsonl import read_workload
+
+    engine = build()
+    found: list[dict[str, Any]] = []
+    requests = read_workload(workloads / "poisson-20rps-25s.jsonl")
+    for count in REGISTERED:
+        versions = register(engine, f"of-{count}", count, (16,), QKV)
+        if not found:
+            engine.warm_up()
+        report = summarize(replay(engine, requests, versions, VOCAB_SIZE)).as_json()
+        print(count, report["output_tokens_per_s"], report["ttft_ms"], flush=True)
+        found.append({"adapters": count, "rank": 16, **report})
+        for version in versions:
+            engine.remove_adapter(version)
+        engine.take_removed_adapters()
+    return found
+
+
+def kernels(workloads: Path) -> dict[str, Any]:
+    from loraplex.bench.kernel_scenarios import measure_kernels
+
+    copy_tb_per_s, rows = measure_kernels(SHAPE, (16, 32, 64), (8, 16, 32, 64, 128))
+    for row in rows:
+        print(row, flush=True)
+    return {"copy_tb_per_s": copy_tb_per_s, "rows": rows}
+
+
+def cold(workloads: Path) -> dict[str, Any]:
+    """From the start of a process to its first token, and an adapter's first use on an idle engine."""
+    from loraplex.bench.engine_scenarios import bring_in, measure_cold
+
+    started = time.perf_counter()
+    engine = build()
+    versions = register(engine, "cold", 21, (64,), QKV)
+    bring_in(engine, versions[:1], VOCAB_SIZE)
+    first_token_s = time.perf_counter() - started
+    engine.warm_up()
+    found = measure_cold(engine, versions[1:], PROMPT_TOKENS, VOCAB_SIZE)
+    result = {where: rounded(distribution) for where, distribution in found.items() if distribution}
+    print(first_token_s, result, flush=True)
+    return {"build_to_first_token_s": round(first_token_s, 2), "ttft_ms": result}
+
+
+SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
+    "decode": decode,
+    "serve": serve,
+    "registered": registered,
+    "kernels": kernels,
+    "cold": cold,
+}
+
+
+def build() -> Engine:
+    import torch
+
+    from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine
+
+    return build_random_engine(RandomEngineOptions(shape=SHAPE, device="cuda", dtype=torch.bfloat16))
+
+
+def register(engine: Engine, name: str, count: int, ranks: Sequence[int], modules: str) -> tuple[str, ...]:
+    from loraplex.bench.random_engine import random_specs
+
+    specs = random_specs(name, SHAPE, num_adapters=count, ranks=ranks, modules=modules)
+    for spec in specs:
+        engine.add_adapter(spec)
+    return tuple(spec.version for spec in specs)
+
+
+def rounded(distribution: Distribution) -> dict[str, float]:
+    return {key: round(value, 3) for key, value in asdict(distribution).items()}
+
+
+def here() -> dict[str, Any]:
+    """Where this runs, the GPU included."""
+    import torch
+
+    assert torch.cuda.is_available(), "this benchmark needs a GPU"
+    return environment(ENGINE_PACKAGES)
+
+
+def in_process(function: Callable[..., Any], *args: Any) -> Any:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="+", choices=tuple(SECTIONS))
+    parser.add_argument("--workloads", type=Path, default=Path("workloads"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_engine.json")
+    args = parser.parse_args()
+    document = json.loads(args.out.read_text()) if args.out.is_file() else {}
+    for name in args.sections:
+        started = time.perf_counter()
+        # serve starts processes of its own, which a worker may not.
+        section = SECTIONS[name]
+        found = section(args.workloads) if name == "serve" else in_process(section, args.workloads)
+        document[name] = in_process(here) | {"shape": SHAPE, "results": found}
+        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
