@@ -17,12 +17,13 @@ ENGINE_PACKAGES = ("loraplex", "torch", "triton", "numpy", "numba")
 
 
 def environment(packages: Sequence[str] = CLIENT_PACKAGES) -> dict[str, Any]:
+    """LORAPLEX_COMMIT names the commit on a machine that has the code without its history."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "python": platform.python_version(),
         "packages": {name: found for name in packages if (found := package_version(name)) is not None},
-        "git_commit": git_commit(),
+        "git_commit": os.environ.get("LORAPLEX_COMMIT") or git_commit(),
     }
 
 
