@@ -15,9 +15,12 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks import gpu_tables
+from benchmarks.markdown import Result, table
 
 RESULTS = Path(__file__).parent / "results"
 DOCUMENTS = (Path("docs/benchmarks.md"), Path("README.md"))
@@ -25,8 +28,6 @@ _BLOCK = re.compile(
     r"<!-- table:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- /table:(?P=name) -->",
     re.DOTALL,
 )
-
-Result = dict[str, Any]
 
 
 class TableError(Exception):
@@ -44,13 +45,13 @@ def serve_table(result: Result) -> str:
             (f"{row['label']} {row['version']}", _figures(base), _figures(adapters), _cost(base, adapters))
         )
     adapters_heading = f"{result['parameters']['adapters']} adapters, round-robin"
-    return _table(("engine", "base model only", adapters_heading, "cost of the adapters"), lines)
+    return table(("engine", "base model only", adapters_heading, "cost of the adapters"), lines)
 
 
 def startup_table(result: Result) -> str:
     seen = {row["engine"]: row for row in _suite(result, "serve")}
     lines = [(row["label"], f"{min(row['start_s']):.1f} s", f"`{_command(row)}`") for row in seen.values()]
-    return _table(("engine", "start-up (best)", "command"), lines)
+    return table(("engine", "start-up (best)", "command"), lines)
 
 
 def runs_table(result: Result) -> str:
@@ -65,7 +66,7 @@ def runs_table(result: Result) -> str:
         )
         for row in _suite(result, "serve")
     ]
-    return _table(("engine", "traffic", "output tok/s, each run", "mean TTFT ms", "mean TPOT ms"), lines)
+    return table(("engine", "traffic", "output tok/s, each run", "mean TTFT ms", "mean TPOT ms"), lines)
 
 
 def many_adapters_table(result: Result) -> str:
@@ -82,7 +83,7 @@ def many_adapters_table(result: Result) -> str:
         ),
         (f"registering {suite['adapters_on_disk']:,} adapters", took),
     ]
-    return _table(("loraplex", "measured"), lines)
+    return table(("loraplex", "measured"), lines)
 
 
 def bystanders_table(result: Result) -> str:
@@ -92,7 +93,7 @@ def bystanders_table(result: Result) -> str:
         (name, _figures(row), f"{row['median']['itl_ms.p99']:,.0f} ms")
         for name, row in (("alone", suite["alone"]), (crowd, suite["among_bystanders"]))
     ]
-    return _table(("loraplex, 16 adapters", "measured", "ITL p99"), lines)
+    return table(("loraplex, 16 adapters", "measured", "ITL p99"), lines)
 
 
 def machine_note(result: Result) -> str:
@@ -118,7 +119,7 @@ def steps_table(result: Result) -> str:
             (part.replace("_", " "), f"{base['parts_ms'][part]:.1f}", f"{adapters['parts_ms'][part]:.1f}")
             for part in ("linears", "attention", "add_lora")
         ]
-    return _table(("step", "base, ms", "16 adapters, ms"), lines)
+    return table(("step", "base, ms", "16 adapters, ms"), lines)
 
 
 def limits_table(result: Result) -> str:
@@ -143,10 +144,10 @@ def limits_table(result: Result) -> str:
             " / ".join(f"{ms}" for ms in result["linears_ms"]["16 rows"].values()) + " ms",
         ),
     ]
-    return _table(("what", "measured"), lines)
+    return table(("what", "measured"), lines)
 
 
-SERVE, KERNELS = "cpu_serve.json", "cpu_kernels.json"
+SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "cpu-serve": (SERVE, serve_table),
     "cpu-startup": (SERVE, startup_table),
@@ -156,6 +157,11 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "cpu-machine": (SERVE, machine_note),
     "cpu-steps": (KERNELS, steps_table),
     "cpu-limits": (KERNELS, limits_table),
+    "gpu-machine": (GPU, gpu_tables.machine_note),
+    "gpu-decode": (GPU, gpu_tables.decode_table),
+    "gpu-serve": (GPU, gpu_tables.serve_table),
+    "gpu-kernels": (GPU, gpu_tables.kernels_table),
+    "gpu-cold": (GPU, gpu_tables.cold_table),
 }
 """Name of a table -> the result file it is made from, and how."""
 
@@ -178,12 +184,12 @@ def fill(text: str, results: Path) -> str:
 
 
 def _make(name: str, results: Path) -> str:
-    file, table = TABLES[name]
+    file, make = TABLES[name]
     try:
         result = json.loads((results / file).read_text())
     except OSError as error:
         raise TableError(f"table {name!r} needs {file}: {error}") from error
-    return table(result)
+    return make(result)
 
 
 def _suite(result: Result, name: str) -> Any:
@@ -217,11 +223,6 @@ def _ms(distribution: Result | None) -> str:
 def _command(row: Result) -> str:
     env = "".join(f"{name}={value} " for name, value in row["env"].items())
     return env + str(row["command"])
-
-
-def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [headings, ["---"] * len(headings), *lines]
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in rows)
 
 
 def main() -> None:

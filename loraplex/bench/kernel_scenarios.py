@@ -99,7 +99,7 @@ def _graph_us(work: Callable[[], object]) -> float:
 
 
 def _copy_bandwidth(device: torch.device) -> float:
-    """TB/s of a large copy, bytes read and written."""
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    """TB/s of a kernel that reads and writes large arrays, bytes of both counted."""
+    source = torch.empty(_COPY_BYTES // 4, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
-    return round(2 * _COPY_BYTES / _graph_us(lambda: target.copy_(source)) / 1e6, 2)
+    return round(2 * _COPY_BYTES / _graph_us(lambda: torch.neg(source, out=target)) / 1e6, 2)

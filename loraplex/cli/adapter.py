@@ -79,9 +79,9 @@ def run_check(path: Path, model: str, *, as_json: bool, load_shape: Callable[[st
     """`adapter check`, with the reading of the base model's shape handed in; returns the exit code."""
     from rich.console import Console
 
+    from loraplex.adapters.base_name import base_names, other_base, other_base_warning
     from loraplex.adapters.peft_reader import inspect_adapter
     from loraplex.core.errors import ModelError
-    from loraplex.server.base_name import base_names, other_base, other_base_warning
 
     try:
         shape = load_shape(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -39,13 +40,20 @@ def number_column(
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
-    """Print what fits: a line that wraps is harder to read than one without its last columns."""
+    """Print what fits a terminal: a line that wraps is harder to read than one without its last columns.
+
+    A pipe has no width, and gets everything, unless COLUMNS says how much it wants.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    shown = _fitting(rows, columns, console.width)
+    shown = columns
+    if console.is_terminal or "COLUMNS" in os.environ:
+        shown = _fitting(rows, columns, console.width)
+    else:
+        console.width = sum(_width(rows, column) + _GAP for column in columns)
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     for column in shown:
         table.add_column(column.heading, overflow="fold", justify="right" if column.kind is int else "left")
@@ -63,13 +71,14 @@ def printable(text: str) -> str:
 
 def _fitting(rows: Sequence[Row], columns: Sequence[Column], width: int) -> Sequence[Column]:
     """The first columns that fit side by side, and always a few."""
-    from rich.cells import cell_len
-
-    def width_of(column: Column) -> int:
-        return max(cell_len(text) for text in (column.heading, *map(column.cell, rows)))
-
-    widths = [width_of(column) for column in columns]
+    widths = [_width(rows, column) for column in columns]
     num_shown = len(columns)
     while num_shown > _MIN_COLUMNS and sum(widths[:num_shown]) + _GAP * (num_shown - 1) > width:
         num_shown -= 1
     return columns[:num_shown]
+
+
+def _width(rows: Sequence[Row], column: Column) -> int:
+    from rich.cells import cell_len
+
+    return max(cell_len(text) for text in (column.heading, *map(column.cell, rows)))

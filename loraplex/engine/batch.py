@@ -1,5 +1,4 @@
-"""Lays a step plan out as tensors: first the rows of decoding sequences, then the prompts, in both those of
-one adapter side by side; and where each row's logits go."""
+"""Lays a step plan out as tensors: rows of one adapter side by side, and where each row's logits go."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class BatchBuilder:
         all_rows_of: Collection[str] = (),
     ) -> BuiltBatch:
         """`all_rows_of`: requests that want logits for every row of their chunk."""
-        # Decoding rows first, then prompts: kernels for the one and for the other get runs of rows.
-        ordered = sorted(chunks, key=lambda chunk: (chunk.num_tokens > 1, chunk.adapter or ""))
+        ordered = sorted(chunks, key=self._place)
         starts = _starts(ordered)
         logit_rows, sampling, rows_of = self._choose_rows(ordered, starts, all_rows_of)
         placed = list(zip(ordered, starts, strict=True))
@@ -64,10 +62,32 @@ class BatchBuilder:
             span_context_S=torch.tensor([c.end for c, _ in spans], dtype=torch.int64),
             span_blocks_SB=_block_table([c.block_ids for c, _ in spans]),
             max_span_len=max((c.num_tokens for c, _ in spans), default=0),
-            lora=self._kernels.prepare_lora(_segments(ordered, starts, adapters)),
+            lora=self._kernels.prepare_lora(self._segments(ordered, starts, adapters)),
             logit_rows_L=torch.tensor(logit_rows, dtype=torch.int64),
         )
         return BuiltBatch(chunks=tuple(ordered), batch=batch, sampling=sampling, rows_of=rows_of)
+
+    def _place(self, chunk: Chunk) -> tuple[bool, str]:
+        """Rows of one adapter side by side; where the kernels want it, decoding rows before prompts."""
+        return self._kernels.decodes_first and chunk.num_tokens > 1, chunk.adapter or ""
+
+    def _segments(
+        self, ordered: Sequence[Chunk], starts: Sequence[int], adapters: Mapping[str, LoraWeights]
+    ) -> list[LoraSegment]:
+        segments = []
+        pairs = zip(ordered, starts, strict=True)
+        for _, run in groupby(pairs, key=lambda pair: self._place(pair[0])):
+            members = list(run)
+            (first_chunk, first_start), (last_chunk, last_start) = members[0], members[-1]
+            if first_chunk.adapter is not None:
+                segments.append(
+                    LoraSegment(
+                        start=first_start,
+                        end=last_start + last_chunk.num_tokens,
+                        weights=adapters[first_chunk.adapter],
+                    )
+                )
+        return segments
 
     def _choose_rows(
         self, ordered: Sequence[Chunk], starts: Sequence[int], all_rows_of: Collection[str]
@@ -101,26 +121,6 @@ def _starts(ordered: Sequence[Chunk]) -> list[int]:
         starts.append(row)
         row += chunk.num_tokens
     return starts
-
-
-def _segments(
-    ordered: Sequence[Chunk], starts: Sequence[int], adapters: Mapping[str, LoraWeights]
-) -> list[LoraSegment]:
-    segments = []
-    pairs = zip(ordered, starts, strict=True)
-    for (_, adapter), run in groupby(pairs, key=lambda pair: (pair[0].num_tokens > 1, pair[0].adapter)):
-        members = list(run)
-        if adapter is None:
-            continue
-        last_chunk, last_start = members[-1]
-        segments.append(
-            LoraSegment(
-                start=members[0][1],
-                end=last_start + last_chunk.num_tokens,
-                weights=adapters[adapter],
-            )
-        )
-    return segments
 
 
 def _block_table(block_ids: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
 from loraplex.engine.executor import Executor, Flight, StepResult
 from loraplex.scheduling.blocks import BlockPool
-from loraplex.scheduling.plan import StepPlan, TokenUpdate
+from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
 
 _LOAD_WAIT_S = 0.001
@@ -60,10 +60,9 @@ class Engine:
         while len(self._flights) > keep:
             plan, flight = self._flights.popleft()
             result = flight.land()
-            self._collect_prompt_logprobs(plan, result)
-            for request_id, message in result.failures.items():
-                self._scheduler.fail(request_id, message)
-            outputs += [self._output(u, result) for u in self._scheduler.update(plan, result.tokens)]
+            self._collect_prompt_logprobs(self._scheduler.live_chunks(plan), result)
+            updates = self._scheduler.update(plan, result.tokens, result.failures)
+            outputs += [self._output(update, result) for update in updates]
         return outputs
 
     def has_work(self) -> bool:
@@ -120,14 +119,14 @@ class Engine:
             else:
                 self._scheduler.adapter_failed(event.version, event.error)
 
-    def _collect_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
-        """A long prompt is scored over several steps; one that was preempted starts again."""
-        for request_id in plan.preempted:
-            if request_id in self._prompt_logprobs:
-                self._prompt_logprobs[request_id] = [None]
-        for request_id, scored in result.prompt_logprobs.items():
-            if request_id in self._prompt_logprobs:
-                self._prompt_logprobs[request_id] += scored
+    def _collect_prompt_logprobs(self, chunks: Sequence[Chunk], result: StepResult) -> None:
+        """A long prompt is scored over several steps. One that was preempted is scored again from where it
+        starts anew: a chunk's scores replace whatever was there from its place on."""
+        for chunk in chunks:
+            scored = result.prompt_logprobs.get(chunk.request_id)
+            known = self._prompt_logprobs.get(chunk.request_id)  # gone once the first token was told
+            if scored is not None and known is not None:
+                known[chunk.start + 1 :] = scored
 
     def _output(self, update: TokenUpdate, result: StepResult) -> EngineOutput:
         request_id = update.request_id

@@ -79,7 +79,9 @@ class Executor(Protocol):
         """
         ...
 
-    def evict_adapter(self, version: str) -> None: ...
+    def evict_adapter(self, version: str) -> None:
+        """Give up a version's memory; steps under way may still read it."""
+        ...
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         """Loads that ended; waits for the first of them no longer than `timeout_s`."""

@@ -41,7 +41,10 @@ class EngineCore(Protocol):
         ...
 
     def step(self) -> Sequence[EngineOutput]:
-        """Run one step: schedule, execute, update. Waits a millisecond at most when all wait for loads."""
+        """Run one step: schedule, launch, land, update. A step that runs ahead is told by the next call.
+
+        Waits a millisecond at most when all wait for loads.
+        """
         ...
 
     def stats(self) -> EngineStats: ...

@@ -24,8 +24,8 @@ _FIRST_CANDIDATES = 256
 
 
 NOT_FINITE = (
-    "the model's output is not finite (NaN or infinity); the adapter's or base model's weights overflow in "
-    "this dtype"
+    "the model's output is not finite (NaN or infinity): the adapter's or base model's weights overflow in "
+    "this dtype; serve with --dtype float32, or check the adapter"
 )
 """Why a request fails whose logits are of no use."""
 

@@ -1,7 +1,8 @@
 """One step's batch as the kernels see it. T tokens of S sequences, laid end to end.
 
-Sequences that bring one token each come first. Among them, and among the others, those that use the same
-adapter stand next to each other, so that the tokens of an adapter are one segment, its weights read once.
+Sequences that use the same adapter stand next to each other, so that the tokens of an adapter are one segment
+and its weights are read once. Where the kernels want decoding rows first, that holds among those and among
+the others.
 """
 
 from __future__ import annotations

@@ -26,7 +26,13 @@ class PackedLinear(Protocol):
 
 
 class Kernels(Protocol):
-    """Operations on one step's activations. Arguments named `*_out` and residuals change in place."""
+    """Operations on one step's activations. Arguments named `*_out` and residuals change in place.
+
+    `decodes_first`: sequences that bring one token stand before the others in a batch. An adapter with both
+    is two segments then, which pays where different kernels take them anyway.
+    """
+
+    decodes_first: bool
 
     def pack_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> PackedLinear: ...
 

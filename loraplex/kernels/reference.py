@@ -29,6 +29,8 @@ class TorchLinear:
 class TorchKernels:
     """`kernels.interface.Kernels` in plain torch."""
 
+    decodes_first = False
+
     def pack_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> PackedLinear:
         return TorchLinear(weight_OI, bias_O)
 

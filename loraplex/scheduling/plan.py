@@ -12,8 +12,8 @@ class Chunk:
     """Tokens [start, end) of one sequence, to be computed in this step.
 
     `token_ids` is empty if the chunk's one token is not known yet: it is what the sequence's chunk in the
-    step before samples (`follows`). `block_ids` covers the sequence up to the end of the chunk. `samples`:
-    the chunk ends at the sequence's last token, so the step yields the next one.
+    step before samples (`follows`). `block_ids` covers the sequence at least up to the end of the chunk.
+    `samples`: the chunk ends at the sequence's last token, so the step yields the next one.
     """
 
     request_id: str

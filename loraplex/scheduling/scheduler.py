@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from loraplex.adapters.residency import Residency, Tier
 from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError, UnknownModelError
@@ -37,6 +38,14 @@ class SchedulerConfig:
     prefetch_depth: int = 64
 
 
+class _ChunkUnderWay(NamedTuple):
+    """Whose chunk it is, how often that had been preempted by then, and whether a token will come of it."""
+
+    sequence: Sequence
+    num_resets: int
+    samples: bool
+
+
 class Scheduler:
     """Owns the queues; shares the block pool and the residency with nobody."""
 
@@ -49,7 +58,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._loads: list[str] = []
         self._failures: list[TokenUpdate] = []
-        self._under_way: deque[list[tuple[Sequence, int]]] = deque()
+        self._under_way: deque[list[_ChunkUnderWay]] = deque()
         self._num_preemptions = 0
 
     # ---- what callers tell it
@@ -127,19 +136,35 @@ class Scheduler:
             preempted=tuple(sequence.request_id for sequence in preempted),
         )
 
-    def update(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[TokenUpdate]:
-        """Account for an executed step: `sampled` has a token for each chunk that samples.
+    def live_chunks(self, plan: StepPlan) -> list[Chunk]:
+        """Of the oldest step under way, the chunks whose requests have not ended in between."""
+        return [
+            chunk
+            for chunk, under_way in zip(plan.chunks, self._under_way[0], strict=True)
+            if self._is_live(under_way.sequence)
+        ]
+
+    def update(
+        self, plan: StepPlan, sampled: Mapping[str, int], failed: Mapping[str, str] | None = None
+    ) -> list[TokenUpdate]:
+        """Account for an executed step: each chunk that samples has a token in `sampled`, or in `failed` the
+        reason why it has none.
 
         Steps are told in the order they were decided. Requests that ended in between are passed over.
         """
         updates = []
-        for chunk, (sequence, num_resets) in zip(plan.chunks, self._under_way.popleft(), strict=True):
-            if self._sequences.get(chunk.request_id) is not sequence:
+        for chunk, under_way in zip(plan.chunks, self._under_way.popleft(), strict=True):
+            sequence = under_way.sequence
+            if not self._is_live(sequence):
                 continue
-            if sequence.num_resets == num_resets:
+            if sequence.num_resets == under_way.num_resets:
                 self._publish(sequence, chunk.end)
-            if chunk.samples:
-                sequence.num_unknown -= 1
+            if not chunk.samples:
+                continue
+            sequence.num_unknown -= 1
+            if failed and chunk.request_id in failed:
+                self._fail(sequence, failed[chunk.request_id])
+            else:
                 updates.append(self._accept(sequence, sampled[chunk.request_id]))
         return updates
 
@@ -147,12 +172,6 @@ class Scheduler:
         """Requests that ended with an error since the last call."""
         failures, self._failures = self._failures, []
         return failures
-
-    def fail(self, request_id: str, message: str) -> None:
-        """End one request with an error; `take_failures` reports it."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._fail(sequence, message)
 
     # ---- running requests
 
@@ -195,6 +214,8 @@ class Scheduler:
                 sequence.block_ids += blocks
                 return True
             victim = self._running[-1]
+            if victim is sequence and sequence.num_unknown > 0:
+                return False  # the token under way may be its last: decided again when it is known
             if victim is sequence and len(self._running) == 1:
                 # Alone and still short: the request has outgrown the whole of KV memory.
                 capacity = self._pool.num_blocks * self._pool.block_size
@@ -319,12 +340,16 @@ class Scheduler:
             samples=end == sequence.num_tokens,
         )
 
-    def _advance(self, chunk: Chunk) -> tuple[Sequence, int]:
+    def _is_live(self, sequence: Sequence) -> bool:
+        """Whether this very request is in the engine, and not another that was given its id since."""
+        return self._sequences.get(sequence.request_id) is sequence
+
+    def _advance(self, chunk: Chunk) -> _ChunkUnderWay:
         """Count on a chunk that is about to be computed."""
         sequence = self._sequences[chunk.request_id]
         sequence.num_computed = chunk.end
         sequence.num_unknown += chunk.samples
-        return sequence, sequence.num_resets
+        return _ChunkUnderWay(sequence, sequence.num_resets, chunk.samples)
 
     def _fail(self, sequence: Sequence, message: str, *, param: str | None = None) -> None:
         self._drop(sequence)
@@ -388,6 +413,10 @@ class Scheduler:
         assert {s.request_id for s in queued} == self._sequences.keys()
         assert len(queued) == len(self._sequences)
         self._pool.check_integrity(s.block_ids for s in queued)
+        unknown = Counter(id(c.sequence) for step in self._under_way for c in step if c.samples)
+        assert all(s.num_unknown == unknown[id(s)] for s in queued), (
+            "a token is counted on that nobody samples"
+        )
         for sequence in self._waiting:
             assert not sequence.block_ids, "a waiting request holds blocks"
         for sequence in self._running:

@@ -20,6 +20,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from loraplex.adapters.allowed_paths import AllowedPaths
+from loraplex.adapters.base_name import base_names, other_base, other_base_warning
 from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.registry import AdapterRegistry
@@ -34,7 +35,6 @@ from loraplex.core.errors import (
 )
 from loraplex.core.shape import ModelShape
 from loraplex.engine.interface import AsyncEngine
-from loraplex.server.base_name import base_names, other_base, other_base_warning
 from loraplex.server.errors import NotServedError
 from loraplex.server.version_use import VersionUse
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from loraplex.adapters.base_name import name_adapters, other_base, other_base_warning
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.peft_reader import read_adapters
@@ -21,7 +22,6 @@ from loraplex.adapters.registry import Origin, RegistryEntry
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import AdapterError, CapacityError, PathNotAllowedError, StorageError, UserError
 from loraplex.server.adapter_service import AdapterService
-from loraplex.server.base_name import name_adapters, other_base, other_base_warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import uvicorn
 
 from loraplex.adapters.allowed_paths import AllowedPaths
+from loraplex.adapters.base_name import base_names
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.core.clock import MonotonicClock
@@ -30,7 +31,6 @@ from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.app import create_app
 from loraplex.server.banner import Announcer
-from loraplex.server.base_name import base_names
 from loraplex.server.body import BodyLimits
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_client import EngineClient

@@ -257,3 +257,12 @@ def test_list_explains_a_folder_without_registry(tmp_path: Path) -> None:
 def test_list_of_nothing_says_so() -> None:
     with serving(200, b'{"data": []}') as (url, _):
         assert "no adapters" in run("list", "--base-url", url).output
+
+
+def test_a_pipe_gets_every_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    path = "/home/somebody/models/adapters/with/a/very/long/path/to/an/adapter/named/sql"
+    with serving(200, json.dumps({"data": [ROW | {"path": path}]}).encode()) as (url, _):
+        lines = run("list", "--base-url", url).output.splitlines()
+    assert len(lines) == 2
+    assert lines[1].endswith(path)

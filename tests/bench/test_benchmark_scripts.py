@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,8 @@ def kernel_results() -> dict[str, Any]:
 def results_folder(tmp_path: Path) -> Path:
     (tmp_path / make_tables.SERVE).write_text(json.dumps(results()))
     (tmp_path / make_tables.KERNELS).write_text(json.dumps(kernel_results()))
+    # Nothing here can make a GPU's results: the committed ones stand in for them.
+    shutil.copy(make_tables.RESULTS / make_tables.GPU, tmp_path)
     return tmp_path
 
 
@@ -197,7 +200,7 @@ def results_folder(tmp_path: Path) -> Path:
 def test_every_table_can_be_made_and_remade(name: str, results_folder: Path) -> None:
     document = f"before\n<!-- table:{name} -->\nold\n<!-- /table:{name} -->\nafter\n"
     filled = make_tables.fill(document, results_folder)
-    assert "old" not in filled
+    assert "\nold\n" not in filled
     assert filled.startswith("before\n")
     assert filled.endswith("after\n")
     assert make_tables.fill(filled, results_folder) == filled

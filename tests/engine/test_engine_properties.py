@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+import pytest
 from driving import Finished, run_to_end, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,8 @@ class Arrival:
     """A request and the step it arrives at; `cancel_after` steps later it is cancelled, if not None.
 
     `reloads`: its adapter is taken out and put back right after it arrives, as a reload does. `stops`: some
-    tokens end it, so that a step decided before that was known has computed too much.
+    tokens end it, so that a step decided before that was known has computed too much. `scored`: its prompt
+    is scored, over as many steps as that takes.
     """
 
     at_step: int
@@ -44,6 +46,7 @@ class Arrival:
     cancel_after: int | None
     reloads: bool
     stops: bool
+    scored: bool
 
 
 arrivals = st.builds(
@@ -57,6 +60,7 @@ arrivals = st.builds(
     cancel_after=st.none() | st.none() | st.integers(0, 15),
     reloads=st.booleans(),
     stops=st.booleans(),
+    scored=st.booleans(),
 )
 
 
@@ -96,19 +100,28 @@ def request_of(request_id: str, arrival: Arrival) -> EngineRequest:
             temperature=1.0 if arrival.sampled else 0.0,
             seed=5,
             stop_token_ids=tuple(range(0, 256, 11)) if arrival.stops else (),
+            prompt_logprobs=0 if arrival.scored else None,
         ),
         adapter=adapter,
     )
 
 
 @lru_cache(maxsize=4096)
-def text_alone(arrival: Arrival) -> tuple[int, ...]:
+def alone(arrival: Arrival) -> Finished:
     engine = roomy_engine()
     engine.add_request(request_of("alone", arrival))
-    return tuple(run_to_end(engine)["alone"].token_ids)
+    return run_to_end(engine)["alone"]
 
 
-@settings(max_examples=100)
+def scores(found: Finished) -> list[float] | None:
+    """Of the prompt's tokens after the first."""
+    if found.prompt_logprobs is None:
+        return None
+    assert found.prompt_logprobs[0] is None
+    return [logprob.logprob for logprob in found.prompt_logprobs[1:] if logprob is not None]
+
+
+@settings(max_examples=150)
 @given(
     requests=st.lists(arrivals, min_size=1, max_size=10),
     num_blocks=st.integers(22, 60),
@@ -139,12 +152,13 @@ def test_every_request_gets_the_text_it_would_have_had_alone(
     engine.close()
     for index, arrival in enumerate(requests):
         found = done.get(str(index), Finished())
-        expected = text_alone(arrival)
+        expected = alone(arrival)
         if found.finish_reason is None:
             assert arrival.cancel_after is not None, "a request was lost"
-            assert tuple(found.token_ids) == expected[: len(found.token_ids)]
+            assert found.token_ids == expected.token_ids[: len(found.token_ids)]
         else:
-            assert tuple(found.token_ids) == expected
+            assert found.token_ids == expected.token_ids
+            assert scores(found) == (scores(expected) and pytest.approx(scores(expected), abs=1e-4))
 
 
 def drive(engine: Engine, requests: list[Arrival]) -> dict[str, Finished]:

@@ -437,3 +437,26 @@ def test_a_request_preempted_while_its_step_is_under_way_keeps_the_token() -> No
     bench.scheduler.cancel("a")
     plan = bench.schedule()
     assert plan.chunks[0].token_ids[-2:] == [8, 9]
+
+
+def test_a_request_is_not_failed_for_memory_while_its_last_token_may_be_under_way() -> None:
+    bench = Bench(num_blocks=2)
+    bench.add("a", 7)
+    first, second = bench.schedule(), bench.schedule()  # two blocks: memory is full
+    assert bench.schedule().chunks == ()
+    bench.run(first)
+    (ended,) = bench.run(second, token=EOS)
+    assert ended.finish_reason is FinishReason.STOP
+
+
+def test_a_failed_step_fails_its_requests_alone_and_none_that_took_over_their_id() -> None:
+    bench = Bench()
+    bench.add("a", 5)
+    bench.add("b", 5)
+    plan = bench.schedule()
+    bench.scheduler.cancel("a")
+    bench.add("a", 3)
+    updates = bench.scheduler.update(plan, {}, {"a": "not finite", "b": "not finite"})
+    assert updates == []
+    assert [failure.request_id for failure in bench.scheduler.take_failures()] == ["b"]
+    assert bench.scheduler.request_ids == {"a"}

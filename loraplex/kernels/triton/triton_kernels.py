@@ -39,6 +39,8 @@ class StepSegments:
 class TritonKernels(TorchKernels):
     """Any dtype, on a CUDA device; the matrix products are torch's own."""
 
+    decodes_first = True
+
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self._shape = shape
         self._num_sms = _CPU_PROGRAMS

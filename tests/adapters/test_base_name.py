@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.base_name import base_names, name_adapters, other_base
 from loraplex.adapters.spec import CONFIG_FILE
-from loraplex.server.base_name import base_names, name_adapters, other_base
 
 HUB_FOLDER = "/root/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abcd"
 

@@ -1,0 +1,79 @@
+"""The tables of the GPU engine, from results/gpu_engine.json; `benchmarks.make_tables` puts them in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.markdown import Result, table
+
+
+def machine_note(result: Result) -> str:
+    """Sections may be measured at different times: the note names each that differs from the first."""
+    sections = {name: section for name, section in result.items() if "results" in section}
+    first = next(iter(sections.values()))
+    commits = ", ".join(f"{name} at {section['git_commit']}" for name, section in sections.items())
+    return (
+        f"Measured {first['date'][:10]} on one {first['machine']['gpu']} "
+        f"({first['machine']['gpu_memory_mib']:,} MiB, {first['machine']['cores']} CPU cores), Python "
+        f"{first['python']}, torch {first['packages']['torch']}, triton {first['packages']['triton']}. "
+        f"{first['shape']} shape, random weights, bfloat16, LoRA on q, k and v unless said. "
+        f"Commits: {commits}.\n"
+    )
+
+
+def decode_table(result: Result) -> str:
+    lines = [
+        (
+            row["name"],
+            f"{row['itl_ms']['mean']:.2f}",
+            f"{row['itl_ms']['p50']:.2f}",
+            f"{row['itl_ms']['p99']:.2f}",
+        )
+        for row in result["decode"]["results"]
+    ]
+    return table(("decode", "ITL mean, ms", "p50", "p99"), lines)
+
+
+def serve_table(result: Result) -> str:
+    lines = []
+    for row in result["serve"]["results"]:
+        ranks = ", ".join(str(rank) for rank in row["ranks"])
+        adapters = f"{row['adapters']} of rank {ranks}" if row["adapters"] else "none"
+        figures = [
+            f"{row[name]['mean']:,.1f} ({row[name]['p95']:,.1f})" for name in ("ttft_ms", "tpt_ms", "e2e_ms")
+        ]
+        lines.append((row["workload"], adapters, *figures, f"{row['output_tokens_per_s']:,.0f}"))
+    headings = ("workload", "adapters", "TTFT ms, mean (p95)", "TPT ms", "E2E ms", "output tok/s")
+    return table(headings, lines)
+
+
+def kernels_table(result: Result) -> str:
+    found = result["kernels"]["results"]
+    lines = [
+        (
+            str(row["adapters"]),
+            str(row["rank"]),
+            f"{row['shrink_mb']:.1f}",
+            _rate(row, "shrink"),
+            _rate(row, "expand"),
+        )
+        for row in found["rows"]
+    ]
+    return table(("adapters", "rank", "MB a launch", "shrink", "expand"), lines)
+
+
+def cold_table(result: Result) -> str:
+    found = result["cold"]["results"]
+    lines = [
+        ("engine built and first token", f"{found['build_to_first_token_s']:.1f} s"),
+        (
+            "TTFT, idle, 128 tokens, adapter on the device",
+            f"{found['ttft_ms']['device_memory']['mean']:.1f} ms",
+        ),
+        ("the same, adapter in host memory", f"{found['ttft_ms']['host_memory']['mean']:.1f} ms"),
+    ]
+    return table(("start", "measured"), lines)
+
+
+def _rate(row: dict[str, Any], kernel: str) -> str:
+    return f"{row[f'{kernel}_us']:.1f} µs, {row[f'{kernel}_tb_per_s']:.2f} TB/s"

@@ -1,0 +1,14 @@
+"""Tables in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Result = dict[str, Any]
+"""A result file."""
+
+
+def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [headings, ["---"] * len(headings), *lines]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in rows)
