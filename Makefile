@@ -27,12 +27,15 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The constraints file pins torch: unpinned, the newest release would bring gigabytes of CUDA libraries.
+# compat: in the other mode, Python takes the clone itself for the package when started in the folder above it.
+EDITABLE := --config-settings editable_mode=compat
+
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e .
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt $(EDITABLE) -e .
 	touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) -e '.[dev]'
 	touch $@ $(STAMP)
 
 clean:

@@ -49,6 +49,8 @@ def build_random_engine(options: RandomEngineOptions) -> Engine:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("there is no CUDA device here; give --device cpu")
+    if device.type == "cpu" and config.shape.linear_flops > 1e9:
+        raise CapacityError(f"the shape {options.shape!r} is too large for --device cpu; try --shape tiny")
     weights = random_weights(config, options.dtype, device)
     if device.type == "cuda":
         from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
@@ -60,8 +62,6 @@ def build_random_engine(options: RandomEngineOptions) -> Engine:
         )
         return build_cuda_core(config, weights, cuda_options, _host_blocks(config.shape, options.dtype))
     shape, kernels = config.shape, TorchKernels()
-    if shape.linear_flops > 1e9:
-        raise CapacityError(f"the shape {options.shape!r} is too large for --device cpu; try --shape tiny")
     return Engine(
         config=SchedulerConfig(
             max_model_len=shape.max_position, work=StepWork(max_tokens=options.max_step_tokens)

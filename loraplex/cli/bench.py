@@ -26,7 +26,11 @@ _WARMUP_SEED_OFFSET = 1_000_003  # warm-up prompts must not leave a prefix cache
 
 
 _Workload = Annotated[
-    Path | None, typer.Option(help="Open loop: replay this .jsonl file, each request at its own time.")
+    Path | None,
+    typer.Option(
+        help="Open loop: replay this .jsonl file, each request at its own time. A line: "
+        '{"arrival_s": 0.5, "prompt_tokens": 20, "output_tokens": 50, "adapter": 0}.'
+    ),
 ]
 _Requests = Annotated[
     int | None, typer.Option(min=1, help="Closed loop: this many requests, all of one length.")

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from loraplex.bench.distribution import Distribution
     from loraplex.engine.core import Engine
+    from loraplex.workload.jsonl import WorkloadRequest
 
 app = typer.Typer(help="Measure the engine in-process, with random weights.", no_args_is_help=True)
 
@@ -29,9 +32,14 @@ class Adapters(StrEnum):
     DISTINCT = "distinct"
 
 
-_Shape = Annotated[str, typer.Option(help="llama-2-7b, llama-3-8b, qwen2.5-7b, ... or tiny.")]
-_Device = Annotated[str, typer.Option(help="cuda or cpu.")]
-_Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+_Shape = Annotated[
+    str,
+    typer.Option(
+        help="llama-2-7b, llama-3-8b, qwen2.5-7b, ... or tiny. auto: llama-2-7b on a GPU, tiny on a CPU."
+    ),
+]
+_Device = Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")]
+_Dtype = Annotated[str, typer.Option(help="bfloat16, float16, float32; auto: float32 on a CPU.")]
 _Batch = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 _Adapters = Annotated[Adapters, typer.Option(help="One for all requests, or one each.")]
 _Rank = Annotated[int, typer.Option(min=1, max=512, help="Rank of every adapter.")]
@@ -56,9 +64,9 @@ class _Bench:
 
 @app.command()
 def decode(
-    shape: _Shape = "llama-2-7b",
-    device: _Device = "cuda",
-    dtype: _Dtype = "bfloat16",
+    shape: _Shape = "auto",
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
     batch: _Batch = 32,
     adapters: _Adapters = Adapters.NONE,
     rank: _Rank = 64,
@@ -85,9 +93,9 @@ def decode(
 
 @app.command()
 def prefill(
-    shape: _Shape = "llama-2-7b",
-    device: _Device = "cuda",
-    dtype: _Dtype = "bfloat16",
+    shape: _Shape = "auto",
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
     batch: _Batch = 1,
     adapters: _Adapters = Adapters.NONE,
     rank: _Rank = 64,
@@ -113,9 +121,9 @@ def prefill(
 
 @app.command()
 def cold(
-    shape: _Shape = "llama-2-7b",
-    device: _Device = "cuda",
-    dtype: _Dtype = "bfloat16",
+    shape: _Shape = "auto",
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
     num_adapters: Annotated[int, typer.Option(min=2, help="Adapters tried, after the first.")] = 20,
     rank: _Rank = 64,
     ranks: _Ranks = "",
@@ -133,10 +141,16 @@ def cold(
 
 @app.command()
 def serve(
-    workload: Annotated[Path, typer.Option(help="The .jsonl file to replay, each request at its time.")],
-    shape: _Shape = "llama-2-7b",
-    device: _Device = "cuda",
-    dtype: _Dtype = "bfloat16",
+    workload: Annotated[
+        Path,
+        typer.Option(
+            help="The .jsonl file to replay, each request at its time. A line: "
+            '{"arrival_s": 0.5, "prompt_tokens": 20, "output_tokens": 50, "adapter": 0}.'
+        ),
+    ],
+    shape: _Shape = "auto",
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
     num_adapters: Annotated[int, typer.Option(min=0, help="Registered adapters; 0: base model only.")] = 200,
     rank: _Rank = 64,
     ranks: _Ranks = "",
@@ -154,6 +168,7 @@ def serve(
 
     requests = read_workload(workload)
     bench = _set_up(locals(), num_adapters=num_adapters)
+    _check_lengths(requests, workload, bench.engine.max_model_len)
     bench.parameters["workload"] = workload.name
     started = time.perf_counter()
     if warm_up:
@@ -180,6 +195,7 @@ def _set_up(options: dict[str, Any], num_adapters: int) -> _Bench:
     from loraplex.engine.build import DTYPES
     from loraplex.model.shapes import config_of_shape
 
+    options = options | _resolved(options)
     if options["dtype"] not in DTYPES:
         raise typer.BadParameter(f"choose {', '.join(DTYPES)}", param_hint="--dtype")
     ranks = _rank_list(options["ranks"]) or [options["rank"]]
@@ -209,6 +225,32 @@ def _set_up(options: dict[str, Any], num_adapters: int) -> _Bench:
         parameters=parameters | {"num_adapters": num_adapters},
         build_s=time.perf_counter() - started,
     )
+
+
+def _resolved(options: dict[str, Any]) -> dict[str, str]:
+    """What `auto` stands for on this machine."""
+    import torch
+
+    device = options["device"]
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = device == "cuda"
+    defaults = {
+        "shape": "llama-2-7b" if on_gpu else "tiny",
+        "dtype": "bfloat16" if on_gpu else "float32",
+    }
+    chosen = {key: default if options[key] == "auto" else options[key] for key, default in defaults.items()}
+    return chosen | {"device": device}
+
+
+def _check_lengths(requests: Sequence[WorkloadRequest], workload: Path, max_model_len: int) -> None:
+    for number, request in enumerate(requests, start=1):
+        if request.prompt_tokens + request.output_tokens > max_model_len:
+            raise typer.BadParameter(
+                f"{workload.name}, request {number}: {request.prompt_tokens} prompt and "
+                f"{request.output_tokens} output tokens are more than the shape's context of {max_model_len}",
+                param_hint="--workload",
+            )
 
 
 def _rank_list(text: str) -> list[int]:

@@ -245,7 +245,8 @@ class AdapterService:
         if model.startswith(prefix):
             near = [prefix + name for name in _near(model.removeprefix(prefix), self._served)]
         near = near or _near(model, [self.base_model, *self._served])
-        return UnknownModelError(f"the model {shown!r} does not exist{_did_you_mean(near)}")
+        hint = _did_you_mean(near) or "; GET /v1/models lists what is served"
+        return UnknownModelError(f"the model {shown!r} does not exist{hint}")
 
     def _not_loaded(self, name: str) -> LoraplexError:
         if name == self.base_model:
@@ -253,7 +254,8 @@ class AdapterService:
                 f"{name!r} is the base model, which cannot be unloaded", param="lora_name"
             )
         near = _near(name, self._served)
-        return NotServedError(f"the adapter {name!r} is not loaded{_did_you_mean(near)}")
+        hint = _did_you_mean(near) or "; GET /v1/adapters lists those that are"
+        return NotServedError(f"the adapter {name!r} is not loaded{hint}")
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:

@@ -17,6 +17,7 @@ from loraplex.server.requests import NOT_SUPPORTED, SUPPORTED_VALUES
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+_NOT_NUMBERS: Final = re.compile(rb"[:\[,]\s*-?(?:NaN|Infinity)\b")
 _LOCATION: Final = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 _UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _WRONG_VALUE: Final = re.compile(r"Invalid enum value (.*)", re.DOTALL)
@@ -43,8 +44,7 @@ def decode_struct(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _explain(str(error), kind) from None
     except msgspec.DecodeError as error:
-        hint = " (lone surrogates are not characters)" if b"\\ud" in body or b"\\uD" in body else ""
-        raise InvalidRequestError(f"the body is not valid JSON: {error}{hint}") from None
+        raise InvalidRequestError(f"the body is not valid JSON: {error}{_json_hint(body)}") from None
     except UnicodeError:
         raise InvalidRequestError("the body is not valid UTF-8") from None
     except RecursionError:
@@ -71,8 +71,21 @@ async def _read_bytes(request: Request, limits: BodyLimits) -> bytes:
     return b"".join(parts)
 
 
+def _json_hint(body: bytes) -> str:
+    """What people send most often that is not JSON."""
+    if not body.strip():
+        return " (it is empty)"
+    if _NOT_NUMBERS.search(body):
+        return " (NaN and Infinity are not JSON; leave the field out)"
+    if b"\\ud" in body or b"\\uD" in body:
+        return " (lone surrogates are not characters)"
+    return ""
+
+
 def _too_large(limits: BodyLimits) -> BodyTooLargeError:
-    return BodyTooLargeError(f"the request body is larger than {limits.max_body_bytes} bytes")
+    return BodyTooLargeError(
+        f"the request body is larger than the {limits.max_body_bytes:,} bytes a request may have; shorten it"
+    )
 
 
 def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequestError:

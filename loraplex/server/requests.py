@@ -144,7 +144,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lora_name: str
-    lora_path: str
+    lora_path: Annotated[str, Meta(min_length=1)]
     load_inplace: bool = False
 
 

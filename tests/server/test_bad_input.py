@@ -235,6 +235,25 @@ def test_a_body_that_is_no_good_json_is_refused(api: Api, path: str, body: bytes
     error_of(api.post(path, content=body))
 
 
+@pytest.mark.parametrize(
+    ("body", "hint"),
+    [
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (b'{"model": "base", "temperature": NaN}', "NaN and Infinity are not JSON"),
+        (b'{"model": "base", "temperature": -Infinity}', "NaN and Infinity are not JSON"),
+    ],
+    ids=str,
+)
+def test_what_is_no_json_is_told_what_it_is(api: Api, body: bytes, hint: str) -> None:
+    assert hint in error_of(api.post("/v1/completions", content=body))["message"]
+
+
+def test_an_unknown_model_without_a_near_name_is_told_where_the_names_are(api: Api) -> None:
+    error = error_of(api.post("/v1/completions", {**COMPLETION, "model": "zzzz"}), 404)
+    assert "/v1/models" in error["message"]
+
+
 def test_what_is_quoted_from_the_client_is_short(api: Api) -> None:
     error = error_of(api.post("/v1/completions", {**COMPLETION, "model": "x" * 100_000}), 404)
     assert len(error["message"]) < 500
@@ -252,7 +271,7 @@ def test_a_body_over_the_limit_is_refused(make_api: Callable[..., Api], declared
             yield body[start : start + 100]
 
     error = error_of(api.post("/v1/completions", content=body if declared else parts()), 413)
-    assert "1000" in error["message"]
+    assert "1,000" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""`loraplex bench engine` on a CPU: what it measures, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.core.errors import LoraplexError
+from loraplex.workload.jsonl import WorkloadRequest, write_workload
+
+CPU = ("--device", "cpu", "--shape", "tiny", "--dtype", "float32")
+
+
+def bench(*args: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "engine", *args])
+
+
+@pytest.mark.parametrize("adapters", ["none", "one", "distinct"])
+def test_decode_measures_the_gaps_between_tokens(tmp_path: Path, adapters: str) -> None:
+    out = tmp_path / "out.json"
+    result = bench(
+        "decode", *CPU, "--batch", "3", "--adapters", adapters, "--rank", "4", "--output-tokens", "20",
+        "--repeats", "1", "--json", str(out),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert found["parameters"]["num_adapters"] == {"none": 0, "one": 1, "distinct": 3}[adapters]
+    assert found["results"]["itl_ms"].keys() == {"mean", "p50", "p95", "p99"}
+    assert found["packages"]["torch"]
+
+
+def test_prefill_and_cold_report_their_times() -> None:
+    assert "prefill_ms: mean" in bench("prefill", *CPU, "--prompt-tokens", "8", "--repeats", "1").output
+    output = bench("cold", *CPU, "--num-adapters", "3", "--prompt-tokens", "8", "--modules", "all").output
+    assert "ttft_host_memory_ms: mean" in output
+    assert "ttft_device_memory_ms: mean" in output
+
+
+def workload(path: Path, *, prompt_tokens: int = 5) -> Path:
+    requests = [
+        WorkloadRequest(arrival_s=0.01 * i, prompt_tokens=prompt_tokens, output_tokens=3, adapter=i)
+        for i in range(6)
+    ]
+    write_workload(path, requests)
+    return path
+
+
+def test_serve_replays_every_request(tmp_path: Path) -> None:
+    file, out = workload(tmp_path / "w.jsonl"), tmp_path / "out.json"
+    result = bench(
+        "serve", *CPU, "--workload", str(file), "--num-adapters", "4", "--ranks", "1,8", "--json", str(out)
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())["results"]
+    assert (found["num_requests"], found["num_failed"], found["output_tokens"]) == (6, 0, 18)
+    assert {"ttft_ms", "tpt_ms", "itl_ms", "e2e_ms"} <= found.keys()
+    assert found["tpt_ms"]["mean"] == pytest.approx(found["e2e_ms"]["mean"] / 3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (("decode", *CPU, "--ranks", "8,x"), "is not a list of numbers"),
+        (("decode", *CPU, "--ranks", "0"), "ranks go from 1 to 512"),
+        (("decode", "--device", "cpu", "--shape", "tiny", "--dtype", "int8"), "choose float32"),
+    ],
+    ids=["ranks", "rank 0", "dtype"],
+)
+def test_bad_usage_says_what_would_be_good(args: tuple[str, ...], reason: str) -> None:
+    result = bench(*args)
+    assert result.exit_code == 2
+    assert reason in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_request_beyond_the_context_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    file = workload(tmp_path / "w.jsonl", prompt_tokens=900)
+    result = bench("serve", *CPU, "--workload", str(file), "--num-adapters", "0")
+    assert result.exit_code == 2
+    assert "w.jsonl, request 1" in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (("--shape", "llama-9"), "known are tiny, llama-2-7b"),
+        (("--shape", "llama-2-7b"), "too large for --device cpu"),
+        (("--shape", "tiny", "--modules", "lm_head"), "unknown module"),
+    ],
+    ids=["shape", "large shape", "module"],
+)
+def test_what_does_not_exist_is_answered_with_what_does(args: tuple[str, ...], reason: str) -> None:
+    result = bench("decode", "--device", "cpu", "--dtype", "float32", "--adapters", "one", *args)
+    assert isinstance(result.exception, LoraplexError)
+    assert reason in str(result.exception)
