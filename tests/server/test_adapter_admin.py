@@ -223,7 +223,8 @@ def test_a_misspelt_model_is_answered_with_what_may_be_meant(api: Api, model: st
 
 
 def test_a_misspelt_adapter_to_unload_is_never_taken_for_the_base_model(api: Api) -> None:
-    assert unload(api, "bas").json()["error"]["message"] == "the adapter 'bas' is not loaded"
+    message = unload(api, "bas").json()["error"]["message"]
+    assert message == "the adapter 'bas' is not loaded; GET /v1/adapters lists those that are"
     assert "did you mean 'poet'?" in unload(api, "poe").json()["error"]["message"]
 
 

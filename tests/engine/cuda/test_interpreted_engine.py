@@ -88,15 +88,15 @@ def requests() -> list[EngineRequest]:
     return [
         EngineRequest(
             request_id=str(index),
-            prompt_token_ids=[rng.randrange(256) for _ in range(rng.randrange(1, 30))],
+            prompt_token_ids=[rng.randrange(256) for _ in range(rng.randrange(1, 20))],
             params=SamplingParams(
-                max_tokens=rng.randrange(1, 5),
+                max_tokens=rng.randrange(1, 4),
                 temperature=0.0,
                 **settings[index % len(settings)],  # type: ignore[arg-type]
             ),
             adapter=(None, *(spec.version for spec in SPECS))[index % 5],
         )
-        for index in range(6)
+        for index in range(5)
     ]
 
 
