@@ -26,7 +26,6 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 _SETTLE_STEPS = 8
 """Steps after the prompts before time counts: the last of them still share a step with decoding."""
-_IDLE_WAIT_S = 0.0002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +101,7 @@ def replay(
                 version = versions[request.adapter % len(versions)] if versions else None
                 engine.add_request(_request(str(index), prompts[index], request.output_tokens, version))
             if not engine.has_work():
-                time.sleep(_IDLE_WAIT_S)
+                time.sleep(max(0.0, waiting[0][1].arrival_s - now))
                 continue
             outputs = engine.step()
             now = time.perf_counter() - started

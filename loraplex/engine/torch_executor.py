@@ -9,10 +9,11 @@ import torch
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
-from loraplex.engine.adapter_loader import AdapterLoader, read_weights, resident_bytes
+from loraplex.engine.adapter_loader import read_weights, resident_bytes
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.executor import AdapterEvent, LandedFlight, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
+from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
 from loraplex.kernels.lora import LoraWeights
 from loraplex.model.decoder import Decoder, KVCache
@@ -43,8 +44,7 @@ class TorchExecutor:
         self._dtype = dtype
         self._runs_ahead = runs_ahead
         shape = decoder.config.shape
-        self._loader = AdapterLoader(read or (lambda spec: read_weights(spec, shape, dtype)))
-        self._adapters: dict[str, LoraWeights] = {}
+        self._adapters = ResidentAdapters(read or (lambda spec: read_weights(spec, shape, dtype)))
         self._states: dict[str, SamplingState] = {}
 
     def begin(self, request: EngineRequest) -> None:
@@ -57,37 +57,32 @@ class TorchExecutor:
         return resident_bytes(spec, self._decoder.config.shape, self._dtype)
 
     def load_adapter(self, sources: Sequence[AdapterSpec]) -> None:
-        self._loader.submit(sources)
+        self._adapters.load(sources)
 
     def evict_adapter(self, version: str) -> None:
-        del self._adapters[version]
+        self._adapters.drop(version)
 
     @property
     def num_pending_loads(self) -> int:
-        return self._loader.num_pending
+        return self._adapters.num_pending
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
-        events = []
-        for result in self._loader.poll(timeout_s):
-            if result.weights is not None:
-                self._adapters[result.version] = result.weights
-            events.append(AdapterEvent(version=result.version, error=result.error))
-        return events
+        return self._adapters.poll(timeout_s)
 
     def warm_up(self, specs: Sequence[AdapterSpec]) -> None:
         """Nothing is compiled or captured for a kind of adapter here."""
 
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
         assert self._states.keys() == request_ids
-        assert self._adapters.keys() == adapters
+        assert self._adapters.weights.keys() == adapters
 
     def close(self) -> None:
-        self._loader.close()
+        self._adapters.close()
 
     def launch(self, plan: StepPlan) -> LandedFlight:
         wanting = {c.request_id for c in plan.chunks if wants_prompt_scores(self._states[c.request_id], c)}
         chunks = [self._known(chunk) for chunk in plan.chunks]
-        built = self._builder.build(chunks, self._adapters, all_rows_of=wanting)
+        built = self._builder.build(chunks, self._adapters.weights, all_rows_of=wanting)
         states_LH = self._decoder.forward(built.batch, self._caches)
         result = StepResult()
         for chunk in plan.chunks:

@@ -12,7 +12,7 @@ import pytest
 from loraplex.adapters.base_name import base_names, name_adapters, other_base
 from loraplex.adapters.spec import CONFIG_FILE
 
-HUB_FOLDER = "/root/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abcd"
+HUB_FOLDER = "/home/somebody/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abcd"
 
 
 def adapter_of(folder: Path, base: Any) -> Path:

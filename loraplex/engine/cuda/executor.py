@@ -13,8 +13,8 @@ import torch
 
 from loraplex.adapters.slab import slab_layout
 from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest, TokenLogprob
-from loraplex.engine.adapter_loader import AdapterLoader
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.cuda.adapter_store import DeviceReader, block_bytes
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
@@ -23,8 +23,9 @@ from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.cuda.streams import keep_until_done, record_event
 from loraplex.engine.executor import AdapterEvent, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
+from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
-from loraplex.kernels.lora import LoraWeights
+from loraplex.kernels.triton.lora_step import MAX_RANK
 from loraplex.model.decoder import Decoder
 from loraplex.scheduling.plan import Chunk, StepPlan
 
@@ -68,8 +69,7 @@ class CudaExecutor:
         self._runner = runner
         self._builder = builder
         self._dtype = dtype
-        self._loader = AdapterLoader(reader)
-        self._adapters: dict[str, LoraWeights] = {}
+        self._adapters = ResidentAdapters(reader)
         self._states: dict[str, SamplingState] = {}
         self._seats: dict[str, int] = {}
         self._free_seats = [seat for seat in range(num_seats) if seat != SCRATCH_SEAT]
@@ -86,25 +86,25 @@ class CudaExecutor:
             self._free_seats.append(seat)
 
     def adapter_bytes(self, spec: AdapterSpec) -> int:
+        if spec.max_rank > MAX_RANK:
+            raise CapacityError(
+                f"the adapter has rank {spec.max_rank}, the GPU's kernels go up to {MAX_RANK}; serve it with "
+                "--device cpu, or train it with a lower rank"
+            )
         return block_bytes(spec, self._decoder.config.shape, self._dtype)
 
     def load_adapter(self, sources: Sequence[AdapterSpec]) -> None:
-        self._loader.submit(sources)
+        self._adapters.load(sources)
 
     def evict_adapter(self, version: str) -> None:
-        keep_until_done(self._adapters.pop(version).table_LM)
+        keep_until_done(self._adapters.drop(version).table_LM)
 
     @property
     def num_pending_loads(self) -> int:
-        return self._loader.num_pending
+        return self._adapters.num_pending
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
-        events = []
-        for result in self._loader.poll(timeout_s):
-            if result.weights is not None:
-                self._adapters[result.version] = result.weights
-            events.append(AdapterEvent(version=result.version, error=result.error))
-        return events
+        return self._adapters.poll(timeout_s)
 
     def warm_up(self, specs: Sequence[AdapterSpec]) -> None:
         touched = {
@@ -118,16 +118,16 @@ class CudaExecutor:
         assert self._states.keys() == request_ids
         assert self._seats.keys() <= request_ids
         assert len({*self._seats.values(), *self._free_seats}) == len(self._seats) + len(self._free_seats)
-        assert self._adapters.keys() == adapters
+        assert self._adapters.weights.keys() == adapters
 
     def close(self) -> None:
-        self._loader.close()
+        self._adapters.close()
 
     # ---- steps
 
     def launch(self, plan: StepPlan) -> CudaFlight:
         scored = {c.request_id for c in plan.chunks if wants_prompt_scores(self._states[c.request_id], c)}
-        built = self._builder.build(plan.chunks, self._adapters, all_rows_of=scored)
+        built = self._builder.build(plan.chunks, self._adapters.weights, all_rows_of=scored)
         output = self._run(built)
         prompt_logprobs = {
             chunk.request_id: score_prompt(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 import torch
 from driving import run_to_end
 
@@ -12,6 +13,7 @@ from loraplex.adapters.residency import Residency
 from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.random_engine import random_specs
+from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.adapter_loader import slab_weights
@@ -128,3 +130,11 @@ def test_a_seed_gives_its_text_whatever_else_is_in_the_batch() -> None:
         return list(done["a"].token_ids)
 
     assert text(beside=False) == text(beside=True)
+
+
+def test_a_rank_beyond_the_kernels_is_refused_by_number() -> None:
+    engine = interpreted()
+    (spec,) = random_specs("wide", "tiny", num_adapters=1, ranks=[513], modules="q")
+    with pytest.raises(CapacityError, match="rank 513"):
+        engine.add_adapter(spec)
+    engine.close()
