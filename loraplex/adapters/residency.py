@@ -1,7 +1,8 @@
-"""Which adapters are in memory: a byte budget, least recently used goes first, one in use never goes.
+"""Which adapters are in memory: least recently used goes first, one in use never goes.
 
 Pure bookkeeping. The engine executes what is decided here: it reads what `acquire` starts to load and
-drops what `take_evictions` names.
+drops what `take_evictions` names. How much memory there is, and where in it adapters lie, is known to a
+`Room`: a budget of bytes, or the arena that they share with KV blocks.
 
     ABSENT --acquire--> LOADING --loaded--> RESIDENT --evicted--> ABSENT
                            `----failed----> ABSENT
@@ -10,24 +11,19 @@ drops what `take_evictions` names.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from itertools import count
 
-from loraplex.core.errors import CapacityError
-
-
-class Tier(StrEnum):
-    """Where an adapter's weights are, as shown to users."""
-
-    DISK = "disk"
-    LOADING = "loading"
-    HOST = "host"
+from loraplex.adapters.room import Room, Tier
+from loraplex.core.stats import AdapterStats
 
 
 @dataclass(kw_only=True, slots=True)
 class _Entry:
     num_bytes: int
     tier: Tier = Tier.DISK
+    last_use: int = 0
     pins: int = 0
     in_flight: int = 0
     hits: int = 0
@@ -43,11 +39,14 @@ class Residency:
     removed ones are forgotten when nothing is in flight any more.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
-        self.used_bytes = 0
+    def __init__(self, room: Room, uses: Iterator[int] | None = None) -> None:
+        """`uses`: numbers that order the ends of uses, here and wherever else memory is shared with."""
+        self._room = room
+        self._uses = uses or count()
+        self.idle_bytes = 0
         self._entries: dict[str, _Entry] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # resident and unpinned, oldest use first
+        self._num_loading = 0
         self._evictions: list[str] = []
         self._removed: list[str] = []
 
@@ -57,12 +56,7 @@ class Residency:
 
     def add(self, version: str, num_bytes: int) -> None:
         """Make a version known. Raises CapacityError if it could never be resident."""
-        if num_bytes > self.budget_bytes:
-            raise CapacityError(
-                f"the adapter needs {num_bytes:,} bytes, the budget for adapters is "
-                f"{self.budget_bytes:,}; raise --host-adapter-memory"
-            )
-        entry = self._entries.setdefault(version, _Entry(num_bytes=num_bytes))
+        entry = self._entries.setdefault(version, _Entry(num_bytes=self._room.taken_by(num_bytes)))
         if entry.removing:  # the removal is overtaken: whoever waits for it need not wait on
             entry.removing = False
             self._removed.append(version)
@@ -89,31 +83,59 @@ class Residency:
         assert entry.in_flight >= entry.pins >= 0
         self._forget_if_drained(version, entry)
 
-    def acquire(self, version: str) -> bool:
-        """Pin a version for a request; starts a load if it is absent. False: no room now, try again later."""
+    def acquire(self, version: str, spare_blocks: int = 0) -> bool:
+        """Pin a version for a request; starts a load if it is absent. False: no room now, try again later.
+
+        `spare_blocks`: KV blocks that a load must leave, where both share memory.
+        """
         entry = self._entries[version]
         if entry.tier is Tier.DISK:
-            if not self._make_room(entry.num_bytes):
+            if not self._room.take(version, entry.num_bytes, self, spare_blocks):
                 return False
             entry.tier = Tier.LOADING
-            self.used_bytes += entry.num_bytes
+            self._num_loading += 1
         else:
             entry.hits += 1
-            self._idle.pop(version, None)
+            if version in self._idle:
+                self._leave_idle(version, entry)
         entry.pins += 1
         return True
 
+    def unpin(self, version: str) -> None:
+        """A request no longer counts on the weights; it still names the version."""
+        self._unpin(version, self._entries[version])
+
     def tier(self, version: str) -> Tier:
         return self._entries[version].tier
+
+    def is_resident(self, version: str) -> bool:
+        return self._entries[version].tier is self._room.resident_tier
+
+    def num_bytes(self, version: str) -> int:
+        return self._entries[version].num_bytes
+
+    @property
+    def num_loading(self) -> int:
+        return self._num_loading
+
+    @property
+    def used_bytes(self) -> int:
+        return self._room.used_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._room.budget_bytes
 
     def loaded(self, version: str) -> None:
         """A load that `acquire` started is complete."""
         entry = self._entries[version]
         assert entry.tier is Tier.LOADING, f"{version} was not loading"
-        entry.tier = Tier.HOST
+        entry.tier = self._room.resident_tier
+        self._room.settle(version)
+        self._num_loading -= 1
         entry.loads += 1
         if entry.pins == 0:  # everyone who waited for it is gone
-            self._idle[version] = None
+            self._become_idle(version, entry)
             self._forget_if_drained(version, entry)
 
     def failed(self, version: str) -> None:
@@ -121,8 +143,16 @@ class Residency:
         entry = self._entries[version]
         assert entry.tier is Tier.LOADING, f"{version} was not loading"
         entry.tier = Tier.DISK
-        self.used_bytes -= entry.num_bytes
+        self._num_loading -= 1
+        self._room.give_back(version, entry.num_bytes, entry.last_use)
         self._forget_if_drained(version, entry)
+
+    @property
+    def oldest_idle_use(self) -> int | None:
+        return next((self._entries[version].last_use for version in self._idle), None)
+
+    def evict_oldest(self) -> None:
+        self._drop(next(iter(self._idle)))
 
     def take_evictions(self) -> list[str]:
         """Versions whose weights must be dropped now, since the last call."""
@@ -137,15 +167,22 @@ class Residency:
     @property
     def resident(self) -> set[str]:
         """Versions whose weights are in memory."""
-        return {version for version, entry in self._entries.items() if entry.tier is Tier.HOST}
+        return {version for version in self._entries if self.is_resident(version)}
 
-    def snapshot(self) -> list[tuple[str, Tier, int, int, int, int]]:
-        """(version, tier, bytes, in flight, hits, loads) of every version that is known.
+    def snapshot(self) -> list[AdapterStats]:
+        """Every version that is known.
 
         A load counts when it is complete: one that failed has brought nothing into memory.
         """
         return [
-            (version, entry.tier, entry.num_bytes, entry.in_flight, entry.hits, entry.loads)
+            AdapterStats(
+                version=version,
+                tier=entry.tier,
+                num_bytes=entry.num_bytes,
+                in_flight=entry.in_flight,
+                hits=entry.hits,
+                loads=entry.loads,
+            )
             for version, entry in self._entries.items()
         ]
 
@@ -153,39 +190,39 @@ class Residency:
         """Assert that the books agree with the requests' own count of pins and with the budget."""
         held = sum(entry.num_bytes for entry in self._entries.values() if entry.tier is not Tier.DISK)
         assert held == self.used_bytes <= self.budget_bytes
+        assert self.idle_bytes == sum(self._entries[version].num_bytes for version in self._idle)
+        assert self._num_loading == sum(e.tier is Tier.LOADING for e in self._entries.values())
         for version, entry in self._entries.items():
             assert entry.pins == pins.get(version, 0), f"{version}: {entry.pins} pins, held by {pins}"
             assert entry.in_flight == in_flight.get(version, 0)
-            assert (version in self._idle) == (entry.tier is Tier.HOST and entry.pins == 0)
+            assert (version in self._idle) == (self.is_resident(version) and entry.pins == 0)
             assert not (entry.removing and entry.in_flight == 0 and entry.tier is not Tier.LOADING)
 
     def _unpin(self, version: str, entry: _Entry) -> None:
         entry.pins -= 1
-        if entry.pins == 0 and entry.tier is Tier.HOST:
-            self._idle[version] = None
+        if entry.pins == 0 and self.is_resident(version):
+            self._become_idle(version, entry)
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict idle versions, least recently used first; evicts nothing unless that makes enough room."""
-        excess = self.used_bytes + num_bytes - self.budget_bytes
-        if excess <= 0:
-            return True
-        if sum(self._entries[version].num_bytes for version in self._idle) < excess:
-            return False
-        while self.used_bytes + num_bytes > self.budget_bytes:
-            self._drop(next(iter(self._idle)))
-        return True
+    def _become_idle(self, version: str, entry: _Entry) -> None:
+        self._idle[version] = None
+        self.idle_bytes += entry.num_bytes
+        entry.last_use = next(self._uses)
+
+    def _leave_idle(self, version: str, entry: _Entry) -> None:
+        del self._idle[version]
+        self.idle_bytes -= entry.num_bytes
 
     def _drop(self, version: str) -> None:
         entry = self._entries[version]
-        del self._idle[version]
+        self._leave_idle(version, entry)
         entry.tier = Tier.DISK
-        self.used_bytes -= entry.num_bytes
+        self._room.give_back(version, entry.num_bytes, entry.last_use)
         self._evictions.append(version)
 
     def _forget_if_drained(self, version: str, entry: _Entry) -> None:
         if not entry.removing or entry.in_flight > 0 or entry.tier is Tier.LOADING:
             return
-        if entry.tier is Tier.HOST:
+        if self.is_resident(version):
             self._drop(version)
         del self._entries[version]
         self._removed.append(version)

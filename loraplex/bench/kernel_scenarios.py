@@ -14,7 +14,7 @@ import torch
 
 from loraplex.bench.random_engine import random_specs
 from loraplex.core.modules import GROUPS
-from loraplex.engine.cuda.adapter_store import DeviceReader, block_bytes
+from loraplex.engine.cuda.adapter_store import block_bytes, write_block
 from loraplex.kernels.triton.lora_rows import RowsLaunch
 from loraplex.kernels.triton.lora_step import new_step
 from loraplex.model.shapes import config_of_shape
@@ -38,15 +38,14 @@ def _measure(shape_name: str, num_adapters: int, rank: int, device: torch.device
     """Every adapter on one row of a batch; q, k and v."""
     shape = config_of_shape(shape_name).shape
     specs = random_specs("kernel", shape_name, num_adapters=num_adapters, ranks=[rank], modules="q,k,v")
-    host = torch.zeros(block_bytes(specs[0], shape, torch.bfloat16), dtype=torch.uint8, pin_memory=True)
-    host.view(torch.bfloat16).normal_(std=0.02)
-    reader = DeviceReader(shape, torch.bfloat16, device, lambda spec: host)
-    adapters = [reader(spec) for spec in specs]
+    host = torch.empty(block_bytes(specs[0], shape, torch.bfloat16), dtype=torch.uint8)
+    write_block(host, specs[0], shape, torch.bfloat16, lambda spec, layout, slab: slab.normal_(std=0.02))
+    blocks = [host.to(device) for _ in specs]
     rows = torch.arange(num_adapters, device=device)
     step = new_step(
         shape,
         tiles_N2=torch.stack((rows, torch.ones_like(rows)), dim=1),
-        tables_N=torch.tensor([adapter.table_LM.data_ptr() for adapter in adapters], device=device),
+        tables_N=torch.tensor([block.data_ptr() for block in blocks], device=device),
         num_rows=num_adapters,
         launch=RowsLaunch.for_segments(num_adapters),
         groups=frozenset({_GROUP}),

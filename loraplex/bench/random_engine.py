@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from loraplex.adapters.residency import Residency
-from loraplex.adapters.slab import slab_layout
+from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec, LoraModule
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.modules import MODULES
@@ -25,7 +24,7 @@ from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.shapes import config_of_shape, random_weights
-from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
@@ -66,8 +65,7 @@ def build_random_engine(options: RandomEngineOptions) -> Engine:
         config=SchedulerConfig(
             max_model_len=shape.max_position, work=StepWork(max_tokens=options.max_step_tokens)
         ),
-        pool=BlockPool(_CPU_BLOCKS, _BLOCK_SIZE),
-        residency=Residency(1 << 30),
+        memory=SeparateMemory(num_blocks=_CPU_BLOCKS, block_size=_BLOCK_SIZE, adapter_bytes=1 << 30),
         executor=TorchExecutor(
             decoder=Decoder(config, weights, kernels, shape.max_position),
             caches=[
@@ -122,23 +120,24 @@ def _random_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) ->
 
 
 def _host_blocks(shape: ModelShape, dtype: torch.dtype) -> Callable[[AdapterSpec], torch.Tensor]:
-    """Pinned blocks with random weights, one for each size: on the host, adapters of one size share it, so
+    """Pinned blocks with random weights, one for each kind: on the host, adapters that are alike share it, so
     that thousands fit; on the device each has memory of its own."""
-    from loraplex.engine.cuda.adapter_store import block_bytes, table_bytes
+    from loraplex.engine.cuda.adapter_store import block_bytes, write_block
 
-    blocks: dict[int, torch.Tensor] = {}
-    header = table_bytes(shape)
+    blocks: dict[tuple[LoraModule, ...], torch.Tensor] = {}
+
+    def fill(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
+        sample = torch.empty(min(1 << 20, slab.numel())).normal_(std=0.02).to(dtype)
+        for start in range(0, slab.numel(), sample.numel()):
+            part = slab[start : start + sample.numel()]
+            part.copy_(sample[: part.numel()])
 
     def block_of(spec: AdapterSpec) -> torch.Tensor:
-        num_bytes = block_bytes(spec, shape, dtype)
-        block = blocks.get(num_bytes)
+        block = blocks.get(spec.modules)
         if block is None:
-            block = blocks[num_bytes] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-            weights = block[header:].view(dtype)
-            sample = torch.empty(min(1 << 20, weights.numel())).normal_(std=0.02).to(dtype)
-            for start in range(0, weights.numel(), sample.numel()):
-                part = weights[start : start + sample.numel()]
-                part.copy_(sample[: part.numel()])
+            block = torch.empty(block_bytes(spec, shape, dtype), dtype=torch.uint8, pin_memory=True)
+            write_block(block, spec, shape, dtype, fill)
+            blocks[spec.modules] = block
         return block
 
     return block_of

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _SOURCE_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+Read = Callable[[AdapterSpec], LoraWeights]
+"""Runs on the loader's threads; raises AdapterError or OSError if the weights are not to be had."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:
@@ -39,17 +42,15 @@ class LoadResult:
 class AdapterLoader:
     """A few threads that read adapters; results are collected by the engine's own thread."""
 
-    def __init__(self, read: Callable[[AdapterSpec], LoraWeights], num_threads: int = 1) -> None:
-        """`read` runs on the threads; it raises AdapterError or OSError if the weights are not to be had."""
-        self._read = read
+    def __init__(self, num_threads: int = 1) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self.num_pending = 0
 
-    def submit(self, sources: Sequence[AdapterSpec]) -> None:
+    def submit(self, sources: Sequence[AdapterSpec], read: Read) -> None:
         """Load one version from the first of its folders that still holds it."""
         self.num_pending += 1
-        self._threads.submit(self._load, sources)
+        self._threads.submit(self._load, sources, read)
 
     def poll(self, timeout_s: float = 0.0) -> list[LoadResult]:
         """Loads that finished; waits for the first of them no longer than `timeout_s`."""
@@ -67,11 +68,11 @@ class AdapterLoader:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self, sources: Sequence[AdapterSpec]) -> None:
+    def _load(self, sources: Sequence[AdapterSpec], read: Read) -> None:
         version, reason = sources[0].version, ""
         for spec in sources:
             try:
-                weights = self._read(spec)
+                weights = read(spec)
             except AdapterError as error:
                 reason = str(error)
             except OSError as error:

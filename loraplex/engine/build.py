@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 
-from loraplex.adapters.residency import Residency
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.shape import ModelShape
 from loraplex.engine.batch import BatchBuilder
@@ -22,7 +21,7 @@ from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.source import resolve_model
 from loraplex.model.weights import load_weights
-from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
@@ -71,13 +70,13 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
     folder = resolve_model(options.model)
     config = load_config(folder)
     dtype = _choose_dtype(options.dtype)
-    pool, max_model_len = _plan_memory(options, config, dtype)
+    num_blocks, max_model_len = _plan_memory(options, config, dtype)
     kernels = _choose_kernels(config, dtype)
     decoder = _load_decoder(folder, config, dtype, kernels, max_model_len, report)
     executor = TorchExecutor(
         decoder=decoder,
         caches=[
-            KVCache.zeros(config.shape, pool.num_blocks, pool.block_size, dtype)
+            KVCache.zeros(config.shape, num_blocks, options.block_size, dtype)
             for _ in range(config.shape.num_layers)
         ],
         builder=BatchBuilder(kernels, options.block_size),
@@ -94,8 +93,7 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
             work=_plan_work(options, config.shape),
             max_running=options.max_running,
         ),
-        pool=pool,
-        residency=Residency(budget),
+        memory=SeparateMemory(num_blocks=num_blocks, block_size=options.block_size, adapter_bytes=budget),
         executor=executor,
     )
 
@@ -150,7 +148,7 @@ def _plan_work(options: EngineOptions, shape: ModelShape) -> StepWork:
     return StepWork(max_tokens=max_tokens, position_cost=position_cost)
 
 
-def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> tuple[BlockPool, int]:
+def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
     """KV blocks for the budget, and the longest context they and the model allow."""
     shape = config.shape
     token_bytes = 2 * shape.num_layers * shape.kv_size * dtype.itemsize
@@ -172,7 +170,7 @@ def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype
     capacity = num_blocks * options.block_size
     wanted = options.max_model_len
     if wanted is None:
-        return BlockPool(num_blocks, options.block_size), min(shape.max_position, capacity)
+        return num_blocks, min(shape.max_position, capacity)
     if wanted > shape.max_position:
         raise ModelError(
             f"--max-model-len {wanted} is beyond the model's own context of {shape.max_position}"
@@ -182,4 +180,4 @@ def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype
             f"KV memory holds {capacity} tokens, fewer than --max-model-len {wanted}; raise --kv-memory "
             f"to at least {wanted * token_bytes:,} bytes or lower --max-model-len"
         )
-    return BlockPool(num_blocks, options.block_size), wanted
+    return num_blocks, wanted

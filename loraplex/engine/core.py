@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from loraplex.adapters.residency import Residency
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
 from loraplex.engine.executor import Executor, Flight, StepResult
-from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -26,12 +25,10 @@ _LOAD_WAIT_S = 0.001
 class Engine:
     """`engine.interface.EngineCore` over any executor."""
 
-    def __init__(
-        self, *, config: SchedulerConfig, pool: BlockPool, residency: Residency, executor: Executor
-    ) -> None:
+    def __init__(self, *, config: SchedulerConfig, memory: Memory, executor: Executor) -> None:
         self.max_model_len = config.max_model_len
-        self._residency = residency
-        self._scheduler = Scheduler(config, pool, residency)
+        self._residency = memory.residency
+        self._scheduler = Scheduler(config, memory)
         self._executor = executor
         # A version may lie in several folders, under as many names; any of them will do to load it.
         self._sources: dict[str, dict[Path, AdapterSpec]] = {}
@@ -44,8 +41,10 @@ class Engine:
         plan = self._scheduler.schedule()
         for version in plan.adapter_evictions:
             self._executor.evict_adapter(version)
-        for version in plan.adapter_loads:
-            self._executor.load_adapter(list(self._sources[version].values()))
+        if plan.moves:
+            self._executor.move(plan.moves)
+        for load in plan.adapter_loads:
+            self._executor.load_adapter(list(self._sources[load.version].values()), load)
         if plan.chunks:
             self._flights.append((plan, self._executor.launch(plan)))
             self._num_steps += 1
@@ -107,7 +106,7 @@ class Engine:
         self._scheduler.check_integrity()
         self._executor.check_integrity(self._scheduler.request_ids, self._residency.resident)
         assert self._prompt_logprobs.keys() <= self._scheduler.request_ids
-        assert self._sources.keys() == {version for version, *_ in self._residency.snapshot()}
+        assert self._sources.keys() == {adapter.version for adapter in self._residency.snapshot()}
 
     def close(self) -> None:
         self._executor.close()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest, TokenLogprob
-from loraplex.scheduling.plan import StepPlan
+from loraplex.scheduling.plan import AdapterLoad, Move, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +72,15 @@ class Executor(Protocol):
         """What a version takes when it is loaded."""
         ...
 
-    def load_adapter(self, sources: Sequence[AdapterSpec]) -> None:
+    def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
         """Start to load a version beside the running steps; `poll_adapters` tells when it is there.
 
         Sources are the folders that hold it, any of which will do.
         """
+        ...
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy within the arena, one after the other, behind the steps launched and before those to come."""
         ...
 
     def evict_adapter(self, version: str) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import torch
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
-from loraplex.engine.adapter_loader import read_weights, resident_bytes
+from loraplex.engine.adapter_loader import Read, read_weights, resident_bytes
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.executor import AdapterEvent, LandedFlight, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
-from loraplex.kernels.lora import LoraWeights
 from loraplex.model.decoder import Decoder, KVCache
-from loraplex.scheduling.plan import Chunk, StepPlan
+from loraplex.scheduling.plan import AdapterLoad, Chunk, Move, StepPlan
 
 
 class TorchExecutor:
@@ -31,7 +30,7 @@ class TorchExecutor:
         builder: BatchBuilder,
         dtype: torch.dtype,
         runs_ahead: bool = False,
-        read: Callable[[AdapterSpec], LoraWeights] | None = None,
+        read: Read | None = None,
     ) -> None:
         """`read`: where adapters come from, if not from their folders.
 
@@ -44,7 +43,8 @@ class TorchExecutor:
         self._dtype = dtype
         self._runs_ahead = runs_ahead
         shape = decoder.config.shape
-        self._adapters = ResidentAdapters(read or (lambda spec: read_weights(spec, shape, dtype)))
+        self._read = read or (lambda spec: read_weights(spec, shape, dtype))
+        self._adapters = ResidentAdapters()
         self._states: dict[str, SamplingState] = {}
 
     def begin(self, request: EngineRequest) -> None:
@@ -56,11 +56,14 @@ class TorchExecutor:
     def adapter_bytes(self, spec: AdapterSpec) -> int:
         return resident_bytes(spec, self._decoder.config.shape, self._dtype)
 
-    def load_adapter(self, sources: Sequence[AdapterSpec]) -> None:
-        self._adapters.load(sources)
+    def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
+        self._adapters.load(sources, self._read)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        raise AssertionError("there is no arena on a CPU")
 
     def evict_adapter(self, version: str) -> None:
-        self._adapters.drop(version)
+        del self._adapters.weights[version]
 
     @property
     def num_pending_loads(self) -> int:

@@ -44,7 +44,8 @@ class LoraWeights:
 
     `table_LM` is the same for compiled kernels: one int64 row for each layer and module (in the order of
     `core.modules.MODULES`) with the columns below; rank 0 means that the adapter leaves the module alone.
-    Weights on a GPU are found through the table alone: `groups` is empty then. `touched`: the groups that
+    Weights on a GPU are found through the table alone, and count their addresses from it: `groups` is empty
+    then. `touched`: the groups that
     the adapter has in any layer.
     """
 

@@ -44,6 +44,8 @@ class ModelConfig:
     o_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
+    checkpoint_dtype: str | None = None
+    """What config.json says the weights are stored in."""
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -70,6 +72,7 @@ def load_config(folder: Path) -> ModelConfig:
         o_bias=family != "qwen2" and attention_bias,
         qk_norm=family == "qwen3",
         eos_token_ids=_eos_token_ids(raw, folder),
+        checkpoint_dtype=raw.get("dtype") or raw.get("torch_dtype"),
     )
 
 

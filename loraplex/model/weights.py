@@ -45,16 +45,21 @@ class ModelWeights:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, progress: Progress | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    device: torch.device | None = None,
 ) -> ModelWeights:
-    """Read a checkpoint into CPU memory."""
+    """Read a checkpoint into the device's memory, the CPU's by default; one tensor at a time passes through
+    the latter."""
     wanted = _expected_shapes(config)
     tensors: dict[str, torch.Tensor] = {}
     files = _weight_files(folder)
     total_bytes, read_bytes = sum(file.stat().st_size for file in files), 0
     for file in files:
         for name, tensor in _tensors_of(file, wanted):
-            tensors[name] = tensor.to(dtype)
+            tensors[name] = tensor.to(device=device, dtype=dtype)
             read_bytes += tensor.numel() * tensor.element_size()
             if progress is not None:
                 progress(min(read_bytes, total_bytes), total_bytes)

@@ -4,30 +4,63 @@ A full block is cached under (identity of the block before it, its tokens); the 
 that stands for the adapter version. Keys hold the tokens themselves, so a lookup can never mistake one
 prefix for another, as it could with hashes, and one tenant never reads another's keys and values.
 
-    free --allocate--> held (ref 1) --share--> held (ref n) --release--> free
-    A free block that is cached keeps its contents until `allocate` takes it; the queue of free blocks
-    is in order of release, so the least recently used contents go first.
+    empty --allocate--> held (ref 1) --share--> held (ref n) --release--> empty, or cached if published
+    A cached block keeps its contents until it is shared again, or emptied for want of memory, those
+    released first before the others.
+
+Where blocks share memory with adapters (`Reserve`), a pool can be given more of them, and can be made to
+leave its last ones: what they hold moves to blocks further down.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from typing import Protocol
 
 _CacheKey = tuple[int, tuple[int, ...]]
 
 
-class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens."""
+class Reserve(Protocol):
+    """Where a pool may get more blocks from."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def num_blocks_to_gain(self) -> int:
+        """How many there would be if all were given that can be."""
+        ...
+
+    def gain_blocks(self, wanted: int, before: int | None) -> bool:
+        """Call `BlockPool.extend` with up to `wanted` blocks, made of memory that nobody uses, or that was
+        last used earlier than `before`. False if there is none."""
+        ...
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens, numbered from 0."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        uses: Iterator[int] | None = None,
+        reserve: Reserve | None = None,
+    ) -> None:
+        """`uses`: numbers that order the ends of uses, here and in what the reserve is made of."""
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._uses = uses or count()
+        self._reserve = reserve
         self._refs = [0] * num_blocks
-        # Ordered, with removal from the middle: a cached block leaves the queue when it is shared again.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._last_use = [0] * num_blocks  # 0: never
+        # The lowest go first, so that the last blocks stay empty and cost nothing to leave. A block may
+        # stand in the heap several times; it is empty if it is in the set.
+        self._empty = set(range(num_blocks))
+        self._empty_heap = list(range(num_blocks))
+        # Oldest release first. Ordered, with removal from the middle: a block may be shared again.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[_CacheKey, int] = {}
         self._key_of: dict[int, _CacheKey] = {}
         self._node_of: dict[int, int] = {}
@@ -37,20 +70,36 @@ class BlockPool:
         self.prefix_hits = 0
 
     @property
+    def num_empty(self) -> int:
+        return len(self._empty)
+
+    @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that no sequence holds."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_obtainable(self) -> int:
+        """Blocks that `allocate` could give at the most."""
+        return self.num_free + (self._reserve.num_blocks_to_gain() if self._reserve else 0)
+
+    @property
+    def oldest_cached_use(self) -> int | None:
+        return next((self._last_use[block] for block in self._cached), None)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with a reference each, or None (and no change) if there are too few."""
-        if count > len(self._free):
+        """`count` blocks with a reference each, or None (and no sequence's loss) if there are too few."""
+        if count > len(self._empty) and count > self.num_obtainable:
             return None
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        while len(self._empty) < count:
+            if not self._find_more(count - len(self._empty)):
+                return None
+        blocks = [self._pop_empty() for _ in range(count)]
         for block in blocks:
-            self._forget(block)
             self._refs[block] = 1
         return blocks
 
@@ -58,7 +107,7 @@ class BlockPool:
         """Take one more reference on blocks that `match` found."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._free[block]
+                del self._cached[block]
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -66,8 +115,45 @@ class BlockPool:
         for block in reversed(blocks):
             self._refs[block] -= 1
             assert self._refs[block] >= 0, f"block {block} released twice"
-            if self._refs[block] == 0:
-                self._free[block] = None
+            if self._refs[block] > 0:
+                continue
+            self._last_use[block] = next(self._uses)
+            if block in self._key_of:
+                self._cached[block] = None
+            else:
+                self._push_empty(block)
+
+    def empty_oldest(self) -> None:
+        """Drop the contents of the cached block that was released first."""
+        block, _ = self._cached.popitem(last=False)
+        self._forget(block)
+        self._push_empty(block)
+
+    def extend(self, count: int) -> None:
+        """Add blocks behind the last one."""
+        self._refs += [0] * count
+        self._last_use += [0] * count
+        for block in range(self.num_blocks, self.num_blocks + count):
+            self._push_empty(block)
+        self.num_blocks += count
+
+    def last_use_of(self, blocks: Iterable[int]) -> int:
+        """When the last of these was released."""
+        return max((self._last_use[block] for block in blocks), default=0)
+
+    def retract(self, count: int) -> dict[int, int]:
+        """Leave the last `count` blocks. Returns where the contents of those in use have to be copied."""
+        assert count <= self.num_empty
+        assert count < self.num_blocks
+        last, self.num_blocks = self.num_blocks, self.num_blocks - count
+        leaving = range(self.num_blocks, last)
+        used = [block for block in leaving if block not in self._empty]
+        self._empty.difference_update(leaving)
+        moves = {block: self._pop_empty() for block in used}
+        self._take_over(moves)
+        del self._refs[self.num_blocks :]
+        del self._last_use[self.num_blocks :]
+        return moves
 
     def match(self, adapter: str | None, token_ids: Sequence[int]) -> list[int]:
         """Cached blocks of the longest known prefix. At least one token is always left to compute."""
@@ -108,15 +194,23 @@ class BlockPool:
             self._node_of[blocks[index]] = self._new_node()
 
     def forget_adapter(self, adapter: str) -> None:
-        """No sequence will find this adapter's blocks any more; they age out of the free queue."""
+        """No sequence will find this adapter's blocks any more; they age out of the cache."""
         self._roots.pop(adapter, None)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Assert that references equal the holders', and that the free queue is the rest."""
+        """Assert that references equal the holders', and that the rest is empty or cached."""
         counts = Counter(block for blocks in held for block in blocks)
         for block in range(self.num_blocks):
             assert self._refs[block] == counts[block], f"block {block}: {self._refs[block]} refs"
-            assert (block in self._free) == (counts[block] == 0)
+            assert (block in self._empty or block in self._cached) == (counts[block] == 0)
+            assert (block in self._cached) == (block in self._key_of and counts[block] == 0)
+        assert (
+            len(self._refs) == self.num_blocks > max([0, *self._empty, *self._cached, *self._key_of, *counts])
+        )
+        assert not self._empty & self._cached.keys()
+        assert set(self._empty_heap) >= self._empty
+        assert list(self._cached) == sorted(self._cached, key=self._last_use.__getitem__)
+        assert len(self._last_use) == self.num_blocks
         assert self._block_of == {key: block for block, key in self._key_of.items()}
         assert self._node_of.keys() == self._key_of.keys()
 
@@ -132,6 +226,38 @@ class BlockPool:
     def _new_node(self) -> int:
         self._next_node += 1
         return self._next_node
+
+    def _find_more(self, wanted: int) -> bool:
+        """At least one more empty block: the reserve's, unless a cached one has been idle for longer."""
+        if self._reserve is not None and self._reserve.gain_blocks(wanted, self.oldest_cached_use):
+            return True
+        if not self._cached:
+            return False
+        self.empty_oldest()
+        return True
+
+    def _push_empty(self, block: int) -> None:
+        self._empty.add(block)
+        heapq.heappush(self._empty_heap, block)
+
+    def _pop_empty(self) -> int:
+        while True:
+            block = heapq.heappop(self._empty_heap)
+            if block in self._empty:
+                self._empty.remove(block)
+                return block
+
+    def _take_over(self, moves: dict[int, int]) -> None:
+        """Everything the books say of one block goes for another from now on."""
+        for source, target in moves.items():
+            self._refs[target] = self._refs[source]
+            self._last_use[target] = self._last_use[source]
+            if source in self._key_of:
+                key = self._key_of[target] = self._key_of.pop(source)
+                self._block_of[key] = target
+                self._node_of[target] = self._node_of.pop(source)
+        if not self._cached.keys().isdisjoint(moves):  # each keeps its turn
+            self._cached = OrderedDict.fromkeys(moves.get(block, block) for block in self._cached)
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block, None)

@@ -37,12 +37,37 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """A copy within the arena, of an adapter (`version`) or of a KV block. Source and target may overlap."""
+
+    source_byte: int
+    target_byte: int
+    num_bytes: int
+    version: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterLoad:
+    """A version to bring in.
+
+    `place`: the byte of the arena it goes to; None where each adapter has memory of its own. `quiet`: no step
+    that is under way looks at that place, so that the load need not wait for any.
+    """
+
+    version: str
+    place: int | None = None
+    quiet: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step. Evictions come before loads; loads run beside the step and are reported when done."""
+    """One step. First evictions, then moves in their order, then loads, which run beside the step and are
+    reported when done."""
 
     chunks: tuple[Chunk, ...] = ()
     adapter_evictions: tuple[str, ...] = ()
-    adapter_loads: tuple[str, ...] = ()
+    moves: tuple[Move, ...] = ()
+    adapter_loads: tuple[AdapterLoad, ...] = ()
     preempted: tuple[str, ...] = ()
 
     @property

@@ -3,7 +3,8 @@
 Running requests go first: each that decodes gets its next token, prompts get chunks of what a step may
 compute beside that; what is left admits waiting ones, first come first served, as soon as their adapter is
 in memory.
-When KV memory runs out, the youngest running request gives its blocks back and is computed again later.
+When KV memory runs out, the youngest running request gives its blocks back and is computed again later. Where
+adapters share that memory, those that wait for their turn give up their hold on one before that.
 
 A step may be decided while the one before is still under way: its tokens are counted on before they are
 known. `update` tells them afterwards, in the order of the steps; what was computed for a request that has
@@ -18,11 +19,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from loraplex.adapters.residency import Residency, Tier
+from loraplex.adapters.room import Tier
 from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError, UnknownModelError
 from loraplex.core.request import EngineRequest, FinishReason
-from loraplex.core.stats import AdapterStats, EngineStats
-from loraplex.scheduling.blocks import BlockPool
+from loraplex.core.stats import EngineStats
+from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.sequence import Sequence
 from loraplex.scheduling.work import StepWork
@@ -47,12 +48,13 @@ class _ChunkUnderWay(NamedTuple):
 
 
 class Scheduler:
-    """Owns the queues; shares the block pool and the residency with nobody."""
+    """Owns the queues; shares the memory's books with nobody."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, residency: Residency) -> None:
+    def __init__(self, config: SchedulerConfig, memory: Memory) -> None:
         self._config = config
-        self._pool = pool
-        self._residency = residency
+        self._memory = memory
+        self._pool = memory.pool
+        self._residency = memory.residency
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
@@ -73,16 +75,16 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens; with room for one more the context holds {limit}",
                 param="prompt",
             )
-        capacity = self._pool.num_blocks * self._pool.block_size
-        if num_prompt + 1 > capacity:
-            raise CapacityError(
-                f"the prompt has {num_prompt} tokens, KV memory holds {capacity}; raise --kv-memory"
-            )
         if request.request_id in self._sequences:
             raise InvalidRequestError(f"request id {request.request_id} is in use")
+        if request.adapter is not None and request.adapter not in self._residency:
+            raise UnknownModelError(f"adapter version {request.adapter} is not registered")
+        capacity = self._max_tokens(request.adapter)
+        if num_prompt + 1 > capacity:
+            raise CapacityError(
+                f"the prompt has {num_prompt} tokens, KV memory holds {capacity}; {self._memory.advice}"
+            )
         if request.adapter is not None:
-            if request.adapter not in self._residency:
-                raise UnknownModelError(f"adapter version {request.adapter} is not registered")
             self._residency.enter(request.adapter)
         sequence = Sequence(request)
         self._sequences[request.request_id] = sequence
@@ -128,11 +130,13 @@ class Scheduler:
             self._admit(chunks, budget)
         loads, self._loads = self._loads, []
         if chunks:
+            self._memory.step_decided()
             self._under_way.append([self._advance(chunk) for chunk in chunks])
         return StepPlan(
             chunks=tuple(chunks),
             adapter_evictions=tuple(self._residency.take_evictions()),
-            adapter_loads=tuple(loads),
+            moves=tuple(self._memory.take_moves()),
+            adapter_loads=tuple(self._memory.load_of(version) for version in loads),
             preempted=tuple(sequence.request_id for sequence in preempted),
         )
 
@@ -153,6 +157,7 @@ class Scheduler:
         Steps are told in the order they were decided. Requests that ended in between are passed over.
         """
         updates = []
+        self._memory.step_landed()
         for chunk, under_way in zip(plan.chunks, self._under_way.popleft(), strict=True):
             sequence = under_way.sequence
             if not self._is_live(sequence):
@@ -213,12 +218,16 @@ class Scheduler:
             if blocks is not None:
                 sequence.block_ids += blocks
                 return True
+            if self._unpin_youngest_waiting():
+                continue
             victim = self._running[-1]
             if victim is sequence and sequence.num_unknown > 0:
                 return False  # the token under way may be its last: decided again when it is known
             if victim is sequence and len(self._running) == 1:
+                if self._memory.shared and self._residency.num_loading > 0:
+                    return False  # what loads for others holds memory that can be had when it is there
                 # Alone and still short: the request has outgrown the whole of KV memory.
-                capacity = self._pool.num_blocks * self._pool.block_size
+                capacity = self._max_tokens(sequence.adapter)
                 self._fail(sequence, f"KV memory holds {capacity} tokens, too few for this request")
                 return False
             self._preempt(victim)
@@ -242,11 +251,34 @@ class Scheduler:
             if version is None or sequence.pinned:
                 continue
             absent = self._residency.tier(version) is Tier.DISK
-            if not self._residency.acquire(version):
+            if not self._acquire(version, behind=sequence):
                 return  # nobody overtakes: a large adapter must not starve behind small ones
             sequence.pinned = True
             if absent:
                 self._loads.append(version)
+
+    def _acquire(self, version: str, behind: Sequence) -> bool:
+        """Pin a version, if need be at the expense of requests that wait behind this one."""
+        # A load leaves every running request room to grow by a block: what it took would be asked back.
+        while not self._residency.acquire(version, spare_blocks=len(self._running)):
+            if not self._unpin_youngest_waiting(behind):
+                return False
+        moved = self._memory.take_block_moves()
+        for running in self._running if moved else ():
+            running.block_ids[:] = [moved.get(block, block) for block in running.block_ids]
+        return True
+
+    def _unpin_youngest_waiting(self, behind: Sequence | None = None) -> bool:
+        """Let go of an adapter that a waiting request, the last in the queue, holds in shared memory."""
+        for sequence in reversed(self._waiting) if self._memory.shared else ():
+            if sequence is behind:
+                return False
+            if sequence.pinned and self._residency.is_resident(sequence.adapter or ""):
+                assert sequence.adapter is not None
+                self._residency.unpin(sequence.adapter)
+                sequence.pinned = False
+                return True
+        return False
 
     def _admit(self, chunks: list[Chunk], budget: float) -> None:
         passed_over: list[Sequence] = []
@@ -254,6 +286,8 @@ class Scheduler:
             sequence = self._waiting.popleft()
             if not self._adapter_ready(sequence) or sequence.num_unknown > 0:
                 passed_over.append(sequence)
+                if self._memory.shared and sequence.adapter is not None and not sequence.pinned:
+                    break  # it waits for memory, which whoever overtook it would take
                 continue
             num_tokens = self._start(sequence, budget)
             if num_tokens == 0:
@@ -267,7 +301,7 @@ class Scheduler:
     def _adapter_ready(self, sequence: Sequence) -> bool:
         if sequence.adapter is None:
             return True
-        return sequence.pinned and self._residency.tier(sequence.adapter) is Tier.HOST
+        return sequence.pinned and self._residency.is_resident(sequence.adapter)
 
     def _start(self, sequence: Sequence, budget: float) -> int:
         """Blocks for a first chunk, on top of what the prefix cache has; 0 if memory is short."""
@@ -278,7 +312,10 @@ class Scheduler:
         num_tokens = min(
             len(sequence.token_ids) - num_cached, self._config.work.tokens_within(budget, num_cached)
         )
-        blocks = self._pool.allocate(self._pool.blocks_for(num_cached + num_tokens) - len(cached))
+        missing = self._pool.blocks_for(num_cached + num_tokens) - len(cached)
+        blocks = self._pool.allocate(missing)
+        while blocks is None and not self._running and self._unpin_youngest_waiting():
+            blocks = self._pool.allocate(missing)  # nobody else's end would ever make room
         if blocks is None:
             self._pool.release(cached)
             return 0
@@ -386,7 +423,7 @@ class Scheduler:
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_kv_blocks=self._pool.num_blocks,
+            num_kv_blocks=self._pool.num_blocks - self._pool.num_free + self._pool.num_obtainable,
             num_kv_blocks_used=self._pool.num_blocks - self._pool.num_free,
             prefix_cache_queries=self._pool.prefix_queries * self._pool.block_size,
             prefix_cache_hits=self._pool.prefix_hits * self._pool.block_size,
@@ -394,18 +431,11 @@ class Scheduler:
             num_steps=num_steps,
             host_adapter_bytes=self._residency.used_bytes,
             host_adapter_budget_bytes=self._residency.budget_bytes,
-            adapters=tuple(
-                AdapterStats(
-                    version=version,
-                    tier=tier,
-                    num_bytes=num_bytes,
-                    in_flight=in_flight,
-                    hits=hits,
-                    loads=loads,
-                )
-                for version, tier, num_bytes, in_flight, hits, loads in self._residency.snapshot()
-            ),
+            adapters=tuple(self._residency.snapshot()),
         )
+
+    def _max_tokens(self, adapter: str | None) -> int:
+        return self._memory.max_tokens(0 if adapter is None else self._residency.num_bytes(adapter))
 
     def check_integrity(self) -> None:
         """Assert every invariant that ties queues, blocks and pins together. For tests, after each step."""
@@ -423,6 +453,7 @@ class Scheduler:
             assert sequence.adapter is None or sequence.pinned, "a running request's adapter may vanish"
             assert 0 <= sequence.num_computed < sequence.num_tokens
             assert len(sequence.block_ids) >= self._pool.blocks_for(sequence.num_computed)
+        self._memory.check_integrity()
         self._residency.check_integrity(
             pins=Counter(s.adapter for s in queued if s.adapter is not None and s.pinned),
             in_flight=Counter(s.adapter for s in queued if s.adapter is not None),

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.residency import Residency, Tier
+from loraplex.adapters.residency import Residency
+from loraplex.adapters.room import ByteBudget, Tier
 from loraplex.core.errors import CapacityError
 
 
@@ -20,7 +21,7 @@ def resident(residency: Residency, version: str) -> None:
 
 
 def with_versions(budget: int, **sizes: int) -> Residency:
-    residency = Residency(budget)
+    residency = Residency(ByteBudget(budget))
     for version, num_bytes in sizes.items():
         residency.add(version, num_bytes)
     return residency
@@ -28,7 +29,7 @@ def with_versions(budget: int, **sizes: int) -> Residency:
 
 def test_an_adapter_larger_than_the_budget_is_refused_by_size() -> None:
     with pytest.raises(CapacityError, match=r"11 bytes.*10.*--host-adapter-memory"):
-        Residency(10).add("a", 11)
+        Residency(ByteBudget(10)).add("a", 11)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -89,8 +90,8 @@ def test_only_a_load_that_succeeded_counts() -> None:
     residency = with_versions(10, a=10)
 
     def num_loads() -> int:
-        [(*_, loads)] = residency.snapshot()
-        return loads
+        (found,) = residency.snapshot()
+        return found.loads
 
     residency.enter("a")
     assert residency.acquire("a")
@@ -105,7 +106,7 @@ def test_only_a_load_that_succeeded_counts() -> None:
 
 
 def test_removing_what_is_unknown_is_complete_at_once() -> None:
-    residency = Residency(10)
+    residency = Residency(ByteBudget(10))
     residency.remove("a")
     assert residency.take_removed() == ["a"]
 
@@ -118,7 +119,7 @@ def test_removing_what_is_unknown_is_complete_at_once() -> None:
 )
 def test_the_books_hold_after_any_moves(moves: list[tuple[str, int]]) -> None:
     sizes = [3, 5, 7, 9, 11]
-    residency = Residency(14)
+    residency = Residency(ByteBudget(14))
     requests: list[tuple[str, bool]] = []
     loading: set[str] = set()
     for version, num_bytes in enumerate(sizes):

@@ -1,13 +1,15 @@
-"""Brings adapters onto the device, on the loader's thread and a stream of its own: no step waits for it.
+"""Adapters as blocks of bytes, from their folders to the arena.
 
-An adapter is one block of device memory, its table first, then its weights as `adapters.slab` lays them
-out. It is put together in pinned host memory and copied in one go.
+A block is an adapter's table first, then its weights as `adapters.slab` lays them out. The table's addresses
+count from the block's own beginning, so a block means the same wherever it lies: it is put together once in
+host memory, copied to the device in one go, and moved there by another copy.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +20,13 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.modules import MODULE_INDEX, MODULES
 from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_loader import read_slab
-from loraplex.engine.cuda.streams import SideStream
+from loraplex.engine.cuda.device_arena import DeviceArena
+from loraplex.engine.cuda.streams import Moment, SideStream
 from loraplex.kernels.lora import TABLE_COLUMNS, LoraWeights
 
-ReadSlab = Callable[[AdapterSpec, SlabLayout, torch.Tensor], None]
+ReadSlab = Callable[[AdapterSpec, SlabLayout, torch.Tensor], object]
+HostBlock = Callable[[AdapterSpec], torch.Tensor]
+"""An adapter's block in host memory; called on the loader's thread."""
 
 
 def table_bytes(shape: ModelShape) -> int:
@@ -33,74 +38,74 @@ def block_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int
     return table_bytes(shape) + slab_layout(spec, shape).num_elements * dtype.itemsize
 
 
-class HostBlocks:
-    """Adapters in pinned host memory: the table's place first, then the weights."""
-
-    def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, *, pinned: bool, read: ReadSlab = read_slab
-    ) -> None:
-        self._shape = shape
-        self._dtype = dtype
-        self._pinned = pinned
-        self._read = read
-
-    def __call__(self, spec: AdapterSpec) -> torch.Tensor:
-        num_bytes = block_bytes(spec, self._shape, self._dtype)
-        block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        weights = block[table_bytes(self._shape) :].view(self._dtype)
-        self._read(spec, slab_layout(spec, self._shape), weights)
-        return block
-
-
-class DeviceReader:
-    """Copies versions from the host's blocks to the device."""
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        dtype: torch.dtype,
-        device: torch.device,
-        host_block: Callable[[AdapterSpec], torch.Tensor],
-    ) -> None:
-        self._shape = shape
-        self._dtype = dtype
-        self._device = device
-        self._host_block = host_block
-        self._stream = SideStream(device)
-
-    def __call__(self, spec: AdapterSpec) -> LoraWeights:
-        layout = slab_layout(spec, self._shape)
-        header = table_bytes(self._shape)
-        host = self._host_block(spec)
-        with self._stream.entered():
-            block = torch.empty(host.shape, dtype=host.dtype, device=self._device)
-            table = slab_table(layout, self._shape, block.data_ptr() + header, self._dtype.itemsize)
-            host[:header] = torch.from_numpy(table.view(np.uint8).reshape(-1))
-            block.copy_(host, non_blocking=True)
-        self._stream.synchronize()
-        return LoraWeights(
-            groups=(),
-            # A view: the whole block lives as long as it.
-            table_LM=block[:header].view(torch.int64).view(table.shape),
-            max_rank=spec.max_rank,
-            touched=frozenset(group for groups in layout.layers for group in groups),
-        )
+def write_block(
+    block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, read: ReadSlab = read_slab
+) -> None:
+    """Fill memory of `block_bytes` bytes with an adapter."""
+    layout, header = slab_layout(spec, shape), table_bytes(shape)
+    table = slab_table(layout, shape, header, dtype.itemsize)
+    block[:header] = torch.from_numpy(table.view(np.uint8).reshape(-1))
+    read(spec, layout, block[header:].view(dtype))
 
 
 def slab_table(
-    layout: SlabLayout, shape: ModelShape, address: int, element_bytes: int
+    layout: SlabLayout, shape: ModelShape, slab_start: int, element_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """The kernels' table (`kernels.lora`) of a slab that stands at `address`."""
+    """The kernels' table (`kernels.lora`) of a slab that begins `slab_start` bytes behind it."""
     table = np.zeros((shape.num_layers, len(MODULES), TABLE_COLUMNS), dtype=np.int64)
     for layer, groups in enumerate(layout.layers):
         for slots in groups.values():
             for slot in slots:
                 table[layer, MODULE_INDEX[slot.lora.module]] = (
-                    address + slot.a_start * element_bytes,
-                    address + slot.b_start * element_bytes,
+                    slab_start + slot.a_start * element_bytes,
+                    slab_start + slot.b_start * element_bytes,
                     slot.lora.rank,
                     slot.out_start,
                     slot.out_features,
                     struct.unpack("i", struct.pack("f", slot.lora.scale))[0],
                 )
     return table
+
+
+class AdapterStore:
+    """Brings adapters into the arena on the loader's thread and a stream of its own: no step waits for it."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        arena: DeviceArena,
+        host_block: HostBlock,
+    ) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._arena = arena
+        self._host_block = host_block
+        self._stream = SideStream(device)
+
+    def num_bytes(self, spec: AdapterSpec) -> int:
+        return block_bytes(spec, self._shape, self._dtype)
+
+    def load(self, spec: AdapterSpec, place: int, after: Moment | None) -> LoraWeights:
+        """Copy a version to its place, not before that moment, and wait until it is there."""
+        host = self._host_block(spec)
+        with self._stream.entered():
+            self._stream.wait_for(after)
+            self._arena.span(place, host.numel()).copy_(host, non_blocking=True)
+        self._stream.synchronize()
+        layout = slab_layout(spec, self._shape)
+        return LoraWeights(
+            groups=(),
+            table_LM=self._table_at(place),
+            max_rank=spec.max_rank,
+            touched=frozenset(group for groups in layout.layers for group in groups),
+        )
+
+    def moved(self, weights: LoraWeights, place: int) -> LoraWeights:
+        """The same adapter after its block was copied to another place."""
+        return replace(weights, table_LM=self._table_at(place))
+
+    def _table_at(self, place: int) -> torch.Tensor:
+        table = self._arena.span(place, table_bytes(self._shape)).view(torch.int64)
+        return table.view(self._shape.num_layers, len(MODULES), TABLE_COLUMNS)

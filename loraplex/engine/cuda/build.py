@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from loraplex.adapters.residency import Residency
-from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.errors import CapacityError
+from loraplex.core.errors import CapacityError, ModelError
+from loraplex.core.shape import ModelShape
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
-from loraplex.engine.cuda.adapter_store import DeviceReader, HostBlocks
+from loraplex.engine.cuda.adapter_store import AdapterStore, HostBlock
+from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
+from loraplex.engine.cuda.host_pool import HostPool
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
 from loraplex.kernels.triton.triton_kernels import TritonKernels
 from loraplex.model.config import ModelConfig
-from loraplex.model.decoder import Decoder, KVCache
+from loraplex.model.decoder import Decoder
 from loraplex.model.weights import ModelWeights
-from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
+DEFAULT_MEMORY_FRACTION: Final = 0.9
 _RESERVE_BYTES: Final = 4 << 30
 """Left for activations, graphs and libraries."""
-_ADAPTER_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaOptions:
     """What a user may choose. `memory_fraction`: of the device's memory, for all that the engine holds;
-    `free_bytes`: instead of it, what KV cache and adapters may take."""
+    `arena_bytes`: instead of it, what KV blocks and adapters have together. `host_bytes`: the budget for
+    adapters in host memory."""
 
     dtype: torch.dtype = torch.bfloat16
-    memory_fraction: float = 0.9
-    free_bytes: int | None = None
+    memory_fraction: float = DEFAULT_MEMORY_FRACTION
+    arena_bytes: int | None = None
+    host_bytes: int = 0
     max_model_len: int | None = None
     max_step_tokens: int = 2048
     max_running: int = 256
@@ -45,55 +47,38 @@ class CudaOptions:
 
 
 def build_cuda_core(
-    config: ModelConfig,
-    weights: ModelWeights,
-    options: CudaOptions,
-    host_block: Callable[[AdapterSpec], torch.Tensor] | None = None,
+    config: ModelConfig, weights: ModelWeights, options: CudaOptions, host_block: HostBlock | None = None
 ) -> Engine:
     """An engine over weights that are on the device already.
 
-    `host_block`: where adapters come from, if not from their folders (`adapter_store.HostBlocks`).
+    `host_block`: where adapters come from, if not from their folders by way of a `HostPool`.
     """
-    device = weights.embedding_VH.device
-    shape = config.shape
+    device, shape = weights.embedding_VH.device, config.shape
     kernels = TritonKernels(shape, device)
-    max_model_len = options.max_model_len or shape.max_position
+    num_pages, max_model_len = _plan_memory(options, shape, device)
     decoder = Decoder(config, weights, kernels, max_model_len)
-    free_bytes = options.free_bytes
-    if free_bytes is None:
-        free_bytes = _free_bytes(device, options.memory_fraction)
-    adapter_budget = int(free_bytes * _ADAPTER_SHARE)
-    block_bytes = 2 * shape.num_layers * shape.kv_size * options.dtype.itemsize * options.block_size
-    num_blocks = (free_bytes - adapter_budget) // block_bytes
-    if num_blocks * options.block_size < max_model_len:
-        raise CapacityError(
-            f"{free_bytes:,} bytes of device memory are free beside the model, too few for a context of "
-            f"{max_model_len} tokens; lower --max-model-len or raise the fraction of memory to use"
-        )
-    # One block more than the scheduler knows of: padding rows of graphs write there.
-    size = (num_blocks + 1, shape.num_layers, 2, shape.num_kv_heads, options.block_size, shape.head_dim)
-    arena = torch.zeros(size, dtype=options.dtype, device=device)
-    caches = [KVCache(k=arena[:, layer, 0], v=arena[:, layer, 1]) for layer in range(shape.num_layers)]
-    num_seats = options.max_running + 2
-    runner = StepRunner(
-        decoder=decoder,
-        caches=caches,
-        num_seats=num_seats,
-        max_blocks=-(-max_model_len // options.block_size),
-        scratch_slot=num_blocks * options.block_size,
-        device=device,
+    arena = DeviceArena(
+        shape, num_pages=num_pages, block_size=options.block_size, dtype=options.dtype, device=device
     )
+    num_seats = options.max_running + 2
+    if host_block is None:
+        host_block = HostPool(
+            shape, options.dtype, budget_bytes=options.host_bytes, pinned=device.type == "cuda"
+        )
     executor = CudaExecutor(
         decoder=decoder,
-        runner=runner,
-        builder=BatchBuilder(kernels, options.block_size),
-        reader=DeviceReader(
-            shape,
-            options.dtype,
-            device,
-            host_block or HostBlocks(shape, options.dtype, pinned=device.type == "cuda"),
+        runner=StepRunner(
+            decoder=decoder,
+            caches=arena.caches,
+            num_seats=num_seats,
+            max_blocks=-(-max_model_len // options.block_size),
+            scratch_slot=arena.scratch_slot,
+            device=device,
         ),
-        dtype=options.dtype,
+        builder=BatchBuilder(kernels, options.block_size),
+        arena=arena,
+        store=AdapterStore(shape, options.dtype, device, arena, host_block),
+        device=device,
         num_seats=num_seats,
     )
     return Engine(
@@ -105,10 +90,40 @@ def build_cuda_core(
             ),
             max_running=min(options.max_running, DECODE_ROWS[-1]),
         ),
-        pool=BlockPool(num_blocks, options.block_size),
-        residency=Residency(adapter_budget),
+        memory=Arena(
+            num_pages=num_pages,
+            page_bytes=page_bytes(shape, options.block_size, options.dtype),
+            block_size=options.block_size,
+        ),
         executor=executor,
     )
+
+
+def _plan_memory(options: CudaOptions, shape: ModelShape, device: torch.device) -> tuple[int, int]:
+    """Pages of the arena, and the longest context they and the model allow."""
+    arena_bytes = options.arena_bytes
+    if arena_bytes is None:
+        arena_bytes = _free_bytes(device, options.memory_fraction)
+    # One page is the device's own, for padding.
+    num_pages = arena_bytes // page_bytes(shape, options.block_size, options.dtype) - 1
+    if num_pages < 2:
+        raise CapacityError(
+            f"{arena_bytes:,} bytes of device memory are left beside the model, too few for KV cache and "
+            "adapters; raise --memory-fraction, or stop what else runs on the device"
+        )
+    capacity, wanted = num_pages * options.block_size, options.max_model_len
+    if wanted is None:
+        return num_pages, min(shape.max_position, capacity)
+    if wanted > shape.max_position:
+        raise ModelError(
+            f"--max-model-len {wanted} is beyond the model's own context of {shape.max_position}"
+        )
+    if wanted > capacity:
+        raise CapacityError(
+            f"device memory holds {capacity} tokens beside the model, fewer than --max-model-len {wanted}; "
+            "lower it, or raise --memory-fraction"
+        )
+    return num_pages, wanted
 
 
 def _free_bytes(device: torch.device, fraction: float) -> int:

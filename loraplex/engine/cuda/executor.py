@@ -6,8 +6,9 @@ the sampled tokens stay on the device for the next step and come back to the hos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,18 +17,19 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
-from loraplex.engine.cuda.adapter_store import DeviceReader, block_bytes
+from loraplex.engine.cuda.adapter_store import AdapterStore
+from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
-from loraplex.engine.cuda.streams import keep_until_done, record_event
+from loraplex.engine.cuda.streams import Moment
 from loraplex.engine.executor import AdapterEvent, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
 from loraplex.kernels.triton.lora_step import MAX_RANK
 from loraplex.model.decoder import Decoder
-from loraplex.scheduling.plan import Chunk, StepPlan
+from loraplex.scheduling.plan import AdapterLoad, Chunk, Move, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +38,13 @@ class CudaFlight:
 
     request_ids: tuple[str, ...]
     tokens_L2: torch.Tensor
-    wait: Callable[[], None]
+    done: Moment
     runs_ahead: bool
     logprobs: dict[str, TokenLogprob]
     prompt_logprobs: dict[str, list[TokenLogprob]]
 
     def land(self) -> StepResult:
-        self.wait()
+        self.done.wait()
         result = StepResult(logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
         for request_id, (token, finite) in zip(self.request_ids, self.tokens_L2.tolist(), strict=False):
             if finite:
@@ -53,7 +55,7 @@ class CudaFlight:
 
 
 class CudaExecutor:
-    """Owns the device's model, KV cache and adapters."""
+    """Owns the device's model and its arena."""
 
     def __init__(
         self,
@@ -61,15 +63,19 @@ class CudaExecutor:
         decoder: Decoder,
         runner: StepRunner,
         builder: BatchBuilder,
-        reader: DeviceReader,
-        dtype: torch.dtype,
+        arena: DeviceArena,
+        store: AdapterStore,
+        device: torch.device,
         num_seats: int,
     ) -> None:
         self._decoder = decoder
         self._runner = runner
         self._builder = builder
-        self._dtype = dtype
-        self._adapters = ResidentAdapters(reader)
+        self._arena = arena
+        self._store = store
+        self._device = device
+        self._adapters = ResidentAdapters()
+        self._last_moves: Moment | None = None
         self._states: dict[str, SamplingState] = {}
         self._seats: dict[str, int] = {}
         self._free_seats = [seat for seat in range(num_seats) if seat != SCRATCH_SEAT]
@@ -91,13 +97,24 @@ class CudaExecutor:
                 f"the adapter has rank {spec.max_rank}, the GPU's kernels go up to {MAX_RANK}; serve it with "
                 "--device cpu, or train it with a lower rank"
             )
-        return block_bytes(spec, self._decoder.config.shape, self._dtype)
+        return self._store.num_bytes(spec)
 
-    def load_adapter(self, sources: Sequence[AdapterSpec]) -> None:
-        self._adapters.load(sources)
+    def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
+        assert load.place is not None
+        after = self._last_moves if load.quiet else Moment(self._device)
+        self._adapters.load(sources, partial(self._store.load, place=load.place, after=after))
 
     def evict_adapter(self, version: str) -> None:
-        keep_until_done(self._adapters.drop(version).table_LM)
+        """Whoever gets its place comes behind the steps that read it: by the stream, or by `quiet`."""
+        del self._adapters.weights[version]
+
+    def move(self, moves: Sequence[Move]) -> None:
+        self._arena.move(moves)
+        self._last_moves = Moment(self._device)
+        weights = self._adapters.weights
+        for move in moves:
+            if move.version in weights:  # it may have been evicted since
+                weights[move.version] = self._store.moved(weights[move.version], move.target_byte)
 
     @property
     def num_pending_loads(self) -> int:
@@ -149,7 +166,7 @@ class CudaExecutor:
         return CudaFlight(
             request_ids=tuple(built.sampling),
             tokens_L2=host_L2,
-            wait=record_event(tokens_L2.device),
+            done=Moment(tokens_L2.device),
             runs_ahead=on_device,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

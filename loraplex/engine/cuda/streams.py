@@ -6,10 +6,23 @@ nothing, and there is nothing to wait for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+
+class Moment:
+    """A moment of the current stream: all that was launched on it before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
 
 
 class SideStream:
@@ -24,21 +37,11 @@ class SideStream:
         """Within it, launches go to this stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def wait_for(self, moment: Moment | None) -> None:
+        """What is launched here from now on runs after it."""
+        if self._stream is not None and moment is not None and moment.event is not None:
+            self._stream.wait_event(moment.event)
+
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-
-
-def record_event(device: torch.device) -> Callable[[], None]:
-    """Mark this moment of the current stream; the function returned waits for it."""
-    if device.type != "cuda":
-        return lambda: None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event.synchronize
-
-
-def keep_until_done(tensor: torch.Tensor) -> None:
-    """Before the last reference goes: no one gets the memory while launched steps may read it."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream())

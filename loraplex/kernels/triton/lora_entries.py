@@ -1,8 +1,9 @@
 """How a program of the LoRA kernels finds its weights.
 
-Every adapter has a table in device memory (`kernels.lora.build_table`). Once a step, the tables of its
-segments are laid side by side by table row, so that a program's own entry stands at an address it knows
-from its ids alone: one trip to memory before the weights, not three.
+Every adapter has a table in device memory (`kernels.lora`), whose addresses count from the table itself, so
+that an adapter can be moved. Once a step, the tables of its segments are laid side by side by table row, with
+real addresses, so that a program's own entry stands at an address it knows from its ids alone: one trip to
+memory before the weights, not three.
 
     segments (N, 2)                     first row, number of rows (0: nothing to do)
     tables   (N,)                       address of the adapter's table
@@ -92,12 +93,15 @@ def _gather(segments, tables, entries, num_values, BLOCK: tl.constexpr):
     _, num_rows = segment_of(segments)
     if num_rows == 0:
         return
-    table = tl.load(tables + tl.program_id(0)).to(tl.pointer_type(tl.int64))
+    address = tl.load(tables + tl.program_id(0))
+    table = address.to(tl.pointer_type(tl.int64))
     values = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = values < num_values
     rows, columns = values // COLUMNS, values % COLUMNS
     target = entries + (rows * tl.num_programs(0) + tl.program_id(0)) * COLUMNS + columns
-    tl.store(target, tl.load(table + values, mask=mask, other=0), mask=mask)
+    found = tl.load(table + values, mask=mask, other=0)
+    # The first two columns are the addresses of A and B.
+    tl.store(target, found + tl.where(columns < 2, address, 0), mask=mask)
 
 
 def gather_entries(segments_N2: torch.Tensor, tables_N: torch.Tensor, entries: torch.Tensor) -> None:

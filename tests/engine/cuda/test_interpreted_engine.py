@@ -9,7 +9,6 @@ import pytest
 import torch
 from driving import run_to_end
 
-from loraplex.adapters.residency import Residency
 from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.random_engine import random_specs
@@ -19,14 +18,14 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
-from loraplex.engine.cuda.adapter_store import HostBlocks
 from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
+from loraplex.engine.cuda.host_pool import HostPool
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.shapes import config_of_shape, random_weights
-from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.scheduler import SchedulerConfig
 
 CONFIG = config_of_shape("tiny")
@@ -62,9 +61,9 @@ def read(spec: AdapterSpec) -> LoraWeights:
 
 def interpreted() -> Engine:
     options = CudaOptions(
-        dtype=torch.float32, free_bytes=1 << 23, max_step_tokens=24, max_running=6, max_model_len=128
+        dtype=torch.float32, arena_bytes=1 << 23, max_step_tokens=24, max_running=6, max_model_len=128
     )
-    blocks = HostBlocks(SHAPE, torch.float32, pinned=False, read=fill_slab)
+    blocks = HostPool(SHAPE, torch.float32, budget_bytes=1 << 18, pinned=False, read=fill_slab)
     return build_cuda_core(CONFIG, weights(), options, blocks)  # type: ignore[arg-type]
 
 
@@ -72,8 +71,7 @@ def plain() -> Engine:
     kernels, num_blocks = TorchKernels(), 200
     return Engine(
         config=SchedulerConfig(max_model_len=128),
-        pool=BlockPool(num_blocks, BLOCK_SIZE),
-        residency=Residency(1 << 24),
+        memory=SeparateMemory(num_blocks=num_blocks, block_size=BLOCK_SIZE, adapter_bytes=1 << 24),
         executor=TorchExecutor(
             decoder=Decoder(CONFIG, weights(), kernels, 128),  # type: ignore[arg-type]
             caches=[KVCache.zeros(SHAPE, num_blocks, BLOCK_SIZE, torch.float32) for _ in range(2)],

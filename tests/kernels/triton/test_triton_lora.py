@@ -78,7 +78,9 @@ def adapter(ranks: dict[str, int], dtype: torch.dtype, seed: int) -> LoraWeights
             start += ranks[module]
         a = torch.randn(start, SHAPE.in_features(modules[0]), dtype=dtype)
         groups[name] = LoraGroup(a_RI=a, parts=tuple(parts))
-    return host_weights(({}, groups), max(ranks.values()))
+    weights = host_weights(({}, groups), max(ranks.values()))
+    weights.table_LM[..., :2] -= weights.table_LM.data_ptr()  # as on a GPU
+    return weights
 
 
 def arrays(segments: Sequence[LoraSegment]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,154 @@
+"""Where adapters lie in a stretch of memory that ends at a fixed top and begins at a border that moves.
+
+    ... | gap | adapter | hole | adapter | adapter | hole | adapter |
+      begin                                                        end
+
+Sizes are in units of the caller's choice. An adapter is one piece. It goes to the smallest hole that takes
+it, to the upper end of it, so that what is left over lies towards the border. Where holes add up to enough
+but none is large enough, adapters are shifted upwards until the gap at the border is; those being loaded are
+fixed and stay where they are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """An adapter was given a new place, further up; the two may overlap."""
+
+    name: str
+    source: int
+    target: int
+    size: int
+
+
+class Places:
+    """Books of what lies where; nothing is copied here."""
+
+    def __init__(self, end: int) -> None:
+        self._begin = self._end = end
+        self._spans: list[tuple[int, int, str]] = []  # start, size, name; in order of start
+        self._span_of: dict[str, tuple[int, int]] = {}
+        self._fixed: set[str] = set()
+        self._num_used = 0
+
+    @property
+    def begin(self) -> int:
+        return self._begin
+
+    @property
+    def num_free(self) -> int:
+        """Units that nobody has, in however many holes."""
+        return self._end - self._begin - self._num_used
+
+    @property
+    def gap(self) -> int:
+        """Free units right above the border."""
+        return (self._spans[0][0] if self._spans else self._end) - self._begin
+
+    def span_of(self, name: str) -> tuple[int, int]:
+        """Start and size."""
+        return self._span_of[name]
+
+    def put(self, name: str, size: int) -> bool:
+        """Give an adapter the smallest hole that takes it, and fix it there; False if there is none."""
+        fitting = [(hole_size, start) for start, hole_size in self._holes() if hole_size >= size]
+        if not fitting:
+            return False
+        hole_size, start = min(fitting)
+        self._insert(name, start + hole_size - size, size)
+        self._fixed.add(name)
+        self._num_used += size
+        return True
+
+    def unfix(self, name: str) -> None:
+        """From now on it may be shifted."""
+        self._fixed.discard(name)
+
+    def remove(self, name: str) -> None:
+        self._num_used -= self._delete(name)
+        self._fixed.discard(name)
+
+    def extend(self, size: int) -> None:
+        """Move the border down."""
+        assert 0 <= size <= self._begin
+        self._begin -= size
+
+    def retract(self, size: int) -> None:
+        """Move the border up, through the gap."""
+        assert 0 <= size <= self.gap
+        self._begin += size
+
+    def widen_gap(self, size: int) -> list[Shift]:
+        """Shift adapters until the gap has this size, or no more can be done; in the order to copy them."""
+        shifts: list[Shift] = []
+        while self.gap < size:
+            found = self._relocate_lowest() or self._slide_lowest()
+            if not found:
+                break
+            shifts += found
+        return shifts
+
+    def check_integrity(self, sizes: dict[str, int]) -> None:
+        """Assert that exactly these adapters have places of these sizes, and that no two overlap."""
+        assert {name: size for name, (_, size) in self._span_of.items()} == sizes
+        assert self._fixed <= sizes.keys()
+        assert self._num_used == sum(sizes.values())
+        cursor = self._begin
+        for start, size, name in self._spans:
+            assert start >= cursor, f"{name} overlaps what lies below it"
+            assert self._span_of[name] == (start, size)
+            cursor = start + size
+        assert cursor <= self._end
+        assert len(self._spans) == len(self._span_of)
+
+    def _holes(self) -> Iterable[tuple[int, int]]:
+        """(start, size), from the border upwards."""
+        cursor = self._begin
+        for start, size, _ in self._spans:
+            if start > cursor:
+                yield cursor, start - cursor
+            cursor = start + size
+        if self._end > cursor:
+            yield cursor, self._end - cursor
+
+    def _relocate_lowest(self) -> list[Shift]:
+        """Lift the lowest adapter into the smallest hole above it that takes it."""
+        if not self._spans or self._spans[0][2] in self._fixed:
+            return []
+        source, size, name = self._spans[0]
+        fitting = [(hole, start) for start, hole in self._holes() if start > source and hole >= size]
+        if not fitting:
+            return []
+        hole, start = min(fitting)
+        return [self._shift(name, start + hole - size)]
+
+    def _slide_lowest(self) -> list[Shift]:
+        """Push all that lies below the lowest hole up by its size."""
+        holes = [(start, size) for start, size in self._holes() if start > self._begin]
+        if not holes:
+            return []
+        hole_start, hole_size = holes[0]
+        below = [span for span in self._spans if span[0] < hole_start]
+        if any(name in self._fixed for _, _, name in below):
+            return []
+        return [self._shift(name, start + hole_size) for start, _, name in reversed(below)]
+
+    def _shift(self, name: str, target: int) -> Shift:
+        source, size = self._span_of[name]
+        self._delete(name)
+        self._insert(name, target, size)
+        return Shift(name, source, target, size)
+
+    def _insert(self, name: str, start: int, size: int) -> None:
+        self._span_of[name] = (start, size)
+        insort(self._spans, (start, size, name))
+
+    def _delete(self, name: str) -> int:
+        start, size = self._span_of.pop(name)
+        del self._spans[bisect_left(self._spans, (start, size, name))]
+        return size

@@ -1,0 +1,204 @@
+"""One memory for KV blocks and adapters: blocks from the bottom, adapters from the top, a border that moves.
+
+    page  0   1   2  ...            border                           num_pages
+        | KV | KV | KV | ... | empty | gap | adapter | hole | adapter |
+        `-------- BlockPool --------'`----------- Places ------------'
+
+A page is a KV block over all layers; adapters take units, of which a page is made of several, so that a
+small one does not pay for a whole page. Whoever is short takes what nobody uses first, then what has been
+idle for longest, be it a cached block or an adapter. Both can be moved by a copy, so neither strands the
+other: blocks move down to let the border pass, adapters move up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from typing import Final
+
+from loraplex.adapters.places import Places
+from loraplex.adapters.residency import Residency
+from loraplex.adapters.room import IdleAdapters, Tier
+from loraplex.core.errors import CapacityError
+from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.plan import AdapterLoad, Move
+
+_UNITS_PER_PAGE: Final = 8
+UNIT_ALIGNMENT: Final = 256
+"""Bytes. Adapters begin at multiples of it, as memory that a device gives does."""
+
+
+def units_per_page(page_bytes: int) -> int:
+    """As many as leave a unit aligned."""
+    return next(n for n in range(_UNITS_PER_PAGE, 0, -1) if page_bytes % (n * UNIT_ALIGNMENT) == 0 or n == 1)
+
+
+class Arena:
+    """`scheduling.memory.Memory`, the residency's `Room` and the pool's `Reserve` in one: they are the two
+    sides of the same border."""
+
+    shared = True
+    advice = "raise --memory-fraction"
+    resident_tier = Tier.DEVICE
+
+    def __init__(self, *, num_pages: int, page_bytes: int, block_size: int) -> None:
+        self._page_bytes = page_bytes
+        self._page_units = units_per_page(page_bytes)
+        self._unit_bytes = page_bytes // self._page_units
+        self._num_pages = num_pages
+        self._places = Places(num_pages * self._page_units)
+        self._under_way: deque[int] = deque()  # when the steps under way were decided
+        self._vacated: list[tuple[int, int, int]] = []  # begin, end, last use after a step under way
+        self._moves: list[Move] = []
+        self._block_moves: dict[int, int] = {}
+        self.used_bytes = 0
+        self._uses = count(1)
+        self.pool = BlockPool(num_pages, block_size, self._uses, reserve=self)
+        self.residency = Residency(self, self._uses)
+
+    # ---- Memory
+
+    def max_tokens(self, adapter_bytes: int) -> int:
+        num_units = self._num_pages * self._page_units - adapter_bytes // self._unit_bytes
+        return num_units // self._page_units * self.pool.block_size
+
+    def load_of(self, version: str) -> AdapterLoad:
+        start, size = self._places.span_of(version)
+        quiet = all(end <= start or start + size <= begin for begin, end, _ in self._vacated)
+        return AdapterLoad(version=version, place=start * self._unit_bytes, quiet=quiet)
+
+    def step_decided(self) -> None:
+        self._under_way.append(next(self._uses))
+
+    def step_landed(self) -> None:
+        self._under_way.popleft()
+        oldest = self._under_way[0] if self._under_way else None
+        self._vacated = [span for span in self._vacated if oldest is not None and span[2] > oldest]
+
+    def take_moves(self) -> Sequence[Move]:
+        moves, self._moves = self._moves, []
+        return moves
+
+    def take_block_moves(self) -> dict[int, int]:
+        moves, self._block_moves = self._block_moves, {}
+        return moves
+
+    def check_integrity(self) -> None:
+        """Assert that blocks and adapters fill the arena up to the border from both sides."""
+        assert self.pool.num_blocks * self._page_units == self._places.begin
+        held = [row for row in self.residency.snapshot() if row.tier != Tier.DISK]
+        self._places.check_integrity({row.version: row.num_bytes // self._unit_bytes for row in held})
+        assert not self._block_moves, "a block was moved, and nobody followed"
+
+    # ---- Room: what adapters need
+
+    @property
+    def budget_bytes(self) -> int:
+        """All but one page: without a KV block no request can run."""
+        return (self._num_pages - 1) * self._page_bytes
+
+    def taken_by(self, num_bytes: int) -> int:
+        taken_bytes = -(-num_bytes // self._unit_bytes) * self._unit_bytes
+        if taken_bytes > self.budget_bytes:
+            raise CapacityError(
+                f"the adapter needs {num_bytes:,} bytes, the device's memory for adapters and KV cache is "
+                f"{self._num_pages * self._page_bytes:,}; {self.advice}"
+            )
+        return taken_bytes
+
+    def take(self, version: str, taken_bytes: int, idle: IdleAdapters, spare_blocks: int) -> bool:
+        size = taken_bytes // self._unit_bytes
+        num_free = min(self.pool.num_free, self.pool.num_blocks - 1)
+        spare_units = max(num_free - spare_blocks, 0) * self._page_units
+        idle_units = idle.idle_bytes // self._unit_bytes
+        if size > self._places.num_free + idle_units + spare_units:
+            return False
+        while not self._places.put(version, size):
+            if not self._widen_gap(size, idle):
+                return False
+        self.used_bytes += taken_bytes
+        return True
+
+    def settle(self, version: str) -> None:
+        self._places.unfix(version)
+
+    def give_back(self, version: str, taken_bytes: int, last_use: int) -> None:
+        start, size = self._places.span_of(version)
+        self._places.remove(version)
+        self.used_bytes -= taken_bytes
+        self._vacate(start, start + size, last_use)
+
+    def _widen_gap(self, size: int, idle: IdleAdapters) -> bool:
+        """One step towards a gap of `size` units: by empty blocks, by closing holes, by what is idle."""
+        # One block stays, as without it nobody could be served.
+        num_empty = min(self.pool.num_empty, self.pool.num_blocks - 1)
+        missing_pages = -(-(size - self._places.gap) // self._page_units)
+        if missing_pages <= num_empty:
+            self._lower_border(missing_pages)
+            return True
+        in_holes = self._places.num_free - self._places.gap
+        if in_holes > 0 and size <= self._places.num_free + num_empty * self._page_units:
+            # Adapters that are being loaded may be in the way; they will not be for long.
+            return self._shift_adapters(size - num_empty * self._page_units)
+        adapter_use, block_use = idle.oldest_idle_use, self.pool.oldest_cached_use
+        if adapter_use is not None and (block_use is None or adapter_use < block_use):
+            idle.evict_oldest()
+        elif block_use is not None:
+            self.pool.empty_oldest()
+        else:
+            return False
+        return True
+
+    def _lower_border(self, num_pages: int) -> None:
+        last = self.pool.num_blocks
+        last_use = self.pool.last_use_of(range(last - num_pages, last))
+        moved = self.pool.retract(num_pages)
+        self._places.extend(num_pages * self._page_units)
+        self._vacate(self._places.begin, last * self._page_units, last_use)
+        self._moves += [
+            Move(
+                source_byte=source * self._page_bytes,
+                target_byte=target * self._page_bytes,
+                num_bytes=self._page_bytes,
+            )
+            for source, target in moved.items()
+        ]
+        assert not self._block_moves, "nobody followed the moves before"
+        self._block_moves = moved
+
+    def _vacate(self, begin: int, end: int, last_use: int) -> None:
+        """Remember a stretch whose last user may still be in a step under way."""
+        if self._under_way and last_use > self._under_way[0]:
+            self._vacated.append((begin, end, last_use))
+
+    def _shift_adapters(self, gap: int) -> bool:
+        shifts = self._places.widen_gap(gap)
+        self._moves += [
+            Move(
+                source_byte=shift.source * self._unit_bytes,
+                target_byte=shift.target * self._unit_bytes,
+                num_bytes=shift.size * self._unit_bytes,
+                version=shift.name,
+            )
+            for shift in shifts
+        ]
+        return self._places.gap >= gap
+
+    # ---- Reserve: what KV blocks need
+
+    def num_blocks_to_gain(self) -> int:
+        return (self._places.num_free + self.residency.idle_bytes // self._unit_bytes) // self._page_units
+
+    def gain_blocks(self, wanted: int, before: int | None) -> bool:
+        while self._places.num_free < self._page_units:
+            use = self.residency.oldest_idle_use
+            if use is None or (before is not None and before < use):
+                return False
+            self.residency.evict_oldest()
+        if self._places.gap < self._page_units and not self._shift_adapters(self._page_units):
+            return False
+        num_pages = min(wanted, self._places.gap // self._page_units)
+        self._places.retract(num_pages * self._page_units)
+        self.pool.extend(num_pages)
+        return True

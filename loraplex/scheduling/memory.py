@@ -1,0 +1,79 @@
+"""The memory a scheduler decides about: KV blocks and adapters, each with a budget or sharing one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from loraplex.adapters.residency import Residency
+from loraplex.adapters.room import ByteBudget
+from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.plan import AdapterLoad, Move
+
+
+class Memory(Protocol):
+    """`shared`: what adapters give up, KV blocks can have, and the other way round. `advice`: the end of a
+    message to a user who needs more."""
+
+    pool: BlockPool
+    residency: Residency
+    shared: bool
+    advice: str
+
+    def max_tokens(self, adapter_bytes: int) -> int:
+        """How many tokens of one request there is room for, with nothing beside it but its adapter."""
+        ...
+
+    def load_of(self, version: str) -> AdapterLoad:
+        """Of a version that was acquired and is to be loaded."""
+        ...
+
+    def step_decided(self) -> None:
+        """A step that computes something was decided, and may be under way from now on."""
+        ...
+
+    def step_landed(self) -> None:
+        """The oldest of them is done."""
+        ...
+
+    def take_moves(self) -> Sequence[Move]:
+        """Copies to be made before anything else happens, since the last call."""
+        ...
+
+    def take_block_moves(self) -> dict[int, int]:
+        """Blocks that have other numbers since the last call; who holds them has to follow."""
+        ...
+
+    def check_integrity(self) -> None: ...
+
+
+class SeparateMemory:
+    """A fixed number of blocks, and a fixed budget for adapters."""
+
+    shared = False
+    advice = "raise --kv-memory"
+
+    def __init__(self, *, num_blocks: int, block_size: int, adapter_bytes: int) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.residency = Residency(ByteBudget(adapter_bytes))
+
+    def max_tokens(self, adapter_bytes: int) -> int:
+        return self.pool.num_blocks * self.pool.block_size
+
+    def load_of(self, version: str) -> AdapterLoad:
+        return AdapterLoad(version=version)
+
+    def step_decided(self) -> None:
+        pass
+
+    def step_landed(self) -> None:
+        pass
+
+    def take_moves(self) -> Sequence[Move]:
+        return ()
+
+    def take_block_moves(self) -> dict[int, int]:
+        return {}
+
+    def check_integrity(self) -> None:
+        pass

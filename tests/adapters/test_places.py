@@ -1,0 +1,73 @@
+"""Contiguous places for adapters below a fixed top and above a border that moves."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex.adapters.places import Places
+
+
+def places_of(size: int, **adapters: int) -> Places:
+    places = Places(size)
+    places.extend(size)
+    for name, num_units in adapters.items():
+        assert places.put(name, num_units)
+        places.unfix(name)
+    return places
+
+
+def test_an_adapter_goes_to_the_upper_end_of_the_smallest_hole() -> None:
+    places = places_of(20, a=4, b=3, c=2)
+    places.remove("b")
+    assert places.put("d", 2)
+    assert places.span_of("d") == (14, 2)
+
+
+def test_the_lowest_is_lifted_into_a_hole_that_takes_it() -> None:
+    places = places_of(12, a=4, b=3, c=3)
+    places.remove("a")
+    (shift,) = places.widen_gap(5)
+    assert (shift.name, shift.source, shift.target, shift.size) == ("c", 2, 9, 3)
+    assert places.gap == 5
+
+
+def test_where_none_fits_the_lower_ones_are_pushed_up_from_above() -> None:
+    places = places_of(12, a=2, b=3, c=5)
+    places.remove("a")
+    assert places.gap == 2
+    assert [(s.name, s.source, s.target) for s in places.widen_gap(4)] == [("b", 7, 9), ("c", 2, 4)]
+    assert places.gap == 4
+
+
+def test_what_is_fixed_stays() -> None:
+    places = places_of(12, a=2, b=3)
+    assert places.put("c", 5)
+    places.remove("a")
+    assert places.widen_gap(4) == []
+    places.unfix("c")
+    assert places.widen_gap(4) != []
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12), st.booleans()), max_size=60))
+def test_no_two_overlap_and_shifts_account_for_every_change(
+    actions: list[tuple[int, int, bool]],
+) -> None:
+    places, sizes = places_of(40), dict[str, int]()
+    for number, size, widens in actions:
+        name = f"n{number}"
+        starts = {known: places.span_of(known)[0] for known in sizes}
+        if widens:
+            wanted = min(size, places.num_free)
+            for shift in places.widen_gap(wanted):
+                assert starts[shift.name] == shift.source < shift.target
+                starts[shift.name] = shift.target
+            assert places.gap >= wanted
+            assert starts == {known: places.span_of(known)[0] for known in sizes}
+        elif name in sizes:
+            places.remove(name)
+            del sizes[name]
+        elif places.put(name, size):
+            places.unfix(name)
+            sizes[name] = size
+        places.check_integrity(sizes)

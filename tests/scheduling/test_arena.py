@@ -1,0 +1,327 @@
+"""KV blocks and adapters in one memory: who gets what, what moves where, and that nothing is overwritten."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraplex.core.errors import CapacityError
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
+from loraplex.scheduling.arena import Arena, units_per_page
+from loraplex.scheduling.plan import AdapterLoad, Move, StepPlan
+from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+from loraplex.scheduling.work import StepWork
+
+UNIT = 256
+PAGE = 8 * UNIT
+BLOCK_SIZE = 4
+
+
+def arena_of(num_pages: int) -> Arena:
+    return Arena(num_pages=num_pages, page_bytes=PAGE, block_size=BLOCK_SIZE)
+
+
+def bring_in(arena: Arena, version: str, num_units: int) -> None:
+    """Load a version for a request that ends at once."""
+    arena.residency.add(version, num_units * UNIT)
+    arena.residency.enter(version)
+    assert arena.residency.acquire(version)
+    arena.take_block_moves()
+    arena.residency.loaded(version)
+    arena.residency.leave(version, pinned=True)
+    arena.check_integrity()
+
+
+def start_of(arena: Arena, version: str) -> int | None:
+    return arena.load_of(version).place
+
+
+@pytest.mark.parametrize(("page_bytes", "expected"), [(2048, 8), (256 * 6, 6), (256 * 7, 7), (100, 1)])
+def test_a_page_is_cut_into_aligned_units(page_bytes: int, expected: int) -> None:
+    assert units_per_page(page_bytes) == expected
+
+
+def test_adapters_lie_at_the_top_and_blocks_at_the_bottom() -> None:
+    arena = arena_of(4)
+    bring_in(arena, "a", 3)
+    assert start_of(arena, "a") == 4 * PAGE - 3 * UNIT
+    assert arena.pool.num_blocks == 3
+    assert arena.pool.allocate(2) == [0, 1]
+
+
+def test_a_small_adapter_takes_no_page_of_its_own() -> None:
+    arena = arena_of(4)
+    for name in "abcd":
+        bring_in(arena, name, 2)
+    assert arena.pool.num_blocks == 3
+
+
+def test_an_adapter_larger_than_the_arena_is_refused_by_size() -> None:
+    arena = arena_of(4)
+    with pytest.raises(CapacityError, match=r"7,000 bytes.*8,192; raise --memory-fraction"):
+        arena.residency.add("a", 7000)
+    arena.residency.add("b", 3 * PAGE)
+
+
+def test_blocks_in_use_move_down_when_the_border_passes() -> None:
+    arena = arena_of(4)
+    blocks = arena.pool.allocate(4)
+    assert blocks is not None
+    arena.pool.release(blocks[:2])
+    arena.residency.add("a", 2 * PAGE)
+    arena.residency.enter("a")
+    assert arena.residency.acquire("a")
+    assert arena.take_block_moves() == {2: 0, 3: 1}
+    assert [(m.source_byte, m.target_byte, m.num_bytes) for m in arena.take_moves()] == [
+        (2 * PAGE, 0, PAGE),
+        (3 * PAGE, PAGE, PAGE),
+    ]
+
+
+def test_a_cached_prefix_survives_the_move_of_its_block() -> None:
+    arena = arena_of(4)
+    first = arena.pool.allocate(3)
+    blocks = arena.pool.allocate(1)
+    assert first is not None
+    assert blocks == [3]
+    arena.pool.publish(None, [1, 2, 3, 4], blocks, 0, 1)
+    arena.pool.release(blocks)
+    arena.pool.release(first)
+    bring_in(arena, "a", 8)
+    assert arena.pool.match(None, [1, 2, 3, 4, 5]) == [0]
+    arena.pool.check_integrity([])
+
+
+def test_what_was_idle_for_longest_goes_first_block_or_adapter() -> None:
+    def full_arena() -> Arena:
+        arena = arena_of(4)
+        bring_in(arena, "old", 8)
+        blocks = arena.pool.allocate(1)
+        assert blocks is not None
+        arena.pool.publish(None, [1, 2, 3, 4], blocks, 0, 1)
+        arena.pool.release(blocks)
+        bring_in(arena, "young", 8)
+        assert arena.pool.allocate(1) is not None
+        return arena
+
+    arena = full_arena()
+    assert arena.pool.allocate(1) is not None
+    assert arena.residency.take_evictions() == ["old"]
+    assert len(arena.pool.match(None, [1, 2, 3, 4, 5])) == 1
+    assert arena.pool.allocate(1) is not None
+    assert arena.residency.take_evictions() == []
+    assert arena.pool.match(None, [1, 2, 3, 4, 5]) == []
+    assert arena.pool.allocate(1) is not None
+    assert arena.residency.take_evictions() == ["young"]
+    assert arena.pool.allocate(1) is None
+
+
+def test_holes_between_adapters_are_closed_when_a_block_needs_the_room() -> None:
+    arena = arena_of(4)
+    for name in "abcdef":
+        bring_in(arena, name, 4)
+    for name in "bd":  # holes of half a page, none at the border
+        arena.residency.remove(name)
+    held = arena.pool.allocate(1)
+    assert arena.pool.allocate(1) is not None
+    moved = [move.version for move in arena.take_moves()]
+    assert set(moved) <= {"e", "f", "c"}
+    assert moved
+    assert arena.residency.take_evictions() == ["b", "d"]
+    assert held is not None
+
+
+def test_nothing_that_loads_is_moved() -> None:
+    arena = arena_of(3)
+    bring_in(arena, "a", 8)
+    arena.residency.add("b", 4 * UNIT)
+    arena.residency.enter("b")
+    assert arena.residency.acquire("b")
+    arena.residency.remove("a")
+    assert arena.pool.allocate(1) is not None
+    # Four units of b are in the way of the eight above it.
+    assert arena.pool.allocate(1) is None
+    assert not arena.take_moves()
+    arena.residency.loaded("b")
+    assert arena.pool.allocate(1) is not None
+
+
+def test_a_place_that_a_step_under_way_may_look_at_is_not_quiet() -> None:
+    arena = arena_of(3)
+    bring_in(arena, "a", 16)
+    arena.residency.enter("a")
+    assert arena.residency.acquire("a")
+    arena.step_decided()
+    arena.residency.leave("a", pinned=True)  # its request ended while the step runs
+    for name in "bc":
+        arena.residency.add(name, 16 * UNIT)
+        arena.residency.enter(name)
+    assert arena.residency.acquire("b")
+    assert not arena.load_of("b").quiet
+    arena.residency.loaded("b")
+    arena.residency.leave("b", pinned=True)
+    arena.step_landed()
+    assert arena.residency.acquire("c")
+    assert arena.load_of("c").quiet
+
+
+class TrackedMemory:
+    """What lies in every unit of an arena, as an executor would leave it.
+
+    KV blocks hold the tokens written to them and by which adapter; adapters hold their names.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.units: list[object] = [None] * (num_pages * 8)
+
+    def move(self, move: Move) -> None:
+        source, target, size = (n // UNIT for n in (move.source_byte, move.target_byte, move.num_bytes))
+        self.units[target : target + size] = self.units[source : source + size]
+
+    def block(self, block: int) -> dict[int, object]:
+        found = self.units[block * 8]
+        return found if isinstance(found, dict) else {}
+
+    def write(self, block: int, offset: int, what: object) -> None:
+        # A new dict: an earlier copy of the block must not see it.
+        self.units[block * 8] = {**self.block(block), offset: what}
+
+
+class World:
+    """A scheduler over tracked memory; steps land one later than they are decided."""
+
+    def __init__(self, num_pages: int, sizes: list[int], max_running: int, seed: int) -> None:
+        self.arena = arena_of(num_pages)
+        self.memory = TrackedMemory(num_pages)
+        self.random = random.Random(seed)
+        config = SchedulerConfig(
+            max_model_len=(num_pages - max(sizes) // 8 - 1) * BLOCK_SIZE,
+            work=StepWork(max_tokens=12),
+            max_running=max_running,
+            prefetch_depth=4,
+        )
+        self.max_len = config.max_model_len
+        self.scheduler = Scheduler(config, self.arena)
+        self.versions = [f"v{index}" for index in range(len(sizes))]
+        for version, size in zip(self.versions, sizes, strict=True):
+            self.arena.residency.add(version, size * UNIT)
+        self.sizes = dict(zip(self.versions, sizes, strict=True))
+        self.places: dict[str, int] = {}
+        self.loading: list[AdapterLoad] = []
+        self.flights: deque[tuple[StepPlan, dict[str, int], set[int]]] = deque()
+        self.texts: dict[str, list[int]] = {}
+        self.adapter_of: dict[str, str | None] = {}
+        self.ended: dict[str, str | None] = {}
+
+    def add(self, request_id: str) -> None:
+        num_prompt = self.random.randint(1, self.max_len - 1)
+        shared = [7] * self.random.choice([0, num_prompt // 2])
+        tokens = (shared + [self.random.randrange(100) for _ in range(num_prompt)])[:num_prompt]
+        self.texts[request_id] = tokens
+        self.adapter_of[request_id] = self.random.choice([None, *self.versions, *self.versions])
+        self.scheduler.add(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=list(tokens),
+                params=SamplingParams(max_tokens=self.random.randint(1, 8)),
+                adapter=self.adapter_of[request_id],
+                eos_token_ids=(0,),
+            )
+        )
+
+    def step(self) -> None:
+        loading, self.loading = self.loading, []
+        for load in loading:
+            if self.random.random() < 0.5:
+                self.loading.append(load)
+            else:
+                assert load.place is not None
+                self.memory.units[load.place // UNIT] = load.version
+                self.scheduler.adapter_loaded(load.version)
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        for version in plan.adapter_evictions:
+            del self.places[version]
+        for move in plan.moves:
+            self.memory.move(move)
+            if move.version in self.places:
+                self.places[move.version] = move.target_byte
+        for load in plan.adapter_loads:
+            assert load.place is not None
+            self.places[load.version] = load.place
+            self.loading.append(load)
+            for _, _, touched in self.flights if load.quiet and not plan.moves else ():
+                assert touched.isdisjoint(self._units(load.version)), "a load beside a step that looks there"
+        if plan.chunks:
+            sampled = self._run(plan)
+            self.flights.append((plan, sampled, self._touched(plan)))
+        while len(self.flights) > (1 if plan.chunks else 0):
+            self._land()
+        for failure in self.scheduler.take_failures():
+            self.ended[failure.request_id] = failure.error
+
+    def _run(self, plan: StepPlan) -> dict[str, int]:
+        sampled = {}
+        for chunk in plan.chunks:
+            adapter, text = chunk.adapter, self.texts[chunk.request_id]
+            if adapter is not None:
+                assert self.memory.units[self.places[adapter] // UNIT] == adapter, (
+                    "an adapter was overwritten"
+                )
+            for position in range(chunk.start):
+                block = chunk.block_ids[position // BLOCK_SIZE]
+                found = self.memory.block(block)[position % BLOCK_SIZE]
+                assert found == (adapter, text[position]), "a block was overwritten"
+            for position in range(chunk.start, chunk.end):
+                block = chunk.block_ids[position // BLOCK_SIZE]
+                self.memory.write(block, position % BLOCK_SIZE, (adapter, text[position]))
+            if chunk.samples:
+                sampled[chunk.request_id] = self.random.randrange(20)
+                self.texts[chunk.request_id] = [*text[: chunk.end], sampled[chunk.request_id]]
+        return sampled
+
+    def _touched(self, plan: StepPlan) -> set[int]:
+        """Units that a step reads or writes."""
+        blocks = {block for chunk in plan.chunks for block in chunk.block_ids}
+        adapters = {chunk.adapter for chunk in plan.chunks if chunk.adapter is not None}
+        return {block * 8 + n for block in blocks for n in range(8)}.union(*map(self._units, adapters))
+
+    def _units(self, version: str) -> range:
+        start = self.places[version] // UNIT
+        return range(start, start + self.sizes[version])
+
+    def _land(self) -> None:
+        plan, sampled, _ = self.flights.popleft()
+        for update in self.scheduler.update(plan, sampled):
+            if update.finish_reason is not None:
+                self.ended[update.request_id] = update.error
+        self.scheduler.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_pages=st.integers(6, 20),
+    sizes=st.lists(st.integers(1, 24), min_size=1, max_size=8),
+    max_running=st.integers(1, 6),
+    num_requests=st.integers(1, 14),
+    seed=st.integers(0, 1 << 16),
+)
+def test_whatever_moves_everybody_finds_what_they_left(
+    num_pages: int, sizes: list[int], max_running: int, num_requests: int, seed: int
+) -> None:
+    world = World(num_pages, sizes, max_running, seed)
+    for index in range(num_requests):
+        world.add(str(index))
+        for _ in range(world.random.randint(0, 3)):
+            world.step()
+    for _ in range(5000):
+        if not world.scheduler.has_work() and not world.flights:
+            break
+        world.step()
+    assert world.ended == dict.fromkeys(map(str, range(num_requests))), "lost, or failed for want of memory"
+    assert world.arena.pool.num_free == world.arena.pool.num_blocks
