@@ -18,7 +18,9 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
+from loraplex.engine.cuda.adapter_store import block_bytes
 from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
+from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.host_pool import HostPool
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
@@ -59,9 +61,13 @@ def read(spec: AdapterSpec) -> LoraWeights:
     return slab_weights(slab, layout, spec.max_rank)
 
 
-def interpreted() -> Engine:
+def interpreted(num_pages: int = 1000) -> Engine:
     options = CudaOptions(
-        dtype=torch.float32, arena_bytes=1 << 23, max_step_tokens=24, max_running=6, max_model_len=128
+        dtype=torch.float32,
+        arena_bytes=num_pages * page_bytes(SHAPE, BLOCK_SIZE, torch.float32),
+        max_step_tokens=24,
+        max_running=6,
+        max_model_len=48,
     )
     blocks = HostPool(SHAPE, torch.float32, budget_bytes=1 << 18, pinned=False, read=fill_slab)
     return build_cuda_core(CONFIG, weights(), options, blocks)  # type: ignore[arg-type]
@@ -113,6 +119,23 @@ def texts(build: Callable[[], Engine]) -> dict[str, list[int]]:
 
 def test_every_request_gets_the_text_of_the_plain_engine() -> None:
     assert texts(interpreted) == texts(plain)
+
+
+def test_memory_for_one_adapter_at_a_time_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = []
+    move = DeviceArena.move
+    monkeypatch.setattr(DeviceArena, "move", lambda arena, all_: (moves.extend(all_), move(arena, all_)))
+    largest = max(block_bytes(spec, SHAPE, torch.float32) for spec in SPECS)
+    num_pages = largest // page_bytes(SHAPE, BLOCK_SIZE, torch.float32) + 5
+    assert texts(lambda: interpreted(num_pages)) == texts(plain)
+    assert moves
+
+
+def test_an_adapter_larger_than_the_arena_is_refused_by_size() -> None:
+    engine = interpreted(num_pages=4)
+    with pytest.raises(CapacityError, match="--memory-fraction"):
+        engine.add_adapter(SPECS[2])
+    engine.close()
 
 
 def test_a_seed_gives_its_text_whatever_else_is_in_the_batch() -> None:
