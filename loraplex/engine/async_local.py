@@ -130,7 +130,7 @@ class LocalAsyncEngine:
 
     def _obey_commands(self) -> bool:
         """Run every queued command, waiting for one if there is nothing else to do; False at the end."""
-        idle = not self._core.has_work()
+        idle = not self._core.has_work() and not self._core.prepare()
         with self._changed:
             while idle and not self._commands and self._end_reason is None:
                 self._changed.wait()

@@ -80,10 +80,15 @@ class Engine:
     def add_adapter(self, spec: AdapterSpec) -> None:
         self._residency.add(spec.version, self._executor.adapter_bytes(spec))
         self._sources.setdefault(spec.version, {})[spec.path] = spec
+        self._executor.expect(spec)
+
+    def prepare(self) -> bool:
+        return self._executor.prepare()
 
     def warm_up(self) -> None:
-        """Make ready for the adapters that are known now: compile, capture, allocate."""
-        self._executor.warm_up([next(iter(sources.values())) for sources in self._sources.values()])
+        """All of `prepare` at once, for the adapters that are known now."""
+        while self.prepare():
+            pass
 
     def remove_adapter(self, version: str) -> None:
         self._scheduler.remove_adapter(version)

@@ -98,8 +98,13 @@ class Executor(Protocol):
         """Start a step behind those already launched."""
         ...
 
-    def warm_up(self, specs: Sequence[AdapterSpec]) -> None:
-        """Make ready for steps with adapters like these, so that the first of them takes no longer."""
+    def expect(self, spec: AdapterSpec) -> None:
+        """Steps with adapters like this one may come."""
+        ...
+
+    def prepare(self) -> bool:
+        """Do a little ahead of the steps that are expected, so that the first of them takes no longer; False
+        if nothing is left to do."""
         ...
 
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:

@@ -11,7 +11,7 @@ from loraplex.core.stats import EngineStats
 
 
 class EngineCore(Protocol):
-    """The engine proper: single-threaded, driven by `step`. No method but `step` takes long."""
+    """The engine proper: single-threaded, driven by `step`. No method but `step` and `prepare` takes long."""
 
     max_model_len: int
     """Tokens a request may have, prompt and output together."""
@@ -45,6 +45,11 @@ class EngineCore(Protocol):
 
         Waits a millisecond at most when all wait for loads.
         """
+        ...
+
+    def prepare(self) -> bool:
+        """While there is nothing to do: compile or capture one thing that steps to come would wait for. False
+        if nothing is left."""
         ...
 
     def stats(self) -> EngineStats: ...

@@ -72,8 +72,11 @@ class TorchExecutor:
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         return self._adapters.poll(timeout_s)
 
-    def warm_up(self, specs: Sequence[AdapterSpec]) -> None:
+    def expect(self, spec: AdapterSpec) -> None:
         """Nothing is compiled or captured for a kind of adapter here."""
+
+    def prepare(self) -> bool:
+        return False
 
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
         assert self._states.keys() == request_ids

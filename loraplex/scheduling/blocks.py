@@ -6,7 +6,8 @@ prefix for another, as it could with hashes, and one tenant never reads another'
 
     empty --allocate--> held (ref 1) --share--> held (ref n) --release--> empty, or cached if published
     A cached block keeps its contents until it is shared again, or emptied for want of memory, those
-    released first before the others.
+    released first before the others; but where blocks that were never shared fill a good part of the
+    memory, these go first: a stream of prompts that nobody repeats must not push out what is in use.
 
 Where blocks share memory with adapters (`Reserve`), a pool can be given more of them, and can be made to
 leave its last ones: what they hold moves to blocks further down.
@@ -18,9 +19,11 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
-from typing import Protocol
+from typing import Final, Protocol
 
 _CacheKey = tuple[int, tuple[int, ...]]
+_UNPROVEN_SHARE: Final = 0.25
+"""Of the memory, for the contents of blocks that were never shared."""
 
 
 class Reserve(Protocol):
@@ -59,8 +62,12 @@ class BlockPool:
         # stand in the heap several times; it is empty if it is in the set.
         self._empty = set(range(num_blocks))
         self._empty_heap = list(range(num_blocks))
-        # Oldest release first. Ordered, with removal from the middle: a block may be shared again.
+        # Cached blocks that were shared once, and those that never were, oldest release first. Ordered, with
+        # removal from the middle: any may be shared again.
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._unproven: OrderedDict[int, None] = OrderedDict()
+        self._proven: set[int] = set()  # held or cached
+        self._max_unproven = int(num_blocks * _UNPROVEN_SHARE)
         self._block_of: dict[_CacheKey, int] = {}
         self._key_of: dict[int, _CacheKey] = {}
         self._node_of: dict[int, int] = {}
@@ -76,7 +83,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that no sequence holds."""
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + len(self._cached) + len(self._unproven)
 
     @property
     def num_obtainable(self) -> int:
@@ -85,7 +92,11 @@ class BlockPool:
 
     @property
     def oldest_cached_use(self) -> int | None:
-        return next((self._last_use[block] for block in self._cached), None)
+        """When the next one to be emptied was released; 0 if that is due, however recent it was."""
+        block = self._next_to_empty()
+        if block is None:
+            return None
+        return 0 if len(self._unproven) > self._max_unproven else self._last_use[block]
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold this many tokens."""
@@ -107,8 +118,9 @@ class BlockPool:
         """Take one more reference on blocks that `match` found."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._cached[block]
+                del self._queue_of(block)[block]
             self._refs[block] += 1
+            self._proven.add(block)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference each. The end of a sequence is freed first: its start is reused most."""
@@ -119,13 +131,15 @@ class BlockPool:
                 continue
             self._last_use[block] = next(self._uses)
             if block in self._key_of:
-                self._cached[block] = None
+                self._queue_of(block)[block] = None
             else:
                 self._push_empty(block)
 
     def empty_oldest(self) -> None:
-        """Drop the contents of the cached block that was released first."""
-        block, _ = self._cached.popitem(last=False)
+        """Drop the contents of the cached block whose turn it is."""
+        block = self._next_to_empty()
+        assert block is not None
+        del self._queue_of(block)[block]
         self._forget(block)
         self._push_empty(block)
 
@@ -150,7 +164,8 @@ class BlockPool:
         used = [block for block in leaving if block not in self._empty]
         self._empty.difference_update(leaving)
         moves = {block: self._pop_empty() for block in used}
-        self._take_over(moves)
+        if moves:
+            self._take_over(moves)
         del self._refs[self.num_blocks :]
         del self._last_use[self.num_blocks :]
         return moves
@@ -202,14 +217,18 @@ class BlockPool:
         counts = Counter(block for blocks in held for block in blocks)
         for block in range(self.num_blocks):
             assert self._refs[block] == counts[block], f"block {block}: {self._refs[block]} refs"
-            assert (block in self._empty or block in self._cached) == (counts[block] == 0)
-            assert (block in self._cached) == (block in self._key_of and counts[block] == 0)
+            cached = block in self._cached or block in self._unproven
+            assert (block in self._empty or cached) == (counts[block] == 0)
+            assert cached == (block in self._key_of and counts[block] == 0)
         assert (
             len(self._refs) == self.num_blocks > max([0, *self._empty, *self._cached, *self._key_of, *counts])
         )
-        assert not self._empty & self._cached.keys()
+        assert not self._empty & (self._cached.keys() | self._unproven.keys() | self._proven)
+        assert self._cached.keys() <= self._proven
+        assert not self._proven & self._unproven.keys()
         assert set(self._empty_heap) >= self._empty
-        assert list(self._cached) == sorted(self._cached, key=self._last_use.__getitem__)
+        for queue in (self._cached, self._unproven):
+            assert list(queue) == sorted(queue, key=self._last_use.__getitem__)
         assert len(self._last_use) == self.num_blocks
         assert self._block_of == {key: block for block, key in self._key_of.items()}
         assert self._node_of.keys() == self._key_of.keys()
@@ -231,7 +250,7 @@ class BlockPool:
         """At least one more empty block: the reserve's, unless a cached one has been idle for longer."""
         if self._reserve is not None and self._reserve.gain_blocks(wanted, self.oldest_cached_use):
             return True
-        if not self._cached:
+        if self._next_to_empty() is None:
             return False
         self.empty_oldest()
         return True
@@ -256,11 +275,25 @@ class BlockPool:
                 key = self._key_of[target] = self._key_of.pop(source)
                 self._block_of[key] = target
                 self._node_of[target] = self._node_of.pop(source)
-        if not self._cached.keys().isdisjoint(moves):  # each keeps its turn
-            self._cached = OrderedDict.fromkeys(moves.get(block, block) for block in self._cached)
+        self._proven = {moves.get(block, block) for block in self._proven}
+        # Each keeps its turn.
+        self._cached = OrderedDict.fromkeys(moves.get(block, block) for block in self._cached)
+        self._unproven = OrderedDict.fromkeys(moves.get(block, block) for block in self._unproven)
+
+    def _queue_of(self, block: int) -> OrderedDict[int, None]:
+        return self._cached if block in self._proven else self._unproven
+
+    def _next_to_empty(self) -> int | None:
+        proven, unproven = next(iter(self._cached), None), next(iter(self._unproven), None)
+        if proven is None or unproven is None:
+            return unproven if proven is None else proven
+        if len(self._unproven) > self._max_unproven:
+            return unproven
+        return min(proven, unproven, key=self._last_use.__getitem__)
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key]
             del self._node_of[block]
+            self._proven.discard(block)

@@ -75,7 +75,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until Shutdown. Any exception of a step is a bug and is left to the caller."""
         core = self._core
-        while self._receive(wait=not core.has_work()):
+        while self._receive(wait=not core.has_work() and not core.prepare()):
             if core.has_work():
                 outputs = core.step()
                 if outputs:

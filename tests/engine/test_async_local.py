@@ -58,6 +58,9 @@ class GatedCore:
             raise errors.UnknownModelError(f"no adapter {version}")
         self.removing.add(version)
 
+    def prepare(self) -> bool:
+        return False
+
     def take_removed_adapters(self) -> list[str]:
         removed = sorted(self.removing - {request.adapter for request in self.running.values()})
         self.removing -= set(removed)

@@ -63,6 +63,9 @@ class EchoCore:
         self.adapters.remove(version)
         self.removed.append(version)
 
+    def prepare(self) -> bool:
+        return False
+
     def take_removed_adapters(self) -> Sequence[str]:
         removed, self.removed = self.removed, []
         return removed

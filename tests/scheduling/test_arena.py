@@ -121,6 +121,18 @@ def test_what_was_idle_for_longest_goes_first_block_or_adapter() -> None:
     assert arena.pool.allocate(1) is None
 
 
+def test_an_adapter_outlives_a_stream_of_prompts_that_nobody_repeats() -> None:
+    arena = arena_of(8)
+    bring_in(arena, "a", 8)
+    for start in range(20):
+        tokens = [100 * start + n for n in range(8)]
+        blocks = arena.pool.allocate(2)
+        assert blocks is not None
+        arena.pool.publish(None, tokens, blocks, 0, 2)
+        arena.pool.release(blocks)
+    assert arena.residency.take_evictions() == []
+
+
 def test_holes_between_adapters_are_closed_when_a_block_needs_the_room() -> None:
     arena = arena_of(4)
     for name in "abcdef":

@@ -114,3 +114,25 @@ def test_releasing_twice_is_a_bug_that_is_caught() -> None:
     pool.release(blocks)
     with pytest.raises(AssertionError, match="released twice"):
         pool.release(blocks)
+
+
+def test_what_was_shared_outlives_a_stream_of_prompts_that_nobody_repeats() -> None:
+    pool = BlockPool(8, 4)
+    prefix = published(pool, TOKENS[:4])
+    pool.share(prefix)
+    pool.release(prefix)
+    for start in range(20):
+        published(pool, [start * 100 + n for n in range(8)])
+        pool.check_integrity([])
+    assert pool.match(None, [*TOKENS[:4], 7]) == prefix
+
+
+def test_while_there_are_few_of_them_prompts_are_kept_by_age_alone() -> None:
+    pool = BlockPool(8, 4)
+    shared = published(pool, TOKENS[:4])
+    pool.share(shared)
+    pool.release(shared)
+    young = published(pool, [1, 2, 3, 4])
+    assert pool.allocate(7) is not None
+    assert pool.match(None, [*TOKENS[:4], 7]) == []
+    assert pool.match(None, [1, 2, 3, 4, 5]) == young

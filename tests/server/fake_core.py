@@ -103,6 +103,9 @@ class FakeCore:
             raise errors.UnknownModelError(f"no adapter {version}")
         self.removing.add(version)
 
+    def prepare(self) -> bool:
+        return False
+
     def take_removed_adapters(self) -> list[str]:
         in_use = {one.request.adapter for one in self.running.values()}
         removed = sorted(self.removing - in_use)

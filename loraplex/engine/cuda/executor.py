@@ -76,6 +76,8 @@ class CudaExecutor:
         self._device = device
         self._adapters = ResidentAdapters()
         self._last_moves: Moment | None = None
+        self._expected: set[frozenset[str]] = set()  # groups of linears that steps will touch
+        self._runner.expect(frozenset())
         self._states: dict[str, SamplingState] = {}
         self._seats: dict[str, int] = {}
         self._free_seats = [seat for seat in range(num_seats) if seat != SCRATCH_SEAT]
@@ -123,13 +125,16 @@ class CudaExecutor:
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         return self._adapters.poll(timeout_s)
 
-    def warm_up(self, specs: Sequence[AdapterSpec]) -> None:
-        touched = {
-            frozenset(group for groups in layout.layers for group in groups)
-            for layout in (slab_layout(spec, self._decoder.config.shape) for spec in specs)
-        }
-        for groups in {frozenset(), *touched, frozenset().union(*touched)}:
-            self._runner.warm_up(groups)
+    def expect(self, spec: AdapterSpec) -> None:
+        layout = slab_layout(spec, self._decoder.config.shape)
+        touched = frozenset(group for groups in layout.layers for group in groups)
+        for groups in (touched, touched.union(*self._expected)):  # alone, and beside all others
+            if groups not in self._expected:
+                self._expected.add(groups)
+                self._runner.expect(groups)
+
+    def prepare(self) -> bool:
+        return self._runner.prepare()
 
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
         assert self._states.keys() == request_ids
@@ -154,7 +159,7 @@ class CudaExecutor:
                 output.states_LH[built.rows_of[chunk.request_id]],
             )
             for chunk in plan.chunks
-            if chunk.request_id in scored
+            if chunk.request_id in scored and output.states_LH is not None
         }
         logprobs, on_device = self._choose(built, output)
         rows = list(built.sampling.values())

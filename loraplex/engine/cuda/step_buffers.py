@@ -86,9 +86,10 @@ class HostBlock:
 class DeviceBlock:
     """The same block on the device, as tensors."""
 
-    def __init__(self, sizes: StepSizes, device: torch.device) -> None:
+    def __init__(self, sizes: StepSizes, memory: torch.Tensor) -> None:
+        """`memory`: integers on the device, at least as many as the block has."""
         self.sizes = sizes
-        self.tensor = torch.zeros(sizes.num_integers, dtype=torch.int64, device=device)
+        self.tensor = memory[: sizes.num_integers]
         self._views = _split(self.tensor, sizes)
 
     def __getitem__(self, field: str) -> torch.Tensor:

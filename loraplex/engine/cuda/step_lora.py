@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from loraplex.core.shape import ModelShape
-from loraplex.engine.cuda.step_buffers import DeviceBlock
+from loraplex.engine.cuda.step_buffers import DeviceBlock, StepSizes
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.triton.lora_blocks import BlocksLaunch
 from loraplex.kernels.triton.lora_rows import RowsLaunch
-from loraplex.kernels.triton.lora_step import LoraStep, cut_tiles, new_step
+from loraplex.kernels.triton.lora_step import LoraScratch, LoraStep, cut_tiles, new_step
 from loraplex.kernels.triton.triton_kernels import StepSegments
 
 _ROWS_TO_SHARE: Final = 2.5
@@ -35,8 +37,10 @@ class StepLora:
     groups: frozenset[str]
     shares: bool
 
-    def steps(self, shape: ModelShape, block: DeviceBlock) -> tuple[LoraStep, ...]:
-        """What the kernels take, over the tiles of a block on the device."""
+    def steps(
+        self, shape: ModelShape, block: DeviceBlock, scratch: StepScratch | None = None
+    ) -> tuple[LoraStep, ...]:
+        """What the kernels take, over the tiles of a block on the device. `scratch`: if not of its own."""
         if not self.groups:
             return ()
         sizes = block.sizes
@@ -50,6 +54,7 @@ class StepLora:
                     num_rows=sizes.decodes,
                     launch=_decode_launch(self.shares, sizes.decode_tiles),
                     groups=self.groups,
+                    scratch=None if scratch is None else scratch.decodes,
                 )
             )
         if sizes.span_tiles > 0:
@@ -61,9 +66,37 @@ class StepLora:
                     num_rows=sizes.rows,
                     launch=_SPAN_LAUNCH,
                     groups=self.groups,
+                    scratch=None if scratch is None else scratch.spans,
                 )
             )
         return tuple(steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepScratch:
+    """Memory of both parts that steps up to some size use one after the other."""
+
+    decodes: LoraScratch
+    spans: LoraScratch
+
+    @classmethod
+    def for_sizes(cls, shape: ModelShape, sizes: Sequence[StepSizes], device: torch.device) -> StepScratch:
+        return cls(
+            decodes=LoraScratch.empty(
+                shape,
+                num_tiles=max(size.decode_tiles for size in sizes),
+                num_rows=max(size.decodes for size in sizes),
+                launch=RowsLaunch(),
+                device=device,
+            ),
+            spans=LoraScratch.empty(
+                shape,
+                num_tiles=max(size.span_tiles for size in sizes),
+                num_rows=max(size.rows for size in sizes),
+                launch=_SPAN_LAUNCH,
+                device=device,
+            ),
+        )
 
 
 def split_segments(batch: KernelBatch) -> StepLora:

@@ -2,50 +2,58 @@
 
 A graph is captured on first use for sizes rounded up (`step_sizes`), for the groups of linears that the
 step's adapters touch, and for whether decoding rows share adapters; which adapters those are, and their
-ranks, is data. All graphs share one memory pool, as they never run at the same time. Steps too large for a
-graph, and those that score prompts, run kernel by kernel; so do all where kernels are interpreted.
+ranks, is data. All graphs share one memory pool and one set of buffers, as they never run at the same time.
+Steps too large for a graph, and those that score prompts, run kernel by kernel; so do all where kernels are
+interpreted.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import torch
 
 from loraplex.engine.batch import BuiltBatch
 from loraplex.engine.cuda.step_buffers import DeviceBlock, HostBlock, StepSizes
-from loraplex.engine.cuda.step_lora import StepLora, no_tiles, split_segments
+from loraplex.engine.cuda.step_lora import StepLora, StepScratch, no_tiles, split_segments
 from loraplex.engine.cuda.step_sizes import all_graph_sizes, exact_sizes, graph_sizes
 from loraplex.kernels.triton.lora_step import LoraStep
 from loraplex.kernels.triton.tokens import greedy_tokens, pick_tokens
 from loraplex.model.decoder import Decoder, KVCache
 
-_WARM_UPS: Final = 2
-"""Runs before a capture: the first compiles the kernels and makes the libraries' workspaces."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """On the device: final states and logits of the logit rows, and (token, finite) of the greedy choice.
-
-    A graph's tensors are written again by its next replay.
+    """On the device: logits of the logit rows, (token, finite) of the greedy choice, and final states if the
+    step ran without a graph. A graph's tensors are written again by the next one.
     """
 
-    states_LH: torch.Tensor
     logits_LV: torch.Tensor
     tokens_L2: torch.Tensor
+    states_LH: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Graph:
-    """A captured step, and all memory outside the graphs' own pool that it reads or writes."""
-
     block: DeviceBlock
-    lora: tuple[LoraStep, ...]
     graph: torch.cuda.CUDAGraph
     output: StepOutput
+
+
+class _SharedBuffers:
+    """Memory outside the graphs' own pool that they read or write, as large as the largest needs it."""
+
+    def __init__(self, decoder: Decoder, max_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape, sizes = decoder.config.shape, all_graph_sizes(max_blocks)
+        num_logits = max(size.logits for size in sizes)
+        num_integers = max(size.num_integers for size in sizes)
+        self.integers = torch.zeros(num_integers, dtype=torch.int64, device=device)
+        self.logits_LV = torch.empty(num_logits, shape.vocab_size, dtype=dtype, device=device)
+        self.tokens_L2 = torch.empty(num_logits, 2, dtype=torch.int64, device=device)
+        self.scratch = StepScratch.for_sizes(shape, sizes, device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +63,15 @@ class RowSeats:
     follows: Sequence[bool]
     rows: Sequence[int]
     logits: Sequence[int]
+
+
+class _GraphKey(NamedTuple):
+    """What a graph is captured for: sizes, the groups of linears that adapters touch, and whether decoding
+    rows share adapters."""
+
+    sizes: StepSizes
+    groups: frozenset[str]
+    shares: bool
 
 
 class StepRunner:
@@ -75,32 +92,49 @@ class StepRunner:
         self._max_blocks = max_blocks
         self._scratch_slot = scratch_slot
         self._device = device
-        self._captures = device.type == "cuda"
         self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
-        self._graphs: dict[tuple[StepSizes, frozenset[str], bool], _Graph] = {}
+        self._graphs: dict[_GraphKey, _Graph] = {}
+        self._expected: deque[_GraphKey] = deque()
         self._pool: Any = None
+        self._buffers: _SharedBuffers | None = None  # None: no graphs
+        if device.type == "cuda":
+            self._buffers = _SharedBuffers(decoder, max_blocks, caches[0].k.dtype, device)
 
     def run(self, built: BuiltBatch, seats: RowSeats) -> StepOutput:
         """Launch a step behind those launched before."""
         lora = split_segments(built.batch)
-        sizes = graph_sizes(built, self._max_blocks) if self._captures else None
+        sizes = graph_sizes(built, self._max_blocks) if self._buffers else None
         if sizes is not None:
-            graph = self._graph_for(sizes, lora)
+            graph = self._graph_for(_GraphKey(sizes, lora.groups, lora.shares))
             graph.block.upload(self._fill(sizes, built, lora, seats))
             graph.graph.replay()
             return graph.output
         sizes = exact_sizes(built, lora)
-        block = DeviceBlock(sizes, self._device)
+        memory = torch.empty(sizes.num_integers, dtype=torch.int64, device=self._device)
+        block = DeviceBlock(sizes, memory)
         block.upload(self._fill(sizes, built, lora, seats))
-        return self._forward(block, lora.steps(self._decoder.config.shape, block))
+        states_LH, logits_LV = self._forward(block, lora.steps(self._decoder.config.shape, block))
+        tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
+        self._choose_greedily(block, logits_LV, tokens_L2)
+        return StepOutput(logits_LV=logits_LV, tokens_L2=tokens_L2, states_LH=states_LH)
 
-    def warm_up(self, groups: frozenset[str]) -> None:
-        """Capture every graph for steps whose adapters touch these groups, none of them included."""
-        for sizes in all_graph_sizes(self._max_blocks) if self._captures else ():
+    def expect(self, groups: frozenset[str]) -> None:
+        """Steps will come whose adapters touch these groups of linears."""
+        for sizes in all_graph_sizes(self._max_blocks) if self._buffers else ():
             for shares in (False, True) if groups and sizes.spans == 0 else (False,):
-                self._graph_for(sizes, no_tiles(groups, shares=shares))
+                self._expected.append(_GraphKey(sizes, groups, shares))
 
-    def _forward(self, block: DeviceBlock, lora: tuple[LoraStep, ...]) -> StepOutput:
+    def prepare(self) -> bool:
+        """Capture one graph of those expected; False if none is left."""
+        while self._expected:
+            key = self._expected.popleft()
+            if key not in self._graphs:
+                self._graph_for(key)
+                return True
+        return False
+
+    def _forward(self, block: DeviceBlock, lora: tuple[LoraStep, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final states and logits."""
         token_ids_T = pick_tokens(
             block["token_ids"], block["follows"], block["token_seats"], self.last_tokens
         )
@@ -108,39 +142,47 @@ class StepRunner:
             step.gather()
         max_span_len = block.sizes.rows if block.sizes.spans > 0 else 0
         states_LH = self._decoder.forward(block.batch(token_ids_T, max_span_len, lora), self._caches)
-        logits_LV = self._decoder.logits(states_LH)
-        tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
+        return states_LH, self._decoder.logits(states_LH)
+
+    def _choose_greedily(self, block: DeviceBlock, logits_LV: torch.Tensor, tokens_L2: torch.Tensor) -> None:
         if logits_LV.shape[0] > 0:
             greedy_tokens(logits_LV, block["logit_seats"], self.last_tokens, tokens_L2)
-        return StepOutput(states_LH=states_LH, logits_LV=logits_LV, tokens_L2=tokens_L2)
 
-    def _graph_for(self, sizes: StepSizes, lora: StepLora) -> _Graph:
-        key = (sizes, lora.groups, lora.shares)
+    def _graph_for(self, key: _GraphKey) -> _Graph:
         found = self._graphs.get(key)
         if found is None:
-            found = self._graphs[key] = self._capture(sizes, lora)
+            found = self._graphs[key] = self._capture(key)
         return found
 
-    def _capture(self, sizes: StepSizes, lora: StepLora) -> _Graph:
-        block = DeviceBlock(sizes, self._device)
-        block.upload(HostBlock(sizes, self._scratch_slot, pinned=self._captures))
-        steps = lora.steps(self._decoder.config.shape, block)
+    def _capture(self, key: _GraphKey) -> _Graph:
+        buffers, sizes = self._buffers, key.sizes
+        assert buffers is not None
+        block = DeviceBlock(sizes, buffers.integers)
+        block.upload(HostBlock(sizes, self._scratch_slot, pinned=True))
+        lora = no_tiles(key.groups, shares=key.shares)
+        steps = lora.steps(self._decoder.config.shape, block, buffers.scratch)
+        logits_LV, tokens_L2 = buffers.logits_LV[: sizes.logits], buffers.tokens_L2[: sizes.logits]
+
+        def run() -> None:
+            # Copied: a result that the graph kept in the pool would keep its memory from all other graphs.
+            logits_LV.copy_(self._forward(block, steps)[1])
+            self._choose_greedily(block, logits_LV, tokens_L2)
+
         current = torch.cuda.current_stream()
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                self._forward(block, steps)
+        with torch.cuda.stream(side):  # compiles the kernels, and makes the libraries' workspaces
+            run()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = self._forward(block, steps)
+            run()
         self._pool = graph.pool()
-        return _Graph(block=block, lora=steps, graph=graph, output=output)
+        return _Graph(block=block, graph=graph, output=StepOutput(logits_LV=logits_LV, tokens_L2=tokens_L2))
 
     def _fill(self, sizes: StepSizes, built: BuiltBatch, lora: StepLora, seats: RowSeats) -> HostBlock:
         batch = built.batch
-        block = HostBlock(sizes, self._scratch_slot, pinned=self._captures)
+        block = HostBlock(sizes, self._scratch_slot, pinned=self._device.type == "cuda")
         block["token_ids"] = batch.token_ids_T.numpy()
         block["follows"] = seats.follows
         block["token_seats"] = seats.rows

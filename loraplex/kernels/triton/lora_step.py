@@ -5,6 +5,7 @@ h (splits, T, 3 * MAX_RANK) float32: shrunk inputs, shared by all layers of a st
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +24,8 @@ from loraplex.kernels.triton.lora_rows import RowsLaunch, expand_rows, shrink_ro
 MAX_RANK: Final = 512
 """Of one module; h has room for three of them side by side."""
 
+Launch = RowsLaunch | BlocksLaunch
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraStep:
@@ -37,7 +40,7 @@ class LoraStep:
     tables_N: torch.Tensor
     entries: torch.Tensor
     shrunk_STR: torch.Tensor
-    launch: RowsLaunch | BlocksLaunch
+    launch: Launch
     groups: frozenset[str]
 
     def gather(self) -> None:
@@ -80,32 +83,63 @@ class LoraStep:
             )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraScratch:
+    """Memory of a step that the next one may use again."""
+
+    entries: torch.Tensor
+    shrunk: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, shape: ModelShape, *, num_tiles: int, num_rows: int, launch: Launch, device: torch.device
+    ) -> LoraScratch:
+        entries, shrunk = (math.prod(size) for size in _scratch_sizes(shape, num_tiles, num_rows, launch))
+        return cls(
+            entries=torch.zeros(entries, dtype=torch.int64, device=device),
+            shrunk=torch.empty(shrunk, device=device),
+        )
+
+
 def new_step(
     shape: ModelShape,
     *,
     tiles_N2: torch.Tensor,
     tables_N: torch.Tensor,
     num_rows: int,
-    launch: RowsLaunch | BlocksLaunch,
+    launch: Launch,
     groups: frozenset[str],
+    scratch: LoraScratch | None = None,
 ) -> LoraStep:
-    """A step over tiles among the first `num_rows` rows of a batch."""
-    device, num_tiles = tiles_N2.device, tiles_N2.shape[0]
-    widest = max(shape.in_features(module) for module in MODULES)
-    splits = triton.cdiv(widest, launch.shrink_block_k) if isinstance(launch, RowsLaunch) else 1
-    table_rows = shape.num_layers * len(MODULES)
+    """A step over tiles among the first `num_rows` rows of a batch. `scratch`: if not of its own."""
+    num_tiles = tiles_N2.shape[0]
+    if scratch is None:
+        scratch = LoraScratch.empty(
+            shape, num_tiles=num_tiles, num_rows=num_rows, launch=launch, device=tiles_N2.device
+        )
+    entries, shrunk = _scratch_sizes(shape, num_tiles, num_rows, launch)
     return LoraStep(
         tiles_N2=tiles_N2,
         tables_N=tables_N,
-        entries=torch.zeros(table_rows, num_tiles, TABLE_COLUMNS, dtype=torch.int64, device=device),
-        shrunk_STR=torch.empty(splits, num_rows, 3 * MAX_RANK, device=device),
+        entries=scratch.entries[: math.prod(entries)].view(entries),
+        shrunk_STR=scratch.shrunk[: math.prod(shrunk)].view(shrunk),
         launch=launch,
         groups=groups,
     )
 
 
+def _scratch_sizes(
+    shape: ModelShape, num_tiles: int, num_rows: int, launch: Launch
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the entries and of the shrunk inputs."""
+    widest = max(shape.in_features(module) for module in MODULES)
+    splits = triton.cdiv(widest, launch.shrink_block_k) if isinstance(launch, RowsLaunch) else 1
+    table_rows = shape.num_layers * len(MODULES)
+    return (table_rows, num_tiles, TABLE_COLUMNS), (splits, num_rows, 3 * MAX_RANK)
+
+
 def cut_tiles(
-    spans_N2: npt.NDArray[np.int64], tables_N: npt.NDArray[np.int64], launch: RowsLaunch | BlocksLaunch
+    spans_N2: npt.NDArray[np.int64], tables_N: npt.NDArray[np.int64], launch: Launch
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Segments cut into the tiles that the kernels take, each with its adapter's table."""
     max_rows = launch.block_m if isinstance(launch, BlocksLaunch) else 1
