@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import torch
 
@@ -30,12 +31,14 @@ from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
 _CPU_BLOCKS = 512
+_CPU_ADAPTER_BYTES = 1 << 30
 _BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomEngineOptions:
-    """What a benchmark may choose of its engine."""
+    """What a benchmark may choose of its engine. `memory_fraction`: of the device's memory; on a CPU, of the
+    gigabyte for adapters."""
 
     shape: str
     device: str
@@ -67,7 +70,7 @@ def build_random_engine(options: RandomEngineOptions) -> Engine:
             max_model_len=shape.max_position, work=StepWork(max_tokens=options.max_step_tokens)
         ),
         pool=BlockPool(_CPU_BLOCKS, _BLOCK_SIZE),
-        residency=Residency(1 << 30),
+        residency=Residency(int(_CPU_ADAPTER_BYTES * options.memory_fraction)),
         executor=TorchExecutor(
             decoder=Decoder(config, weights, kernels, shape.max_position),
             caches=[
@@ -116,8 +119,10 @@ def module_names(text: str) -> tuple[str, ...]:
 
 
 def _random_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> LoraWeights:
+    """The same whenever a version is loaded, as from a file."""
     layout = slab_layout(spec, shape)
-    slab = torch.empty(layout.num_elements, dtype=dtype).normal_(std=0.02)
+    generator = torch.Generator().manual_seed(crc32(spec.version.encode()))
+    slab = torch.empty(layout.num_elements, dtype=dtype).normal_(std=0.02, generator=generator)
     return slab_weights(slab, layout, spec.max_rank)
 
 
@@ -135,7 +140,10 @@ def _host_blocks(shape: ModelShape, dtype: torch.dtype) -> Callable[[AdapterSpec
         if block is None:
             block = blocks[num_bytes] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
             weights = block[header:].view(dtype)
-            sample = torch.empty(min(1 << 20, weights.numel())).normal_(std=0.02).to(dtype)
+            generator = torch.Generator().manual_seed(num_bytes)
+            sample = (
+                torch.empty(min(1 << 20, weights.numel())).normal_(std=0.02, generator=generator).to(dtype)
+            )
             for start in range(0, weights.numel(), sample.numel()):
                 part = weights[start : start + sample.numel()]
                 part.copy_(sample[: part.numel()])
