@@ -5,9 +5,10 @@ What an engine costs depends on shapes, not on values, so this measures what a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import torch
 
@@ -29,18 +30,20 @@ from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
 _CPU_BLOCKS = 512
+_CPU_ADAPTER_BYTES = 1 << 30
 _BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomEngineOptions:
-    """What a benchmark may choose of its engine."""
+    """What a benchmark may choose of its engine. `memory_bytes`: for adapters, on a GPU together with the KV
+    cache; None: a gigabyte, or what a GPU has."""
 
     shape: str
     device: str
     dtype: torch.dtype
     max_step_tokens: int = 2048
-    memory_fraction: float = 0.9
+    memory_bytes: int | None = None
 
 
 def build_random_engine(options: RandomEngineOptions) -> Engine:
@@ -56,16 +59,20 @@ def build_random_engine(options: RandomEngineOptions) -> Engine:
 
         cuda_options = CudaOptions(
             dtype=options.dtype,
-            memory_fraction=options.memory_fraction,
+            arena_bytes=options.memory_bytes,
             max_step_tokens=options.max_step_tokens,
         )
-        return build_cuda_core(config, weights, cuda_options, _host_blocks(config.shape, options.dtype))
+        return build_cuda_core(config, weights, cuda_options, _RandomBlocks(config.shape, options.dtype))
     shape, kernels = config.shape, TorchKernels()
     return Engine(
         config=SchedulerConfig(
             max_model_len=shape.max_position, work=StepWork(max_tokens=options.max_step_tokens)
         ),
-        memory=SeparateMemory(num_blocks=_CPU_BLOCKS, block_size=_BLOCK_SIZE, adapter_bytes=1 << 30),
+        memory=SeparateMemory(
+            num_blocks=_CPU_BLOCKS,
+            block_size=_BLOCK_SIZE,
+            adapter_bytes=options.memory_bytes or _CPU_ADAPTER_BYTES,
+        ),
         executor=TorchExecutor(
             decoder=Decoder(config, weights, kernels, shape.max_position),
             caches=[
@@ -114,30 +121,42 @@ def module_names(text: str) -> tuple[str, ...]:
 
 
 def _random_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> LoraWeights:
+    """The same whenever a version is loaded, as from a file."""
     layout = slab_layout(spec, shape)
-    slab = torch.empty(layout.num_elements, dtype=dtype).normal_(std=0.02)
+    generator = torch.Generator().manual_seed(crc32(spec.version.encode()))
+    slab = torch.empty(layout.num_elements, dtype=dtype).normal_(std=0.02, generator=generator)
     return slab_weights(slab, layout, spec.max_rank)
 
 
-def _host_blocks(shape: ModelShape, dtype: torch.dtype) -> Callable[[AdapterSpec], torch.Tensor]:
+class _RandomBlocks:
     """Pinned blocks with random weights, one for each kind: on the host, adapters that are alike share it, so
     that thousands fit; on the device each has memory of its own."""
-    from loraplex.engine.cuda.adapter_store import block_bytes, write_block
 
-    blocks: dict[tuple[LoraModule, ...], torch.Tensor] = {}
+    def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._blocks: dict[tuple[tuple[int, str, int], ...], torch.Tensor] = {}
 
-    def fill(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
-        sample = torch.empty(min(1 << 20, slab.numel())).normal_(std=0.02).to(dtype)
-        for start in range(0, slab.numel(), sample.numel()):
-            part = slab[start : start + sample.numel()]
-            part.copy_(sample[: part.numel()])
+    def __call__(self, spec: AdapterSpec) -> torch.Tensor:
+        from loraplex.engine.cuda.adapter_store import block_bytes, write_block, write_table
 
-    def block_of(spec: AdapterSpec) -> torch.Tensor:
-        block = blocks.get(spec.modules)
+        shape, dtype = self._shape, self._dtype
+        kind = tuple((lora.layer, lora.module, lora.rank) for lora in spec.modules)
+        block = self._blocks.get(kind)
         if block is None:
             block = torch.empty(block_bytes(spec, shape, dtype), dtype=torch.uint8, pin_memory=True)
-            write_block(block, spec, shape, dtype, fill)
-            blocks[spec.modules] = block
+            write_block(block, spec, shape, dtype, _fill_slab)
+            self._blocks[kind] = block
+        write_table(block, spec, shape, dtype)  # scales may differ
         return block
 
-    return block_of
+    def tier(self) -> None:
+        return None
+
+
+def _fill_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
+    generator = torch.Generator().manual_seed(slab.numel())
+    sample = torch.empty(min(1 << 20, slab.numel())).normal_(std=0.02, generator=generator).to(slab.dtype)
+    for start in range(0, slab.numel(), sample.numel()):
+        part = slab[start : start + sample.numel()]
+        part.copy_(sample[: part.numel()])

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraplex.cli import bench_engine
+from loraplex.cli import bench_engine, bench_kernels
 
 if TYPE_CHECKING:
     from loraplex.bench.records import RequestRecord
     from loraplex.workload.jsonl import WorkloadRequest
 
-app = typer.Typer(help="Measure a running server, or the engine itself.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure a running server, the engine itself, or its GPU kernels.", no_args_is_help=True
+)
 app.add_typer(bench_engine.app, name="engine")
+app.command()(bench_kernels.kernels)
 
 EXIT_FAILED_REQUESTS = 1
 _WARMUP_SEED_OFFSET = 1_000_003  # warm-up prompts must not leave a prefix cache hit behind

@@ -13,6 +13,7 @@
     │   └── PathNotAllowedError    a path outside the folders the operator opened
     ├── CapacityError              it would never fit: memory budget or context length
     ├── StorageError               the state directory cannot be written
+    ├── KernelError                a GPU kernel could not be compiled or launched (names it, and its shapes)
     └── EngineDeadError            the engine process died; in-flight work is lost, new work will be served
 
 Bugs of our own are asserts, not members of this tree.
@@ -79,6 +80,10 @@ class CapacityError(LoraplexError):
 
 class StorageError(LoraplexError):
     """The state directory could not be read or written."""
+
+
+class KernelError(LoraplexError):
+    """A GPU kernel could not be compiled or launched."""
 
 
 class EngineDeadError(LoraplexError):

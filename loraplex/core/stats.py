@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterStats:
-    """One adapter version as the engine sees it. tier: "disk", "loading" or "host"."""
+    """One adapter version as the engine sees it. tier: "disk", "host", "loading" or "device"."""
 
     version: str
     tier: str
@@ -19,7 +19,8 @@ class AdapterStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """Engine gauges and counters."""
+    """Engine gauges and counters. Where there is no GPU, adapters in host memory are ready for use, and the
+    device's figures are 0; with one, KV blocks and adapters share `device_arena_bytes`."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -31,4 +32,6 @@ class EngineStats:
     num_steps: int = 0
     host_adapter_bytes: int = 0
     host_adapter_budget_bytes: int = 0
+    device_adapter_bytes: int = 0
+    device_arena_bytes: int = 0
     adapters: tuple[AdapterStats, ...] = field(default=())

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from loraplex.adapters.room import Tier
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
@@ -103,7 +105,20 @@ class Engine:
         return removed
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats(self._num_steps)
+        stats, host = self._scheduler.stats(self._num_steps), self._executor.host_tier()
+        if host is None:
+            return stats
+        return replace(
+            stats,
+            host_adapter_bytes=host.used_bytes,
+            host_adapter_budget_bytes=host.budget_bytes,
+            adapters=tuple(
+                replace(adapter, tier=Tier.HOST)
+                if adapter.tier == Tier.DISK and adapter.version in host.versions
+                else adapter
+                for adapter in stats.adapters
+            ),
+        )
 
     def check_integrity(self) -> None:
         """Assert the scheduler's invariants, and that nothing is kept of what ended. For tests, after

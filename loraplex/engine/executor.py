@@ -20,6 +20,15 @@ class AdapterEvent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostTier:
+    """What an executor keeps in the host's memory for a device to load from."""
+
+    versions: Set[str]
+    used_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """By request id: the tokens sampled, their log-probabilities where asked for, and failures.
 
@@ -93,6 +102,10 @@ class Executor(Protocol):
 
     @property
     def num_pending_loads(self) -> int: ...
+
+    def host_tier(self) -> HostTier | None:
+        """None if adapters are computed with where they are loaded to."""
+        ...
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step behind those already launched."""

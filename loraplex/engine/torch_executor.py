@@ -69,6 +69,9 @@ class TorchExecutor:
     def num_pending_loads(self) -> int:
         return self._adapters.num_pending
 
+    def host_tier(self) -> None:
+        return None
+
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         return self._adapters.poll(timeout_s)
 

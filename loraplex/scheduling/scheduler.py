@@ -420,6 +420,8 @@ class Scheduler:
         return self._sequences.keys()
 
     def stats(self, num_steps: int) -> EngineStats:
+        used, budget = self._residency.used_bytes, self._residency.budget_bytes
+        on_host = not self._memory.shared
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -429,8 +431,10 @@ class Scheduler:
             prefix_cache_hits=self._pool.prefix_hits * self._pool.block_size,
             num_preemptions=self._num_preemptions,
             num_steps=num_steps,
-            host_adapter_bytes=self._residency.used_bytes,
-            host_adapter_budget_bytes=self._residency.budget_bytes,
+            host_adapter_bytes=used if on_host else 0,
+            host_adapter_budget_bytes=budget if on_host else 0,
+            device_adapter_bytes=0 if on_host else used,
+            device_arena_bytes=0 if on_host else budget,
             adapters=tuple(self._residency.snapshot()),
         )
 

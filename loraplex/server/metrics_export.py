@@ -81,6 +81,9 @@ class _Page:
         num_bytes, budget = stats.host_adapter_bytes, stats.host_adapter_budget_bytes
         yield self._gauge("loraplex:host_adapter_bytes", "Host memory held by adapter weights", num_bytes)
         yield self._gauge("loraplex:host_adapter_budget_bytes", "Most of it that may be held", budget)
+        num_bytes, arena = stats.device_adapter_bytes, stats.device_arena_bytes
+        yield self._gauge("loraplex:device_adapter_bytes", "GPU memory held by adapter weights", num_bytes)
+        yield self._gauge("loraplex:device_arena_bytes", "GPU memory that adapters and KV share", arena)
 
     def _requests(self) -> Iterator[Metric]:
         counts = self._metrics

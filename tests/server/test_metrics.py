@@ -64,6 +64,7 @@ def test_the_page_shows_the_engine(api: Api) -> None:
     for name in (
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total",
         "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "loraplex:host_adapter_bytes",
+        "loraplex:device_adapter_bytes", "loraplex:device_arena_bytes",
     ):  # fmt: skip
         assert page[name] == 0
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from loraplex.adapters.slab import SlabLayout, slab_layout
@@ -22,11 +22,22 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_loader import read_slab
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.streams import Moment, SideStream
+from loraplex.engine.executor import HostTier
 from loraplex.kernels.lora import TABLE_COLUMNS, LoraWeights
 
 ReadSlab = Callable[[AdapterSpec, SlabLayout, torch.Tensor], object]
-HostBlock = Callable[[AdapterSpec], torch.Tensor]
-"""An adapter's block in host memory; called on the loader's thread."""
+
+
+class HostBlocks(Protocol):
+    """Adapters' blocks in host memory."""
+
+    def __call__(self, spec: AdapterSpec) -> torch.Tensor:
+        """The adapter's block, valid until the next call; on the loader's thread."""
+        ...
+
+    def tier(self) -> HostTier | None:
+        """What is kept, and how much that may be; on any thread."""
+        ...
 
 
 def table_bytes(shape: ModelShape) -> int:
@@ -42,18 +53,15 @@ def write_block(
     block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, read: ReadSlab = read_slab
 ) -> None:
     """Fill memory of `block_bytes` bytes with an adapter."""
-    layout, header = slab_layout(spec, shape), table_bytes(shape)
-    table = slab_table(layout, shape, header, dtype.itemsize)
-    block[:header] = torch.from_numpy(table.view(np.uint8).reshape(-1))
-    read(spec, layout, block[header:].view(dtype))
+    write_table(block, spec, shape, dtype)
+    read(spec, slab_layout(spec, shape), block[table_bytes(shape) :].view(dtype))
 
 
-def slab_table(
-    layout: SlabLayout, shape: ModelShape, slab_start: int, element_bytes: int
-) -> npt.NDArray[np.int64]:
-    """The kernels' table (`kernels.lora`) of a slab that begins `slab_start` bytes behind it."""
+def write_table(block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> None:
+    """The kernels' table (`kernels.lora`), which the slab follows."""
+    slab_start, element_bytes = table_bytes(shape), dtype.itemsize
     table = np.zeros((shape.num_layers, len(MODULES), TABLE_COLUMNS), dtype=np.int64)
-    for layer, groups in enumerate(layout.layers):
+    for layer, groups in enumerate(slab_layout(spec, shape).layers):
         for slots in groups.values():
             for slot in slots:
                 table[layer, MODULE_INDEX[slot.lora.module]] = (
@@ -64,7 +72,7 @@ def slab_table(
                     slot.out_features,
                     struct.unpack("i", struct.pack("f", slot.lora.scale))[0],
                 )
-    return table
+    block[:slab_start] = torch.from_numpy(table.view(np.uint8).reshape(-1))
 
 
 class AdapterStore:
@@ -76,20 +84,23 @@ class AdapterStore:
         dtype: torch.dtype,
         device: torch.device,
         arena: DeviceArena,
-        host_block: HostBlock,
+        host_blocks: HostBlocks,
     ) -> None:
         self._shape = shape
         self._dtype = dtype
         self._arena = arena
-        self._host_block = host_block
+        self._host_blocks = host_blocks
         self._stream = SideStream(device)
 
     def num_bytes(self, spec: AdapterSpec) -> int:
         return block_bytes(spec, self._shape, self._dtype)
 
+    def host_tier(self) -> HostTier | None:
+        return self._host_blocks.tier()
+
     def load(self, spec: AdapterSpec, place: int, after: Moment | None) -> LoraWeights:
         """Copy a version to its place, not before that moment, and wait until it is there."""
-        host = self._host_block(spec)
+        host = self._host_blocks(spec)
         with self._stream.entered():
             self._stream.wait_for(after)
             self._arena.span(place, host.numel()).copy_(host, non_blocking=True)

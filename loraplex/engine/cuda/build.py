@@ -11,7 +11,7 @@ from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.shape import ModelShape
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
-from loraplex.engine.cuda.adapter_store import AdapterStore, HostBlock
+from loraplex.engine.cuda.adapter_store import AdapterStore, HostBlocks
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
 from loraplex.engine.cuda.host_pool import HostPool
@@ -47,11 +47,11 @@ class CudaOptions:
 
 
 def build_cuda_core(
-    config: ModelConfig, weights: ModelWeights, options: CudaOptions, host_block: HostBlock | None = None
+    config: ModelConfig, weights: ModelWeights, options: CudaOptions, host_blocks: HostBlocks | None = None
 ) -> Engine:
     """An engine over weights that are on the device already.
 
-    `host_block`: where adapters come from, if not from their folders by way of a `HostPool`.
+    `host_blocks`: where adapters come from, if not from their folders by way of a `HostPool`.
     """
     device, shape = weights.embedding_VH.device, config.shape
     kernels = TritonKernels(shape, device)
@@ -61,8 +61,8 @@ def build_cuda_core(
         shape, num_pages=num_pages, block_size=options.block_size, dtype=options.dtype, device=device
     )
     num_seats = options.max_running + 2
-    if host_block is None:
-        host_block = HostPool(
+    if host_blocks is None:
+        host_blocks = HostPool(
             shape, options.dtype, budget_bytes=options.host_bytes, pinned=device.type == "cuda"
         )
     executor = CudaExecutor(
@@ -77,7 +77,7 @@ def build_cuda_core(
         ),
         builder=BatchBuilder(kernels, options.block_size),
         arena=arena,
-        store=AdapterStore(shape, options.dtype, device, arena, host_block),
+        store=AdapterStore(shape, options.dtype, device, arena, host_blocks),
         device=device,
         num_seats=num_seats,
     )

@@ -23,7 +23,7 @@ from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment
-from loraplex.engine.executor import AdapterEvent, StepResult
+from loraplex.engine.executor import AdapterEvent, HostTier, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
@@ -121,6 +121,9 @@ class CudaExecutor:
     @property
     def num_pending_loads(self) -> int:
         return self._adapters.num_pending
+
+    def host_tier(self) -> HostTier | None:
+        return self._store.host_tier()
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         return self._adapters.poll(timeout_s)

@@ -1,12 +1,15 @@
 """Adapters kept in the host's memory between the disk and the device, within a budget.
 
-One piece of pinned memory, taken once: pinning is slow, and only from pinned memory does a copy run beside
-the steps, at the full speed of the bus. Used on the loader's thread alone.
+The memory is pinned, as only from there does a copy run beside the steps, at the full speed of the bus.
+Pinning is slow, so it is taken by the shelf, when the first adapter needs it, and kept. Used on the loader's
+thread alone.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final
 
 import torch
 
@@ -15,12 +18,31 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_loader import read_slab
 from loraplex.engine.cuda.adapter_store import ReadSlab, block_bytes, write_block
+from loraplex.engine.executor import HostTier
 
-_UNIT_BYTES = 4096
+_UNIT_BYTES: Final = 4096
+_SHELF_BYTES: Final = 512 << 20
+
+
+class _Shelf:
+    """A piece of memory with some adapters' blocks in it."""
+
+    def __init__(self, num_units: int, pinned: bool) -> None:
+        self.memory = torch.empty(num_units * _UNIT_BYTES, dtype=torch.uint8)
+        if pinned:  # not by torch's allocator, which would round the size up to a power of two
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
+            torch.cuda.check_error(int(error))
+        self.places = Places(num_units)
+        self.places.extend(num_units)
+
+    def block(self, version: str, num_bytes: int) -> torch.Tensor:
+        start, _ = self.places.span_of(version)
+        return self.memory[start * _UNIT_BYTES : start * _UNIT_BYTES + num_bytes]
 
 
 class HostPool:
-    """Blocks by version, those used least recently dropped first. A budget of 0 keeps none."""
+    """Blocks by version, those used least recently dropped first."""
 
     def __init__(
         self,
@@ -30,50 +52,64 @@ class HostPool:
         budget_bytes: int,
         pinned: bool,
         read: ReadSlab = read_slab,
+        shelf_bytes: int = _SHELF_BYTES,
     ) -> None:
         self._shape = shape
         self._dtype = dtype
         self._pinned = pinned
         self._read = read
-        num_units = budget_bytes // _UNIT_BYTES
-        self._memory = torch.empty(num_units * _UNIT_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        self._places = Places(num_units)
-        self._places.extend(num_units)
-        self._versions: OrderedDict[str, None] = OrderedDict()  # least recently used first
+        self._shelf_units = shelf_bytes // _UNIT_BYTES
+        self._budget_units = self._unused_units = budget_bytes // _UNIT_BYTES
+        self._shelves: list[_Shelf] = []
+        self._shelf_of: OrderedDict[str, _Shelf] = OrderedDict()  # least recently used first
 
-    @property
-    def versions(self) -> frozenset[str]:
-        """Of the adapters kept. May be asked for on any thread."""
-        return frozenset(self._versions.copy())
+    def tier(self) -> HostTier:
+        """May be asked for on any thread."""
+        free_units = sum(shelf.places.num_free for shelf in self._shelves) + self._unused_units
+        return HostTier(
+            versions=frozenset(self._shelf_of.copy()),
+            used_bytes=(self._budget_units - free_units) * _UNIT_BYTES,
+            budget_bytes=self._budget_units * _UNIT_BYTES,
+        )
 
     def __call__(self, spec: AdapterSpec) -> torch.Tensor:
         """The adapter's block; valid until the next call."""
-        num_bytes = block_bytes(spec, self._shape, self._dtype)
-        if spec.version in self._versions:
-            self._versions.move_to_end(spec.version)
-            return self._block(spec.version, num_bytes)
-        if not self._make_room(spec.version, num_bytes):
-            block = torch.empty(num_bytes, dtype=torch.uint8)
-            write_block(block, spec, self._shape, self._dtype, self._read)
-            return block
+        version, num_bytes = spec.version, block_bytes(spec, self._shape, self._dtype)
+        shelf = self._shelf_of.get(version)
+        if shelf is not None:
+            self._shelf_of.move_to_end(version)
+            return shelf.block(version, num_bytes)
+        shelf = self._find_room(version, -(-num_bytes // _UNIT_BYTES))
+        block = (
+            torch.empty(num_bytes, dtype=torch.uint8) if shelf is None else shelf.block(version, num_bytes)
+        )
         try:
-            block = self._block(spec.version, num_bytes)
             write_block(block, spec, self._shape, self._dtype, self._read)
         except BaseException:
-            self._places.remove(spec.version)
+            if shelf is not None:
+                shelf.places.remove(version)
             raise
-        self._versions[spec.version] = None
+        if shelf is not None:
+            self._shelf_of[version] = shelf
         return block
 
-    def _make_room(self, version: str, num_bytes: int) -> bool:
-        size = -(-num_bytes // _UNIT_BYTES)
-        if size * _UNIT_BYTES > self._memory.numel():
-            return False
-        while not self._places.put(version, size):
-            oldest, _ = self._versions.popitem(last=False)
-            self._places.remove(oldest)
-        return True
+    def _find_room(self, version: str, size: int) -> _Shelf | None:
+        """A shelf with a place for the version; None if it is larger than any shelf can be."""
+        for shelf in self._candidates(size):
+            if shelf.places.put(version, size):
+                return shelf
+        return None
 
-    def _block(self, version: str, num_bytes: int) -> torch.Tensor:
-        start, _ = self._places.span_of(version)
-        return self._memory[start * _UNIT_BYTES : start * _UNIT_BYTES + num_bytes]
+    def _candidates(self, size: int) -> Iterator[_Shelf]:
+        """Shelves that may have room: those there are, a new one, and those that lose an adapter."""
+        yield from self._shelves
+        if size <= self._unused_units:
+            num_units = min(max(size, self._shelf_units), self._unused_units)
+            shelf = _Shelf(num_units, self._pinned)
+            self._unused_units -= num_units
+            self._shelves.append(shelf)
+            yield shelf
+        while self._shelf_of:
+            oldest, shelf = self._shelf_of.popitem(last=False)
+            shelf.places.remove(oldest)
+            yield shelf

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.triton.kernel import Kernel
 from loraplex.kernels.triton.paged_attention import (
     MIN_DOT,
     attend,
@@ -132,6 +133,7 @@ def _split_tokens(context, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
 
 
 # Tables differ from step to step in width and in where they start: no new kernel for their divisors.
+@Kernel
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["rows", "contexts", "blocks"])
 def _decode_kernel(
     qkv,
@@ -207,6 +209,7 @@ def _decode_kernel(
         tl.store(weights + parts_M, peaks_M + tl.log2(totals_M), mask=members_M < GROUP)
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["rows", "contexts"])
 def _combine_kernel(
     rows,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.triton.kernel import Kernel
 from loraplex.kernels.triton.lora_entries import (
     entry_of,
     group_rank,
@@ -55,6 +56,7 @@ class BlocksLaunch:
         )
 
 
+@Kernel
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["tiles", "entries"])
 def _shrink_blocks(
     x, x_stride, h, h_stride, tiles, entries, table_row,
@@ -84,6 +86,7 @@ def _shrink_blocks(
         tl.store(target, acc, mask=row_mask[:, None] & rank_mask[None, :])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["tiles", "entries"])
 def _expand_blocks(
     y, y_stride, h, h_stride, tiles, entries, table_row,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.lora import TABLE_COLUMNS
+from loraplex.kernels.triton.kernel import Kernel
 
 COLUMNS = tl.constexpr(TABLE_COLUMNS)
 _BLOCK = 1024
@@ -88,6 +89,7 @@ def module_of_block(block, OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.cons
     return module, block - before, out, out_start
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["segments", "tables", "entries"])
 def _gather(segments, tables, entries, num_values, BLOCK: tl.constexpr):
     _, num_rows = segment_of(segments)

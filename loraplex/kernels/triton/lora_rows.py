@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.triton.kernel import Kernel
 from loraplex.kernels.triton.lora_entries import (
     entry_of,
     group_rank,
@@ -52,6 +53,7 @@ class RowsLaunch:
         return cls(expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["segments", "entries"])
 def _shrink_rows(
     x, x_stride, h, h_split_stride, h_stride, segments, entries, table_row,
@@ -78,6 +80,7 @@ def _shrink_rows(
         tl.store(h + split * h_split_stride + row * h_stride + ranks, shrunk, mask=rank_mask)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["segments", "entries"])
 def _expand_rows(
     y, y_stride, h, h_split_stride, h_stride, segments, entries, table_row,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.triton.kernel import Kernel
 from loraplex.kernels.triton.paged_attention import (
     attend,
     check_layout,
@@ -78,6 +79,7 @@ def prefill_attention(
 
 
 # Tables differ from step to step in width and in where they start: no new kernel for their divisors.
+@Kernel
 @triton.jit(
     do_not_specialize=["stride_table"],
     do_not_specialize_on_alignment=["span_starts", "span_lens", "contexts", "blocks"],

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.triton.kernel import Kernel
+
 # A row's heads are shared out: steps of few rows would otherwise leave most of the device idle.
 _HEADS_PER_PROGRAM = 8
 # Eight 16-bit elements of either half are one 16-byte load.
@@ -57,6 +59,7 @@ def rope_and_cache(
 
 
 # These are parts of one buffer, anywhere in it: no new kernel for where they happen to start.
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_and_cache_kernel(
     qkv,

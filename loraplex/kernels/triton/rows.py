@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.triton.kernel import Kernel
+
 # Eight 16-bit elements are one 16-byte load, the widest a thread can make.
 _ELEMENTS_PER_THREAD = 8
 _MAX_WARPS = 16
@@ -101,6 +103,7 @@ def _normalise(x32, weight, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
 
 
 # The number of rows differs from step to step: kernels must not be compiled anew for its divisors.
+@Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x,
@@ -127,6 +130,7 @@ def _rms_norm_kernel(
     tl.store(out + (rows * SIZE)[:, None] + columns[None, :], result, mask=inside)
 
 
+@Kernel
 @triton.jit
 def _add_rms_norm_kernel(
     x,
@@ -152,6 +156,7 @@ def _add_rms_norm_kernel(
     tl.store(out + row * SIZE + columns[None, :], result, mask=inside[None, :])
 
 
+@Kernel
 @triton.jit
 def _silu_mul_kernel(gate_up, out, stride_row, SIZE: tl.constexpr, TILE: tl.constexpr):
     dtype: tl.constexpr = out.dtype.element_ty

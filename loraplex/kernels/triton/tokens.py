@@ -12,11 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.triton.kernel import Kernel
+
 _BLOCK_V = 4096
 _ROWS = 256
 
 
 # Tables are parts of one buffer, anywhere in it: no new kernel for where they happen to start.
+@Kernel
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids", "follows", "seats"])
 def _pick(token_ids, follows, seats, last_tokens, out, num_rows, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -40,6 +43,7 @@ def pick_tokens(
     return out_T
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["seats"])
 def _greedy(logits, stride, seats, last_tokens, out, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0)

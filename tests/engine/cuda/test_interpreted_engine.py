@@ -69,7 +69,9 @@ def interpreted(num_pages: int = 1000) -> Engine:
         max_running=6,
         max_model_len=48,
     )
-    blocks = HostPool(SHAPE, torch.float32, budget_bytes=1 << 18, pinned=False, read=fill_slab)
+    blocks = HostPool(
+        SHAPE, torch.float32, budget_bytes=1 << 18, shelf_bytes=1 << 17, pinned=False, read=fill_slab
+    )
     return build_cuda_core(CONFIG, weights(), options, blocks)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,1 @@
+"""What `benchmarks.gpu_correctness` checks, one file for each section."""

@@ -1,0 +1,139 @@
+"""Section `batch`: a request's text does not depend on what else is in the batch.
+
+Every request runs alone first, in an engine of its own kind; then all run at once in a fresh one, in which
+no prefix cache knows any of them. Both are deterministic in their weights.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from typing import Final
+
+import torch
+
+from benchmarks.correctness.check import Check, Setting, holds, release, within
+from benchmarks.correctness.driving import (
+    Answer,
+    answer_lag,
+    answers,
+    bring_in,
+    greedy_request,
+    random_prompt,
+    text_error,
+)
+from benchmarks.correctness.random_engines import build, distinct_specs
+from loraplex.core.request import EngineRequest
+from loraplex.engine.core import Engine
+from loraplex.model.shapes import config_of_shape
+
+RANKS: Final = (8, 16, 32, 64)
+MEMORY_FRACTION: Final = 0.35
+NUM_TOP: Final = 20
+MARGIN: Final = {torch.bfloat16: 0.15, torch.float32: 1e-3}
+"""Of log-probabilities. Logits of random weights spread by about one; the likeliest of 32,000 lie between
+four and eight, where bfloat16 counts in steps of 1/32: this is a handful of steps."""
+
+
+def batch(setting: Setting) -> list[Check]:
+    (alone,) = _answers(setting, together=False)
+    release()
+    plain, scored = _answers(setting, together=True)
+    margin = MARGIN[setting.engine_dtype]
+    return [*_checks(alone, plain, scored, margin), _shows(alone, margin)]
+
+
+def _answers(setting: Setting, *, together: bool) -> list[dict[str, Answer]]:
+    """One by one with log-probabilities; or all at once, first without them, then with."""
+    engine = build(setting.large_shape, setting)
+    versions = _register(engine, setting)
+    bring_in(engine, versions)
+    scored = _requests(versions, setting, num_top=NUM_TOP)
+    if together:
+        found = [answers(engine, _requests(versions, setting, num_top=None)), answers(engine, scored)]
+    else:
+        found = [{name: one for request in scored for name, one in answers(engine, [request]).items()}]
+    engine.close()
+    return found
+
+
+def _register(engine: Engine, setting: Setting) -> list[str]:
+    num_adapters = 4 if setting.tiny else 64
+    specs = distinct_specs(
+        "batch", setting.large_shape, num_adapters=num_adapters, ranks=RANKS, modules="all"
+    )
+    for spec in specs:
+        engine.add_adapter(spec)
+    return [spec.version for spec in specs]
+
+
+def _requests(versions: list[str], setting: Setting, num_top: int | None) -> list[EngineRequest]:
+    """One for each adapter, and one for the base after every eighth."""
+    vocab_size = config_of_shape(setting.large_shape).shape.vocab_size
+    num_tokens = 6 if setting.tiny else 24
+    lanes: list[str | None] = []
+    for index, version in enumerate(versions):
+        lanes += [version, None] if index % 8 == 0 else [version]
+    return [
+        greedy_request(
+            f"{index}-{version or 'base'}",
+            random_prompt(3 + 37 * max(index, 2) % 150, vocab_size, seed=max(index, 2)),
+            num_tokens,
+            version,
+            logprobs=num_top,
+        )
+        for index, version in enumerate(lanes)
+    ]
+
+
+def _checks(
+    alone: dict[str, Answer], plain: dict[str, Answer], scored: dict[str, Answer], margin: float
+) -> list[Check]:
+    errors = [
+        text_error(plain[name].token_ids, one.token_ids, answer_lag(one)) for name, one in alone.items()
+    ]
+    num_tokens = len(next(iter(alone.values())).token_ids)
+    return [
+        within(
+            "texts",
+            f"greedy texts of {len(alone)} requests in one batch with those of each alone; where one "
+            "differs, by how much its token is less likely than the one chosen alone (log-probabilities)",
+            max(error for error, _ in errors),
+            margin,
+            texts_equal=sum(error == 0.0 for error, _ in errors),
+            tokens_equal=sum(same for _, same in errors),
+            tokens=num_tokens * len(errors),
+        ),
+        within(
+            "log-probabilities",
+            "of the likeliest tokens, as long as batch and alone agree on the text",
+            max(_logprob_error(scored[name], one) for name, one in alone.items()),
+            margin,
+        ),
+    ]
+
+
+def _shows(alone: dict[str, Answer], margin: float) -> Check:
+    """The first three requests have one prompt: were adapters to change nothing, mixing them up would not."""
+    first = [dict(one.logprobs[0].top) for one in list(alone.values())[:3]]
+    nearest = min(
+        max((abs(value - other[token]) for token, value in one.items() if token in other), default=math.inf)
+        for one, other in combinations(first, 2)
+    )
+    return holds(
+        "adapters show",
+        "log-probabilities after one prompt, by two adapters and the base, differ by more than the tolerance",
+        nearest > margin,
+        least_difference=round(nearest, 3) if math.isfinite(nearest) else "no token in common",
+    )
+
+
+def _logprob_error(found: Answer, alone: Answer) -> float:
+    """Of the five likeliest tokens of the batch: all of them must be among the twenty likeliest alone."""
+    worst = 0.0
+    for here, there in zip(found.logprobs, alone.logprobs, strict=True):
+        known = dict(there.top)
+        worst = max(worst, *(abs(value - known.get(token, math.inf)) for token, value in here.top[:5]))
+        if here.token_id != there.token_id:
+            break
+    return worst

@@ -1,0 +1,87 @@
+"""Section `burst`: as many requests as adapters, all at once, with memory for a part of the adapters."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from benchmarks.correctness.check import Check, Setting, holds
+from benchmarks.correctness.driving import Answer, answers, greedy_request, random_prompt
+from benchmarks.correctness.random_engines import build, distinct_specs
+from loraplex.core.request import FinishReason
+from loraplex.core.stats import EngineStats
+from loraplex.model.shapes import config_of_shape
+
+ROOM: Final = 0.4
+"""The engine's memory, as a part of what all adapters would take."""
+_NOT_IN_MEMORY: Final = ("disk", "loading")
+
+
+def burst(setting: Setting) -> list[Check]:
+    shape, rank = setting.large_shape, 16 if setting.tiny else 64
+    num_adapters, prompt_tokens, num_tokens = (24, 20, 4) if setting.tiny else (500, 64, 32)
+    specs = distinct_specs("burst", shape, num_adapters=num_adapters, ranks=[rank], modules="q,k,v")
+    num_bytes = sum(spec.num_params for spec in specs) * setting.engine_dtype.itemsize
+    engine = build(shape, setting, int(num_bytes * ROOM))
+    for spec in specs:
+        engine.add_adapter(spec)
+    vocab_size = config_of_shape(shape).shape.vocab_size
+    ended = answers(
+        engine,
+        [
+            greedy_request(
+                str(index), random_prompt(prompt_tokens, vocab_size, index), num_tokens, spec.version
+            )
+            for index, spec in enumerate(specs)
+        ],
+    )
+    stats = engine.stats()
+    engine.close()
+    return [
+        _answered(ended, num_adapters, num_tokens),
+        _limited(stats),
+        holds(
+            "order",
+            "the order in which requests of equal length end, with that in which they came",
+            True,
+            **_overtaking(list(ended)),
+        ),
+    ]
+
+
+def _answered(ended: dict[str, Answer], num_requests: int, num_tokens: int) -> Check:
+    whole = [
+        answer
+        for answer in ended.values()
+        if answer.finish_reason is FinishReason.LENGTH and len(answer.token_ids) == num_tokens
+    ]
+    errors = sorted({answer.error for answer in ended.values() if answer.error is not None})
+    return holds(
+        "answers",
+        f"{num_requests} requests on as many adapters, handed over at once: all get all their tokens",
+        len(whole) == num_requests,
+        requests=num_requests,
+        answered_in_full=len(whole),
+        errors=errors[:3],
+    )
+
+
+def _limited(stats: EngineStats) -> Check:
+    num_loads = sum(adapter.loads for adapter in stats.adapters)
+    num_resident = sum(adapter.tier not in _NOT_IN_MEMORY for adapter in stats.adapters)
+    return holds(
+        "memory",
+        "not all adapters fit, so that some had to leave for others",
+        num_loads > num_resident,
+        adapter_bytes=sum(adapter.num_bytes for adapter in stats.adapters),
+        adapter_budget_bytes=stats.device_arena_bytes or stats.host_adapter_budget_bytes,
+        loads=num_loads,
+        evictions=num_loads - num_resident,
+        preemptions=stats.num_preemptions,
+        steps=stats.num_steps,
+    )
+
+
+def _overtaking(order: list[str]) -> dict[str, Any]:
+    """Requests are numbered as they came. Those that end in one step end in no order: the scheduler's."""
+    ahead = [int(name) - place for place, name in enumerate(order)]
+    return {"most_places_gained": max(ahead), "most_places_lost": -min(ahead)}

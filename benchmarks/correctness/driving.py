@@ -1,0 +1,111 @@
+"""Engines driven by hand: requests in, answers out, and how two texts are compared."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.correctness.check import Setting
+from loraplex.core.request import EngineRequest, FinishReason, TokenLogprob
+from loraplex.core.sampling import SamplingParams
+from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.core import Engine
+
+TIME_LIMIT_S: Final = 240.0
+MEMORY_FRACTION: Final = 0.25
+"""Of the device, for an engine that shares it with a model of transformers."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """All that came out for one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+def build(folder: Path, dtype: str, setting: Setting, **options: Any) -> Engine:
+    """An engine over a checkpoint."""
+    if setting.device == "cuda":
+        options["memory_fraction"] = MEMORY_FRACTION
+    else:
+        options |= {"kv_memory_bytes": 1 << 24, "host_adapter_memory_bytes": 1 << 26}
+    return build_core(EngineOptions(model=str(folder), device=setting.device, dtype=dtype, **options))
+
+
+def greedy_request(
+    request_id: str, prompt: Sequence[int], num_tokens: int, adapter: str | None = None, **params: Any
+) -> EngineRequest:
+    settings = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **params)
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=list(prompt), params=settings, adapter=adapter
+    )
+
+
+def random_prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def answers(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, Answer]:
+    """All requests at once; in the order in which they ended. Raises if some never do."""
+    for request in requests:
+        engine.add_request(request)
+    under_way: dict[str, Answer] = {request.request_id: Answer() for request in requests}
+    ended: dict[str, Answer] = {}
+    started = time.monotonic()
+    while engine.has_work():
+        if time.monotonic() - started > TIME_LIMIT_S:
+            raise TimeoutError(f"{len(under_way)} of {len(requests)} requests did not end")
+        for output in engine.step():
+            answer = under_way[output.request_id]
+            answer.token_ids += output.token_ids
+            answer.logprobs += output.logprobs
+            answer.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs or ()
+            answer.finish_reason, answer.error = output.finish_reason, output.error
+            if output.finish_reason is not None:
+                ended[output.request_id] = under_way.pop(output.request_id)
+    engine.take_removed_adapters()
+    engine.check_integrity()
+    if under_way:
+        raise RuntimeError(f"{len(under_way)} of {len(requests)} requests were never answered")
+    return ended
+
+
+def bring_in(engine: Engine, versions: Sequence[str]) -> None:
+    """Load adapters by a short request to each, so that those that follow share batches from the start."""
+    answers(engine, [greedy_request(f"bring in {version}", [1], 1, version) for version in versions])
+
+
+def text_error(
+    found: Sequence[int], expected: Sequence[int], lag: Callable[[int, int], float]
+) -> tuple[float, int]:
+    """How unlikely the token at the first difference is, and how many tokens agree before it.
+
+    `lag(place, token)`: by how much that token's logit falls short of the one chosen there, in the run that
+    `expected` is from. Two tokens that are almost equally likely are a tie, which rounding decides; what
+    follows a tie are different texts, and is not compared. 0.0 for equal texts.
+    """
+    if len(found) != len(expected):
+        return float("inf"), 0
+    for place, (token, other) in enumerate(zip(found, expected, strict=True)):
+        if token != other:
+            return lag(place, token), place
+    return 0.0, len(expected)
+
+
+def answer_lag(answer: Answer) -> Callable[[int, int], float]:
+    """The lag by an answer's own log-probabilities; infinite for tokens that are not among the likeliest."""
+
+    def lag(place: int, token: int) -> float:
+        at = answer.logprobs[place]
+        return at.logprob - dict(at.top).get(token, float("-inf"))
+
+    return lag

@@ -1,0 +1,41 @@
+"""Engines with random weights, and adapters that show: each with a scale of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.correctness.check import Setting
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_specs
+from loraplex.engine.core import Engine
+
+
+def build(shape: str, setting: Setting, memory_bytes: int | None = None) -> Engine:
+    """`memory_bytes`: for adapters, and on a GPU for the KV cache too."""
+    return build_random_engine(
+        RandomEngineOptions(
+            shape=shape, device=setting.device, dtype=setting.engine_dtype, memory_bytes=memory_bytes
+        )
+    )
+
+
+def distinct_specs(
+    name: str, shape: str, *, num_adapters: int, ranks: Sequence[int], modules: str
+) -> list[AdapterSpec]:
+    """Random adapters of one size share their weights on the host; scales tell them apart.
+
+    With rank r, the weights' spread and these scales, adapters change the outputs of the linears by a good
+    part of their size: an adapter that is mistaken for another changes every text.
+    """
+    specs = random_specs(name, shape, num_adapters=num_adapters, ranks=ranks, modules=modules)
+    return [
+        replace(
+            spec,
+            modules=tuple(
+                replace(lora, scale=(1 - 2 * (index % 2)) * (1 + index / num_adapters) * 16 / lora.rank**0.5)
+                for lora in spec.modules
+            ),
+        )
+        for index, spec in enumerate(specs)
+    ]
