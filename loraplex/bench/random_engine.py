@@ -37,13 +37,15 @@ _BLOCK_SIZE = 16
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomEngineOptions:
     """What a benchmark may choose of its engine. `memory_bytes`: for adapters, on a GPU together with the KV
-    cache; None: a gigabyte, or what a GPU has."""
+    cache; None: a gigabyte, or what a GPU has. `padded_to`: on a GPU, pad adapters to the largest rank of
+    their batch, up to this one."""
 
     shape: str
     device: str
     dtype: torch.dtype
     max_step_tokens: int = 2048
     memory_bytes: int | None = None
+    padded_to: int | None = None
 
 
 def build_random_engine(options: RandomEngineOptions) -> Engine:
@@ -60,6 +62,7 @@ def build_random_engine(options: RandomEngineOptions) -> Engine:
         cuda_options = CudaOptions(
             dtype=options.dtype,
             arena_bytes=options.memory_bytes,
+            padded_to=options.padded_to,
             max_step_tokens=options.max_step_tokens,
         )
         return build_cuda_core(config, weights, cuda_options, _RandomBlocks(config.shape, options.dtype))

@@ -45,6 +45,9 @@ _Adapters = Annotated[Adapters, typer.Option(help="One for all requests, or one 
 _Rank = Annotated[int, typer.Option(min=1, max=512, help="Rank of every adapter.")]
 _Ranks = Annotated[str, typer.Option(help="Ranks in turn, e.g. 8,16,32,64; instead of --rank.")]
 _Modules = Annotated[str, typer.Option(help="Targeted linears: q,k,v or all.")]
+_Padded = Annotated[
+    bool, typer.Option(help="For comparison: pad every adapter to the largest rank of its batch. GPU only.")
+]
 _Prompt = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 _Output = Annotated[int, typer.Option(min=16, help="Tokens of each answer.")]
 _Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one that is not.")]
@@ -72,6 +75,7 @@ def decode(
     rank: _Rank = 64,
     ranks: _Ranks = "",
     modules: _Modules = "q,k,v",
+    padded: _Padded = False,
     prompt_tokens: _Prompt = 128,
     output_tokens: _Output = 256,
     repeats: _Repeats = 3,
@@ -101,6 +105,7 @@ def prefill(
     rank: _Rank = 64,
     ranks: _Ranks = "",
     modules: _Modules = "q,k,v",
+    padded: _Padded = False,
     prompt_tokens: _Prompt = 512,
     repeats: _Repeats = 10,
     json_out: _Json = None,
@@ -155,6 +160,7 @@ def serve(
     rank: _Rank = 64,
     ranks: _Ranks = "",
     modules: _Modules = "q,k,v",
+    padded: _Padded = False,
     max_step_tokens: Annotated[int, typer.Option(min=16, help="Prompt tokens in one step.")] = 2048,
     warm_up: Annotated[bool, typer.Option(help="Capture graphs and compile kernels before.")] = True,
     json_out: _Json = None,
@@ -193,12 +199,16 @@ def _set_up(options: dict[str, Any], num_adapters: int) -> _Bench:
         random_specs,
     )
     from loraplex.engine.build import DTYPES
+    from loraplex.kernels.lora import padded_rank
     from loraplex.model.shapes import config_of_shape
 
     options = options | _resolved(options)
     if options["dtype"] not in DTYPES:
         raise typer.BadParameter(f"choose {', '.join(DTYPES)}", param_hint="--dtype")
     ranks = _rank_list(options["ranks"]) or [options["rank"]]
+    padded = options.get("padded", False)
+    if padded and options["device"] != "cuda":
+        raise typer.BadParameter("adapters are padded on a GPU only", param_hint="--padded")
     started = time.perf_counter()
     engine = build_random_engine(
         RandomEngineOptions(
@@ -206,6 +216,7 @@ def _set_up(options: dict[str, Any], num_adapters: int) -> _Bench:
             device=options["device"],
             dtype=DTYPES[options["dtype"]],
             max_step_tokens=options.get("max_step_tokens", 2048),
+            padded_to=padded_rank(max(ranks)) if padded else None,
         )
     )
     specs = random_specs(

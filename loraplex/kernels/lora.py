@@ -8,8 +8,8 @@ kernels walk it rank by rank and write whole output rows.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -44,15 +44,25 @@ class LoraWeights:
 
     `table_LM` is the same for compiled kernels: one int64 row for each layer and module (in the order of
     `core.modules.MODULES`) with the columns below; rank 0 means that the adapter leaves the module alone.
-    Weights on a GPU are found through the table alone, and count their addresses from it: `groups` is empty
-    then. `touched`: the groups that
-    the adapter has in any layer.
+    Weights on a GPU are found through the table alone, whose addresses count from itself: `groups` is empty
+    then. `touched`: the groups that the adapter has in any layer. `copies`: of an adapter that is padded to
+    its batch, padded rank -> bytes from this table to that of the copy with this rank.
     """
 
     groups: tuple[dict[str, LoraGroup], ...]
     table_LM: torch.Tensor
     max_rank: int
     touched: frozenset[str]
+    copies: Mapping[int, int] = field(default_factory=dict)
+
+    def table_address(self, batch_rank: int) -> int:
+        """For a batch whose largest rank this is."""
+        return self.table_LM.data_ptr() + self.copies.get(padded_rank(batch_rank), 0)
+
+
+def padded_rank(rank: int) -> int:
+    """The next power of two."""
+    return 1 << (rank - 1).bit_length()
 
 
 TABLE_COLUMNS: Final = 6

@@ -28,6 +28,16 @@ from loraplex.kernels.lora import TABLE_COLUMNS, LoraWeights
 ReadSlab = Callable[[AdapterSpec, SlabLayout, torch.Tensor], object]
 
 
+class Padding(Protocol):
+    """`padding.Padding`, for comparisons."""
+
+    def num_bytes(self, spec: AdapterSpec) -> int: ...
+
+    def offsets(self, spec: AdapterSpec) -> dict[int, int]:
+        """Of the copies in an adapter's block."""
+        ...
+
+
 class HostBlocks(Protocol):
     """Adapters' blocks in host memory."""
 
@@ -85,7 +95,10 @@ class AdapterStore:
         device: torch.device,
         arena: DeviceArena,
         host_blocks: HostBlocks,
+        padding: Padding | None = None,
     ) -> None:
+        """`padding`: how adapters are padded to their batches, if they are; `host_blocks` has them so."""
+        self._padding = padding
         self._shape = shape
         self._dtype = dtype
         self._arena = arena
@@ -93,6 +106,8 @@ class AdapterStore:
         self._stream = SideStream(device)
 
     def num_bytes(self, spec: AdapterSpec) -> int:
+        if self._padding is not None:
+            return self._padding.num_bytes(spec)
         return block_bytes(spec, self._shape, self._dtype)
 
     def host_tier(self) -> HostTier | None:
@@ -111,6 +126,7 @@ class AdapterStore:
             table_LM=self._table_at(place),
             max_rank=spec.max_rank,
             touched=frozenset(group for groups in layout.layers for group in groups),
+            copies={} if self._padding is None else self._padding.offsets(spec),
         )
 
     def moved(self, weights: LoraWeights, place: int) -> LoraWeights:

@@ -15,6 +15,7 @@ from loraplex.engine.cuda.adapter_store import AdapterStore, HostBlocks
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
 from loraplex.engine.cuda.host_pool import HostPool
+from loraplex.engine.cuda.padding import PaddedBlocks, Padding
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
 from loraplex.kernels.triton.triton_kernels import TritonKernels
@@ -34,7 +35,8 @@ _RESERVE_BYTES: Final = 4 << 30
 class CudaOptions:
     """What a user may choose. `memory_fraction`: of the device's memory, for all that the engine holds;
     `arena_bytes`: instead of it, what KV blocks and adapters have together. `host_bytes`: the budget for
-    adapters in host memory."""
+    adapters in host memory. `padded_to`: for comparison, pad adapters to the largest rank of their batch,
+    which may be this one at the most, a power of two."""
 
     dtype: torch.dtype = torch.bfloat16
     memory_fraction: float = DEFAULT_MEMORY_FRACTION
@@ -44,6 +46,7 @@ class CudaOptions:
     max_step_tokens: int = 2048
     max_running: int = 256
     block_size: int = 16
+    padded_to: int | None = None
 
 
 def build_cuda_core(
@@ -65,6 +68,10 @@ def build_cuda_core(
         host_blocks = HostPool(
             shape, options.dtype, budget_bytes=options.host_bytes, pinned=device.type == "cuda"
         )
+    padding = None
+    if options.padded_to is not None:
+        padding = Padding(shape=shape, dtype=options.dtype, max_rank=options.padded_to)
+        host_blocks = PaddedBlocks(padding, host_blocks, pinned=device.type == "cuda")
     executor = CudaExecutor(
         decoder=decoder,
         runner=StepRunner(
@@ -77,7 +84,7 @@ def build_cuda_core(
         ),
         builder=BatchBuilder(kernels, options.block_size),
         arena=arena,
-        store=AdapterStore(shape, options.dtype, device, arena, host_blocks),
+        store=AdapterStore(shape, options.dtype, device, arena, host_blocks, padding),
         device=device,
         num_seats=num_seats,
     )

@@ -134,8 +134,9 @@ class TritonKernels(TorchKernels):
         """Segments for the host's half of a step; None if no row has an adapter."""
         if not segments:
             return None
+        batch_rank = max(s.weights.max_rank for s in segments)
         return StepSegments(
             spans_N2=np.array([(s.start, s.end - s.start) for s in segments], dtype=np.int64),
-            tables_N=np.array([s.weights.table_LM.data_ptr() for s in segments], dtype=np.int64),
+            tables_N=np.array([s.weights.table_address(batch_rank) for s in segments], dtype=np.int64),
             groups=frozenset().union(*(s.weights.touched for s in segments)),
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,15 +14,17 @@ from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.random_engine import random_specs
 from loraplex.core.errors import CapacityError
+from loraplex.core.modules import MODULES
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
-from loraplex.engine.cuda.adapter_store import block_bytes
+from loraplex.engine.cuda.adapter_store import block_bytes, table_bytes
 from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.host_pool import HostPool
+from loraplex.engine.cuda.padding import Padding
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
@@ -61,8 +64,9 @@ def read(spec: AdapterSpec) -> LoraWeights:
     return slab_weights(slab, layout, spec.max_rank)
 
 
-def interpreted(num_pages: int = 1000) -> Engine:
+def interpreted(num_pages: int = 1000, padded_to: int | None = None) -> Engine:
     options = CudaOptions(
+        padded_to=padded_to,
         dtype=torch.float32,
         arena_bytes=num_pages * page_bytes(SHAPE, BLOCK_SIZE, torch.float32),
         max_step_tokens=24,
@@ -108,11 +112,14 @@ def requests() -> list[EngineRequest]:
     ]
 
 
-def texts(build: Callable[[], Engine]) -> dict[str, list[int]]:
+def texts(build: Callable[[], Engine], specs: Sequence[AdapterSpec] = SPECS) -> dict[str, list[int]]:
     engine = build()
-    for spec in SPECS:
+    for spec in specs:
         engine.add_adapter(spec)
+    known = (None, *(spec.version for spec in specs))
     for request in requests():
+        if request.adapter not in known:
+            continue
         engine.add_request(request)
     done = run_to_end(engine)
     engine.close()
@@ -131,6 +138,52 @@ def test_memory_for_one_adapter_at_a_time_changes_no_text(monkeypatch: pytest.Mo
     num_pages = largest // page_bytes(SHAPE, BLOCK_SIZE, torch.float32) + 5
     assert texts(lambda: interpreted(num_pages)) == texts(plain)
     assert moves
+
+
+def test_a_padded_adapter_has_the_same_product_and_reads_the_rank_of_its_batch() -> None:
+    padding = Padding(shape=SHAPE, dtype=torch.float32, max_rank=32)
+    spec = SPECS[1]  # rank 7
+    pool = HostPool(SHAPE, torch.float32, budget_bytes=0, pinned=False, read=fill_slab)
+    block = padding.block(spec, pool(spec))
+    offsets = padding.offsets(spec)
+    assert list(offsets) == [8, 16, 32]
+    own = deltas(pool(spec))
+    for rank, offset in offsets.items():
+        found = deltas(block[offset:])
+        assert found.keys() == own.keys()
+        assert {ranks for ranks, _ in found.values()} == {rank}
+        for place, (_, delta) in found.items():
+            torch.testing.assert_close(delta, own[place][1])
+    weights = LoraWeights(groups=(), table_LM=block, max_rank=7, touched=frozenset(), copies=offsets)
+    assert weights.table_address(17) == block.data_ptr() + offsets[32]
+
+
+def deltas(block: torch.Tensor) -> dict[tuple[int, int], tuple[int, torch.Tensor]]:
+    """Rank and scale * B A of every layer and module that a block's table knows."""
+    table = block[: table_bytes(SHAPE)].view(torch.int64).view(SHAPE.num_layers, len(MODULES), -1)
+    found = {}
+    for layer, module in table[..., 2].nonzero().tolist():
+        a, b, rank, _, out_features, bits = table[layer, module].tolist()
+        in_features = SHAPE.in_features(MODULES[module])
+        a_RI = block[a : a + 4 * rank * in_features].view(torch.float32).view(rank, in_features)
+        b_RO = block[b : b + 4 * rank * out_features].view(torch.float32).view(rank, out_features)
+        scale = struct.unpack("f", struct.pack("i", bits))[0]
+        found[layer, module] = (rank, scale * b_RO.t() @ a_RI)
+    return found
+
+
+def test_padding_changes_no_text() -> None:
+    def padded() -> Engine:
+        return interpreted(padded_to=32)
+
+    assert texts(padded, SPECS[:2]) == texts(plain, SPECS[:2])
+
+
+def test_a_rank_above_the_padded_one_is_refused() -> None:
+    engine = interpreted(padded_to=16)
+    with pytest.raises(CapacityError, match="rank 20, ranks are padded to 16"):
+        engine.add_adapter(SPECS[2])
+    engine.close()
 
 
 def test_an_adapter_larger_than_the_arena_is_refused_by_size() -> None:

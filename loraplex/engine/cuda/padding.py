@@ -1,0 +1,108 @@
+"""Adapters padded to the largest rank of their batch, as engines do that keep them in slots of one size.
+
+For comparison only. An adapter is kept in several copies, one for every power of two from its own rank up to
+a limit, filled up with zeros; a batch reads from all its adapters the copies for its largest rank. So what a
+batch reads is what padding makes it read, by the same kernels that read no more than an adapter has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Final
+
+import torch
+
+from loraplex.adapters.slab import ModuleSlot, SlabLayout, slab_layout
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.errors import CapacityError
+from loraplex.core.shape import ModelShape
+from loraplex.engine.cuda.adapter_store import HostBlocks, block_bytes, table_bytes, write_table
+from loraplex.kernels.lora import padded_rank
+
+_ALIGNMENT: Final = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padding:
+    """`max_rank`: the largest an adapter may have, a power of two."""
+
+    shape: ModelShape
+    dtype: torch.dtype
+    max_rank: int
+
+    def offsets(self, spec: AdapterSpec) -> dict[int, int]:
+        """Rank -> first byte of the copy for it, in an adapter's block."""
+        offsets, cursor = {}, 0
+        for rank, copy in self._copies(spec):
+            offsets[rank] = cursor
+            cursor += -(-block_bytes(copy, self.shape, self.dtype) // _ALIGNMENT) * _ALIGNMENT
+        return offsets
+
+    def num_bytes(self, spec: AdapterSpec) -> int:
+        """Of all copies. Raises CapacityError for an adapter above the limit."""
+        if spec.max_rank > self.max_rank:
+            raise CapacityError(f"the adapter has rank {spec.max_rank}, ranks are padded to {self.max_rank}")
+        last = max(self.offsets(spec).items())
+        return last[1] + block_bytes(_with_rank(spec, last[0]), self.shape, self.dtype)
+
+    def block(self, spec: AdapterSpec, plain: torch.Tensor) -> torch.Tensor:
+        """All copies of an adapter whose block this is."""
+        block = torch.zeros(self.num_bytes(spec), dtype=torch.uint8)
+        header, layout = table_bytes(self.shape), slab_layout(spec, self.shape)
+        source = plain[header:].view(self.dtype)
+        offsets = self.offsets(spec)
+        for rank, copy in self._copies(spec):
+            end = offsets[rank] + block_bytes(copy, self.shape, self.dtype)
+            part = block[offsets[rank] : end]
+            write_table(part, copy, self.shape, self.dtype)
+            _copy_slab(source, layout, part[header:].view(self.dtype), slab_layout(copy, self.shape))
+        return block
+
+    def _copies(self, spec: AdapterSpec) -> Iterator[tuple[int, AdapterSpec]]:
+        rank = padded_rank(spec.max_rank)
+        while rank <= self.max_rank:
+            yield rank, _with_rank(spec, rank)
+            rank *= 2
+
+
+class PaddedBlocks:
+    """`HostBlocks` of padded adapters, made once and kept."""
+
+    def __init__(self, padding: Padding, plain: HostBlocks, *, pinned: bool) -> None:
+        self._padding = padding
+        self._plain = plain
+        self._pinned = pinned
+        self._blocks: dict[str, torch.Tensor] = {}
+
+    def __call__(self, spec: AdapterSpec) -> torch.Tensor:
+        block = self._blocks.get(spec.version)
+        if block is None:
+            block = self._padding.block(spec, self._plain(spec))
+            self._blocks[spec.version] = block = block.pin_memory() if self._pinned else block
+        return block
+
+    def tier(self) -> None:
+        return None
+
+
+def _with_rank(spec: AdapterSpec, rank: int) -> AdapterSpec:
+    return replace(spec, modules=tuple(replace(lora, rank=rank) for lora in spec.modules))
+
+
+def _copy_slab(
+    source: torch.Tensor, source_layout: SlabLayout, target: torch.Tensor, target_layout: SlabLayout
+) -> None:
+    """The rows an adapter has, to the beginning of those that the padded one has."""
+    for here, there in zip(_slots(source_layout), _slots(target_layout), strict=True):
+        rank = here.lora.rank
+        for size, start, new_start in (
+            (rank * here.in_features, here.a_start, there.a_start),
+            (rank * here.out_features, here.b_start, there.b_start),
+        ):
+            target[new_start : new_start + size] = source[start : start + size]
+
+
+def _slots(layout: SlabLayout) -> Iterator[ModuleSlot]:
+    return chain.from_iterable(slots for groups in layout.layers for slots in groups.values())
