@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loraplex.core.errors import ModelError
-from loraplex.core.modules import GROUPS, module_path
+from loraplex.core.modules import GROUPS, MODULES, module_path
 from loraplex.model.config import ModelConfig
+from loraplex.model.sharding import WHOLE, Shard
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in all)."""
@@ -36,7 +37,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """All weights of a model, on one device in one dtype."""
+    """All weights of a model, on one device in one dtype.
+
+    Those of a shard: its part of each linear, a part of `lm_head_VH`, and the embedding and norms whole.
+    """
 
     embedding_VH: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -45,16 +49,21 @@ class ModelWeights:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, progress: Progress | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    shard: Shard = WHOLE,
 ) -> ModelWeights:
-    """Read a checkpoint into CPU memory."""
+    """Read a checkpoint, or a shard of it, into CPU memory. `config` is that of the whole model."""
     wanted = _expected_shapes(config)
     tensors: dict[str, torch.Tensor] = {}
     files = _weight_files(folder)
     total_bytes, read_bytes = sum(file.stat().st_size for file in files), 0
     for file in files:
         for name, tensor in _tensors_of(file, wanted):
-            tensors[name] = tensor.to(dtype)
+            # A tensor is mapped, and only the shard's part of it is read.
+            tensors[name] = _part_of(name, tensor, shard).to(dtype)
             read_bytes += tensor.numel() * tensor.element_size()
             if progress is not None:
                 progress(min(read_bytes, total_bytes), total_bytes)
@@ -64,7 +73,16 @@ def load_weights(
             f"{folder} lacks {len(missing)} tensors of a {config.architecture}: {_some(missing)}. "
             "The checkpoint is incomplete, or its config.json belongs to another model."
         )
-    return _stack(tensors, config)
+    return _stack(tensors, config, shard)
+
+
+def _part_of(name: str, tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
+    if name == "lm_head.weight":
+        return shard.vocabulary(tensor)
+    *_, module, kind = name.split(".")
+    if module not in MODULES:
+        return tensor
+    return shard.linear(module, tensor) if kind == "weight" else shard.bias(module, tensor)
 
 
 def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -140,7 +158,7 @@ def _is_redundant(name: str, wanted: dict[str, tuple[int, ...]]) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in wanted)
 
 
-def _stack(tensors: dict[str, torch.Tensor], config: ModelConfig) -> ModelWeights:
+def _stack(tensors: dict[str, torch.Tensor], config: ModelConfig, shard: Shard) -> ModelWeights:
     layers = []
     for layer in range(config.shape.num_layers):
         prefix = f"model.layers.{layer}"
@@ -161,11 +179,12 @@ def _stack(tensors: dict[str, torch.Tensor], config: ModelConfig) -> ModelWeight
             )
         )
     embedding = tensors["model.embed_tokens.weight"]
+    tied = config.tie_word_embeddings
     return ModelWeights(
         embedding_VH=embedding,
         layers=tuple(layers),
         final_norm_H=tensors["model.norm.weight"],
-        lm_head_VH=embedding if config.tie_word_embeddings else tensors["lm_head.weight"],
+        lm_head_VH=shard.vocabulary(embedding) if tied else tensors["lm_head.weight"],
     )
 
 
