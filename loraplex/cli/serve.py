@@ -41,6 +41,10 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Context length in tokens; the model's by default.")
     ] = None,
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(min=1, help="Processes that share the model; memory is what each of them may take."),
+    ] = 1,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the base model; --model as given by default.")
     ] = None,
@@ -69,6 +73,7 @@ def serve(
                 kv_memory_bytes=kv_memory_bytes,
                 host_adapter_memory_bytes=adapter_bytes,
                 max_model_len=max_model_len,
+                tensor_parallel=tensor_parallel,
             ),
             served_model_name=served_model_name,
             adapter_dirs=tuple(adapters or ()),

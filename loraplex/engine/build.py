@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -12,14 +13,19 @@ import torch
 from loraplex.adapters.residency import Residency
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.shape import ModelShape
+from loraplex.engine.adapter_loader import read_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
+from loraplex.engine.executor import Executor
 from loraplex.engine.machine import available_bytes
+from loraplex.engine.parallel.start import start_parallel
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.interface import Kernels
 from loraplex.kernels.reference import TorchKernels
+from loraplex.model.collective import SOLO, Collective
 from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.decoder import Decoder, KVCache
+from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.source import resolve_model
 from loraplex.model.weights import load_weights
 from loraplex.scheduling.blocks import BlockPool
@@ -47,7 +53,11 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """What a user may choose of an engine. None: decided from the model and the machine."""
+    """What a user may choose of an engine. None: decided from the model and the machine.
+
+    `tensor_parallel`: processes that share the model, each with a part of it, of every adapter and of the KV
+    cache. Memory is what each of them may take; `num_threads` is for all of them together.
+    """
 
     model: str
     device: str = "auto"
@@ -60,44 +70,89 @@ class EngineOptions:
     block_size: int = 16
     num_threads: int | None = None
     runs_ahead: bool | None = None
+    tensor_parallel: int = 1
 
 
 def build_core(options: EngineOptions, progress: Progress | None = None) -> Engine:
     """Load the model and allocate its memory. Raises ModelError or CapacityError with the fix."""
     report = progress or (lambda phase, fraction: None)
     _check_device(options.device)
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
+    num_shards, num_threads = options.tensor_parallel, _threads_of_each(options)
     folder = resolve_model(options.model)
-    config = load_config(folder)
+    config = Shard(index=0, count=num_shards).config(load_config(folder))
     dtype = _choose_dtype(options.dtype)
     pool, max_model_len = _plan_memory(options, config, dtype)
-    kernels = _choose_kernels(config, dtype)
-    decoder = _load_decoder(folder, config, dtype, kernels, max_model_len, report)
-    executor = TorchExecutor(
-        decoder=decoder,
-        caches=[
-            KVCache.zeros(config.shape, pool.num_blocks, pool.block_size, dtype)
-            for _ in range(config.shape.num_layers)
-        ],
-        builder=BatchBuilder(kernels, options.block_size),
-        dtype=dtype,
-        runs_ahead=bool(options.runs_ahead),
+    build = partial(
+        build_executor,
+        replace(options, model=str(folder)),
+        num_blocks=pool.num_blocks,
+        max_model_len=max_model_len,
     )
+    executor: Executor
+    if num_shards == 1:
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
+        executor = build(WHOLE, SOLO, report)
+    else:
+        executor = start_parallel(
+            build, count=num_shards, device="cpu", num_threads=num_threads, report=report
+        )
     budget = options.host_adapter_memory_bytes
     if budget is None:
-        budget = min(int(available_bytes() * _DEFAULT_ADAPTER_SHARE), _MAX_DEFAULT_ADAPTER_BYTES)
+        share = _DEFAULT_ADAPTER_SHARE / num_shards
+        budget = min(int(available_bytes() * share), _MAX_DEFAULT_ADAPTER_BYTES)
     report("ready", 1.0)
     return Engine(
         config=SchedulerConfig(
             max_model_len=max_model_len,
-            work=_plan_work(options, config.shape),
+            work=_plan_work(options, config.shape, num_threads),
             max_running=options.max_running,
         ),
         pool=pool,
         residency=Residency(budget),
         executor=executor,
     )
+
+
+def build_executor(
+    options: EngineOptions,
+    shard: Shard,
+    collective: Collective,
+    report: Progress,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+) -> TorchExecutor:
+    """Load a shard and allocate its memory; every process of an engine does so with the same numbers."""
+    folder = Path(options.model)
+    config, dtype = load_config(folder), _choose_dtype(options.dtype)
+    local = shard.config(config)
+    kernels = _choose_kernels(local, dtype)
+
+    def on_bytes(done: int, total: int) -> None:
+        report("reading weights", 0.9 * done / max(total, 1))
+
+    weights = load_weights(folder, config, dtype, on_bytes, shard)
+    report("preparing weights", 0.9)
+    return TorchExecutor(
+        decoder=Decoder(local, weights, kernels, max_model_len, collective),
+        caches=[
+            KVCache.zeros(local.shape, num_blocks, options.block_size, dtype)
+            for _ in range(local.shape.num_layers)
+        ],
+        builder=BatchBuilder(kernels, options.block_size),
+        dtype=dtype,
+        runs_ahead=bool(options.runs_ahead),
+        read=lambda spec: read_weights(spec, local.shape, dtype, shard),
+    )
+
+
+def _threads_of_each(options: EngineOptions) -> int:
+    """Threads of each process: they share the machine's, or those that the user gives."""
+    if options.tensor_parallel < 1:
+        raise ModelError(f"--tensor-parallel must be at least 1, not {options.tensor_parallel}")
+    num_threads = torch.get_num_threads() if options.num_threads is None else options.num_threads
+    return max(num_threads // options.tensor_parallel, 1)
 
 
 def _check_device(device: str) -> None:
@@ -124,45 +179,31 @@ def _choose_kernels(config: ModelConfig, dtype: torch.dtype) -> Kernels:
     return TorchKernels()
 
 
-def _load_decoder(
-    folder: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    kernels: Kernels,
-    max_model_len: int,
-    report: Progress,
-) -> Decoder:
-    def on_bytes(done: int, total: int) -> None:
-        report("reading weights", 0.9 * done / max(total, 1))
-
-    weights = load_weights(folder, config, dtype, on_bytes)
-    report("preparing weights", 0.9)
-    return Decoder(config, weights, kernels, max_model_len)
-
-
-def _plan_work(options: EngineOptions, shape: ModelShape) -> StepWork:
+def _plan_work(options: EngineOptions, shape: ModelShape, num_threads: int) -> StepWork:
     """Steps that take roughly as long whatever the model and the context are."""
     max_tokens = options.max_step_tokens
     if max_tokens is None:
-        affordable = int(torch.get_num_threads() * _STEP_FLOPS_PER_THREAD / shape.linear_flops)
+        affordable = int(num_threads * _STEP_FLOPS_PER_THREAD / shape.linear_flops)
         max_tokens = max(_MIN_STEP_TOKENS, min(affordable, _MAX_STEP_TOKENS))
     position_cost = _ATTENTION_FACTOR * shape.attention_flops / shape.linear_flops
     return StepWork(max_tokens=max_tokens, position_cost=position_cost)
 
 
 def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> tuple[BlockPool, int]:
-    """KV blocks for the budget, and the longest context they and the model allow."""
+    """KV blocks of each process for its budget, and the longest context they and the model allow."""
     shape = config.shape
+    available = available_bytes() // options.tensor_parallel
     token_bytes = 2 * shape.num_layers * shape.kv_size * dtype.itemsize
     budget = options.kv_memory_bytes
     if budget is None:
-        budget = min(int(available_bytes() * _DEFAULT_KV_SHARE), _MAX_DEFAULT_KV_BYTES)
+        budget = min(int(available * _DEFAULT_KV_SHARE), _MAX_DEFAULT_KV_BYTES)
         # No more than every request the engine runs at once could ever fill.
         budget = min(budget, options.max_running * shape.max_position * token_bytes)
     num_blocks = budget // (token_bytes * options.block_size)
-    if budget > available_bytes():
+    if budget > available:
+        each = "" if options.tensor_parallel == 1 else f" to each of {options.tensor_parallel} processes"
         raise CapacityError(
-            f"--kv-memory asks for {budget:,} bytes, this machine has {available_bytes():,} to give"
+            f"--kv-memory asks for {budget:,} bytes, this machine has {available:,} to give{each}"
         )
     if num_blocks < 2:
         raise CapacityError(
