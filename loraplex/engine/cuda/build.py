@@ -18,6 +18,7 @@ from loraplex.engine.cuda.executor import CudaExecutor
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
 from loraplex.kernels.triton.triton_kernels import TritonKernels
+from loraplex.model.collective import SOLO, Collective
 from loraplex.model.config import ModelConfig
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.weights import ModelWeights
@@ -49,16 +50,18 @@ def build_cuda_core(
     weights: ModelWeights,
     options: CudaOptions,
     host_block: Callable[[AdapterSpec], torch.Tensor] | None = None,
+    collective: Collective = SOLO,
 ) -> Engine:
     """An engine over weights that are on the device already.
 
     `host_block`: where adapters come from, if not from their folders (`adapter_store.HostBlocks`).
+    `config` and `weights` may be a shard's, whose `collective` this is; adapters must be cut likewise then.
     """
     device = weights.embedding_VH.device
     shape = config.shape
     kernels = TritonKernels(shape, device)
     max_model_len = options.max_model_len or shape.max_position
-    decoder = Decoder(config, weights, kernels, max_model_len)
+    decoder = Decoder(config, weights, kernels, max_model_len, collective)
     free_bytes = options.free_bytes
     if free_bytes is None:
         free_bytes = _free_bytes(device, options.memory_fraction)

@@ -111,7 +111,9 @@ class CudaExecutor:
             frozenset(group for groups in layout.layers for group in groups)
             for layout in (slab_layout(spec, self._decoder.config.shape) for spec in specs)
         }
-        for groups in {frozenset(), *touched, frozenset().union(*touched)}:
+        # In an order of their own: sets of names have another one in every process, and the processes that
+        # share a model must capture its collectives in step.
+        for groups in sorted({frozenset(), *touched, frozenset().union(*touched)}, key=sorted):
             self._runner.warm_up(groups)
 
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
