@@ -6,7 +6,6 @@ same to the last bit in all of them, so that all sample the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -30,10 +29,6 @@ class Collective(Protocol):
         """The columns of all processes side by side, padding beyond `num_columns` cut off."""
         ...
 
-    def abort(self) -> None:
-        """Give up what is under way, from any thread: one of the others is gone."""
-        ...
-
 
 class Solo:
     """One process has the whole model."""
@@ -44,21 +39,16 @@ class Solo:
     def gather_columns(self, x_LV: torch.Tensor, num_columns: int) -> torch.Tensor:
         return x_LV
 
-    def abort(self) -> None:
-        pass
-
 
 SOLO: Final = Solo()
 
 
 class GroupCollective:
-    """Over a process group of torch.distributed that belongs to this object alone."""
+    """Over a process group of torch.distributed that belongs to this object alone: gloo's."""
 
-    def __init__(self, group: Any, count: int, abort: Callable[[], None] | None = None) -> None:
-        """`abort`: how to end what waits for a process that is gone, if it does not end by itself."""
+    def __init__(self, group: Any, count: int) -> None:
         self._group = group
         self._count = count
-        self._abort = abort
 
     def all_reduce(self, x: torch.Tensor) -> None:
         self._group.allreduce([x]).wait()
@@ -76,14 +66,35 @@ class GroupCollective:
         return gathered_LV
 
     def abort(self) -> None:
-        if self._abort is not None:
-            self._abort()
+        """End what is under way in other threads, as one of the processes is gone.
+
+        Here it ends by itself, with the connections of that process.
+        """
+
+    def close(self) -> None:
+        """Leave the group; processes that wait for this one stop waiting."""
+        self._group = None
+
+
+class NcclCollective(GroupCollective):
+    """Between CUDA devices; all of it may be captured in graphs."""
+
+    def abort(self) -> None:
+        group = self._group  # another thread may be closing
+        if group is not None:
+            group.abort()  # else kernels wait for ever
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+        super().close()
 
 
 def connect(shard: Shard, rendezvous: Path, device: torch.device) -> GroupCollective:
     """Meet the other shards' processes by a file that all of them name; returns when all are there.
 
-    gloo between CPUs, over the loopback interface; NCCL between CUDA devices, one for each process.
+    gloo between CPUs, over the loopback interface; NCCL between CUDA devices, one for each process. gloo has
+    no more use for the file then; NCCL looks into it until it is closed, and hangs if there is none.
     """
     # Made by hand, not by `init_process_group`: that one belongs to the whole process, and an application
     # that embeds an engine may have one of its own.
@@ -97,13 +108,13 @@ def connect(shard: Shard, rendezvous: Path, device: torch.device) -> GroupCollec
         options = nccl.Options()
         options._timeout = _TIMEOUT
         group = nccl(store, shard.index, shard.count, options)
-        collective = GroupCollective(group, shard.count, group.abort)
+        collective: GroupCollective = NcclCollective(group, shard.count)
     else:
         gloo = distributed.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = _TIMEOUT
         group = gloo(store, shard.index, shard.count, options)
-        collective = GroupCollective(group, shard.count)  # its connections end with the process
+        collective = GroupCollective(group, shard.count)
     collective.all_reduce(torch.zeros(1, device=device))  # NCCL connects with the first operation
     return collective

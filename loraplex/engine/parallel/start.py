@@ -46,10 +46,9 @@ def start_parallel(
         workers.wait_started()  # one that cannot even start must not be waited for in `connect`
         with workers.blamed():
             collective = connect(first.shard, first.rendezvous, first.device)
+            stack.callback(collective.close)
             workers.on_end = collective.abort
-            if (
-                device == "cpu"
-            ):  # gloo has no more use for it; what is gone cannot be left behind by a kill -9
+            if device == "cpu":  # what is gone cannot be left behind by a kill -9
                 folder.cleanup()
             local = build(first.shard, collective, report)
         workers.wait_ready()
