@@ -7,6 +7,7 @@ at once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -87,7 +88,8 @@ def main() -> int:
             _run(launch, calls, answers)
         except Exception as error:
             logger.exception("shard %d failed", shard)
-            answers.send(Failed(reason=f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]))
+            with contextlib.suppress(OSError):  # shard 0 may be the one that is gone
+                answers.send(Failed(reason=f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]))
             return EXIT_FAILED
     return 0
 
