@@ -30,17 +30,27 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
-    device: Annotated[str, typer.Option(help="auto or cpu; this release computes on the CPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     kv_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for the KV cache, e.g. 2GiB.")
+        str | None, typer.Option(metavar="SIZE", help="On a CPU: memory for the KV cache, e.g. 2GiB.")
+    ] = None,
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01, max=1.0, help="On a GPU: how much of its memory to use, for all; 0.9 by default."
+        ),
     ] = None,
     host_adapter_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for adapter weights, e.g. 512MiB.")
+        str | None, typer.Option(metavar="SIZE", help="Host memory for adapter weights, e.g. 512MiB.")
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Context length in tokens; the model's by default.")
     ] = None,
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(min=1, help="Processes that share the model; memory is what each of them may take."),
+    ] = 1,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the base model; --model as given by default.")
     ] = None,
@@ -67,8 +77,10 @@ def serve(
                 device=device,
                 dtype=dtype,
                 kv_memory_bytes=kv_memory_bytes,
+                memory_fraction=memory_fraction,
                 host_adapter_memory_bytes=adapter_bytes,
                 max_model_len=max_model_len,
+                tensor_parallel=tensor_parallel,
             ),
             served_model_name=served_model_name,
             adapter_dirs=tuple(adapters or ()),

@@ -21,6 +21,7 @@ from loraplex.adapters.tensors import TensorInfo, read_header
 from loraplex.core.errors import AdapterError, AdapterFormatError
 from loraplex.core.shape import ModelShape
 from loraplex.kernels.lora import LoraGroup, LoraPart, LoraWeights, host_weights
+from loraplex.model.sharding import CUT_BY_INPUT, WHOLE, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +94,13 @@ def resident_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> 
     return slab_layout(spec, shape).num_elements * dtype.itemsize
 
 
-def read_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> LoraWeights:
-    """A version as the CPU's kernels use it."""
+def read_weights(
+    spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, shard: Shard = WHOLE
+) -> LoraWeights:
+    """A version, or a shard of it, as the CPU's kernels use it. `shape` is the shard's."""
     layout = slab_layout(spec, shape)
     slab = torch.empty(layout.num_elements, dtype=dtype)
-    read_slab(spec, layout, slab)
+    read_slab(spec, layout, slab, shard)
     return slab_weights(slab, layout, spec.max_rank)
 
 
@@ -106,8 +109,8 @@ def slab_weights(slab: torch.Tensor, layout: SlabLayout, max_rank: int) -> LoraW
     return host_weights(_views(slab, layout), max_rank)
 
 
-def read_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
-    """Read a version's weights into a slab.
+def read_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor, shard: Shard = WHOLE) -> None:
+    """Read a version's weights, or a shard of them, into a slab. `layout` is the shard's.
 
     The files must still be the ones that were hashed: a changed fingerprint is an error, since the
     weights would not be those of this version.
@@ -116,12 +119,14 @@ def read_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None
         _check_unchanged(spec, file)
         header = read_header(spec.weights_path, file)
         for slot in (slot for groups in layout.layers for slots in groups.values() for slot in slots):
-            a_shape = (slot.lora.rank, slot.in_features)
-            a = _read(file, header.tensors[slot.lora.a_name], header.data_start, a_shape)
-            _fill(slab[slot.a_start : slot.a_start + a.numel()].view(a_shape), a)
-            b_shape = (slot.out_features, slot.lora.rank)
-            b = _read(file, header.tensors[slot.lora.b_name], header.data_start, b_shape)
-            _fill(slab[slot.b_start : slot.b_start + b.numel()].view(b_shape[::-1]), b.t())
+            rank, by_input = slot.lora.rank, slot.lora.module in CUT_BY_INPUT
+            a_RI = _read(file, header.tensors[slot.lora.a_name], header.data_start, WHOLE)
+            if by_input:
+                a_RI = a_RI[:, shard.part(a_RI.shape[1])]
+            _fill(slab[slot.a_start : slot.a_start + a_RI.numel()].view(rank, slot.in_features), a_RI)
+            b_rows = WHOLE if by_input else shard
+            b_OR = _read(file, header.tensors[slot.lora.b_name], header.data_start, b_rows)
+            _fill(slab[slot.b_start : slot.b_start + b_OR.numel()].view(rank, slot.out_features), b_OR.t())
         _check_unchanged(spec, file)
 
 
@@ -132,13 +137,15 @@ def _check_unchanged(spec: AdapterSpec, file: FileIO) -> None:
         )
 
 
-def _read(file: FileIO, info: TensorInfo, data_start: int, shape: tuple[int, int]) -> torch.Tensor:
+def _read(file: FileIO, info: TensorInfo, data_start: int, shard: Shard) -> torch.Tensor:
+    """A shard's rows of a matrix."""
     # Read, not mapped: a mapped file that is cut short meanwhile would kill the process.
-    file.seek(data_start + info.begin)
-    data = bytearray(info.num_bytes)
-    if file.readinto(data) != info.num_bytes:
+    part = shard.part(info.num_bytes)
+    file.seek(data_start + info.begin + part.start)
+    data = bytearray(part.stop - part.start)
+    if file.readinto(data) != len(data):
         raise AdapterFormatError("its weights file ends too early; it was changed while being read")
-    return torch.frombuffer(data, dtype=_SOURCE_DTYPES[info.dtype]).view(shape)
+    return torch.frombuffer(data, dtype=_SOURCE_DTYPES[info.dtype]).view(-1, info.shape[1])
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -77,8 +77,9 @@ class LLM:
     """A base model with adapters, in this process. Close it, or use it as a context manager.
 
     `adapters` is a folder of adapters, a list of adapter folders (named after them), or a dict of
-    name to folder. The synchronous methods may be called from any thread; the asynchronous ones from
-    any event loop.
+    name to folder. `tensor_parallel` processes share the model, this one and children of it; memory is
+    what each of them may take. The synchronous methods may be called from any thread; the asynchronous
+    ones from any event loop.
     """
 
     def __init__(
@@ -89,9 +90,11 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         kv_memory_bytes: int | None = None,
+        memory_fraction: float | None = None,
         host_adapter_memory_bytes: int | None = None,
         max_model_len: int | None = None,
         num_threads: int | None = None,
+        tensor_parallel: int = 1,
         parts: EngineParts | None = None,
     ) -> None:
         if parts is None:
@@ -103,9 +106,11 @@ class LLM:
                 device=device,
                 dtype=dtype,
                 kv_memory_bytes=kv_memory_bytes,
+                memory_fraction=memory_fraction,
                 host_adapter_memory_bytes=host_adapter_memory_bytes,
                 max_model_len=max_model_len,
                 num_threads=num_threads,
+                tensor_parallel=tensor_parallel,
             )
             parts = _build(options)
         self._shape = parts.shape
@@ -277,7 +282,8 @@ def _build(options: Any) -> EngineParts:
     from loraplex.model.source import resolve_model
 
     config = load_config(resolve_model(options.model))
-    return EngineParts(core=build_core(options), tokenizer=Tokenizer.load(options.model), shape=config.shape)
+    tokenizer = Tokenizer.load(options.model)  # first: a core may have processes, which somebody must end
+    return EngineParts(core=build_core(options), tokenizer=tokenizer, shape=config.shape)
 
 
 def _named_folders(adapters: Adapters) -> list[tuple[str, Path]]:

@@ -9,6 +9,7 @@ import torch
 from loraplex.core.shape import ModelShape
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.interface import Kernels, PackedLinear
+from loraplex.model.collective import SOLO, Collective
 from loraplex.model.config import ModelConfig
 from loraplex.model.rope import rope_table
 from loraplex.model.weights import LayerWeights, ModelWeights
@@ -34,13 +35,22 @@ class _Layer:
 
 
 class Decoder:
-    """A decoder-only transformer over a paged cache, adding each row's adapter to every linear."""
+    """A decoder-only transformer over a paged cache, adding each row's adapter to every linear.
+
+    `config` and `weights` may be one shard of a model (`model.sharding`); `collective` reaches the others.
+    """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, kernels: Kernels, max_model_len: int
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        kernels: Kernels,
+        max_model_len: int,
+        collective: Collective = SOLO,
     ) -> None:
         self.config = config
         self._kernels = kernels
+        self._collective = collective
         self._embedding_VH = weights.embedding_VH
         self._final_norm_H = weights.final_norm_H
         self._lm_head = kernels.pack_linear(weights.lm_head_VH, None)
@@ -72,7 +82,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, states_LH: torch.Tensor) -> torch.Tensor:
         """(L, vocab)"""
-        return self._lm_head(states_LH)
+        return self._collective.gather_columns(self._lm_head(states_LH), self.config.shape.vocab_size)
 
     def _attend(
         self, index: int, layer: _Layer, x_TH: torch.Tensor, batch: KernelBatch, cache: KVCache
@@ -82,14 +92,18 @@ class Decoder:
             self._normalise_heads(qkv_TO, layer.weights)
         self._kernels.rope_and_cache(qkv_TO, self._cos_sin_PD, batch, cache.k, cache.v)
         attended_TO = self._kernels.attention(qkv_TO, batch, cache.k, cache.v)
-        return self._kernels.linear(layer.linears["o"], attended_TO, batch, index, "o")
+        x_TH = self._kernels.linear(layer.linears["o"], attended_TO, batch, index, "o")
+        self._collective.all_reduce(x_TH)
+        return x_TH
 
     def _feed_forward(
         self, index: int, layer: _Layer, x_TH: torch.Tensor, batch: KernelBatch
     ) -> torch.Tensor:
         kernels = self._kernels
         gate_up_T2F = kernels.linear(layer.linears["gate_up"], x_TH, batch, index, "gate_up")
-        return kernels.linear(layer.linears["down"], kernels.silu_mul(gate_up_T2F), batch, index, "down")
+        x_TH = kernels.linear(layer.linears["down"], kernels.silu_mul(gate_up_T2F), batch, index, "down")
+        self._collective.all_reduce(x_TH)
+        return x_TH
 
     def _normalise_heads(self, qkv_TO: torch.Tensor, weights: LayerWeights) -> None:
         """Qwen3 takes the norm of every query and key head before the rotation."""

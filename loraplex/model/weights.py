@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from loraplex.core.errors import ModelError
-from loraplex.core.modules import GROUPS, module_path
+from loraplex.core.modules import GROUPS, MODULES, module_path
 from loraplex.model.config import ModelConfig
+from loraplex.model.sharding import WHOLE, Shard
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in all)."""
@@ -36,7 +38,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """All weights of a model, on one device in one dtype."""
+    """All weights of a model, on one device in one dtype.
+
+    Those of a shard: its part of each linear, a part of `lm_head_VH`, and the embedding and norms whole.
+    """
 
     embedding_VH: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -49,17 +54,19 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    shard: Shard = WHOLE,
     device: torch.device | None = None,
 ) -> ModelWeights:
-    """Read a checkpoint into the device's memory, the CPU's by default; one tensor at a time passes through
-    the latter."""
+    """Read a checkpoint, or a shard of it, into a device's memory, the CPU's by default. `config` is that of
+    the whole model."""
     wanted = _expected_shapes(config)
     tensors: dict[str, torch.Tensor] = {}
     files = _weight_files(folder)
     total_bytes, read_bytes = sum(file.stat().st_size for file in files), 0
     for file in files:
         for name, tensor in _tensors_of(file, wanted):
-            tensors[name] = tensor.to(device=device, dtype=dtype)
+            # A tensor is mapped, and only the shard's part of it is read.
+            tensors[name] = _part_of(name, tensor, shard).to(device=device, dtype=dtype)
             read_bytes += tensor.numel() * tensor.element_size()
             if progress is not None:
                 progress(min(read_bytes, total_bytes), total_bytes)
@@ -69,7 +76,21 @@ def load_weights(
             f"{folder} lacks {len(missing)} tensors of a {config.architecture}: {_some(missing)}. "
             "The checkpoint is incomplete, or its config.json belongs to another model."
         )
-    return _stack(tensors, config)
+    return _stack(tensors, config, shard)
+
+
+def _part_of(name: str, tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
+    if name == "lm_head.weight":
+        return shard.vocabulary(tensor)
+    *_, module, kind = name.split(".")
+    if module not in MODULES:
+        return tensor
+    return shard.linear(module, tensor) if kind == "weight" else shard.bias(module, tensor)
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What the weights of a model take."""
+    return sum(prod(shape) for shape in _expected_shapes(config).values()) * dtype.itemsize
 
 
 def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -145,7 +166,7 @@ def _is_redundant(name: str, wanted: dict[str, tuple[int, ...]]) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in wanted)
 
 
-def _stack(tensors: dict[str, torch.Tensor], config: ModelConfig) -> ModelWeights:
+def _stack(tensors: dict[str, torch.Tensor], config: ModelConfig, shard: Shard) -> ModelWeights:
     layers = []
     for layer in range(config.shape.num_layers):
         prefix = f"model.layers.{layer}"
@@ -166,11 +187,12 @@ def _stack(tensors: dict[str, torch.Tensor], config: ModelConfig) -> ModelWeight
             )
         )
     embedding = tensors["model.embed_tokens.weight"]
+    tied = config.tie_word_embeddings
     return ModelWeights(
         embedding_VH=embedding,
         layers=tuple(layers),
         final_norm_H=tensors["model.norm.weight"],
-        lm_head_VH=embedding if config.tie_word_embeddings else tensors["lm_head.weight"],
+        lm_head_VH=shard.vocabulary(embedding) if tied else tensors["lm_head.weight"],
     )
 
 

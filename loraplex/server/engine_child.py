@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import msgspec
 import zmq
 
 from loraplex.core.errors import EngineDeadError
+from loraplex.core.exits import describe_exit
 from loraplex.server.protocol_ipc import (
     COMMANDS_SOCKET,
     EVENTS_SOCKET,
@@ -173,15 +173,6 @@ class EngineChild:
         self._context.destroy(linger=0)
         self._commands = None
         self._directory.cleanup()
-
-
-def describe_exit(exit_code: int) -> str:
-    """A process's return code in words."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-exit_code).name}"
-    return f"killed by signal {-exit_code}"
 
 
 def _private_directory() -> tempfile.TemporaryDirectory[str]:

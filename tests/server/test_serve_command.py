@@ -122,6 +122,15 @@ def test_mistakes_are_told_apart_by_exit_code(arguments: list[str], exit_code: i
     assert "Traceback" not in done.stderr
 
 
+def test_the_number_of_processes_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[run.ServeOptions] = []
+    monkeypatch.setattr(run, "serve", seen.append)
+    done = CliRunner().invoke(app, ["serve", "--model", "x", "--tensor-parallel", "2"])
+    assert done.exit_code == 0
+    assert seen[0].engine.tensor_parallel == 2
+    assert CliRunner().invoke(app, ["serve", "--model", "x", "--tensor-parallel", "0"]).exit_code == 2
+
+
 @pytest.mark.parametrize("command", [("serve",), ("bench", "serve"), ("adapter", "list")])
 def test_every_command_takes_the_api_key_from_one_variable(command: tuple[str, ...]) -> None:
     done = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})

@@ -1,14 +1,17 @@
-"""Puts the engine of one CUDA device together."""
+"""Puts the engine of a CUDA device together, or that of several which share a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.shape import ModelShape
+from loraplex.engine.adapter_loader import read_slab
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_store import AdapterStore, HostBlocks
@@ -18,17 +21,29 @@ from loraplex.engine.cuda.host_pool import HostPool
 from loraplex.engine.cuda.padding import PaddedBlocks, Padding
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
+from loraplex.engine.executor import Executor
+from loraplex.engine.machine import available_bytes
+from loraplex.engine.parallel.messages import Progress
+from loraplex.engine.parallel.start import start_parallel
 from loraplex.kernels.triton.triton_kernels import TritonKernels
-from loraplex.model.config import ModelConfig
+from loraplex.model.collective import SOLO, Collective
+from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.decoder import Decoder
-from loraplex.model.weights import ModelWeights
+from loraplex.model.sharding import WHOLE, Shard
+from loraplex.model.weights import ModelWeights, load_weights, weight_bytes
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
+if TYPE_CHECKING:
+    from loraplex.engine.build import EngineOptions
+
 DEFAULT_MEMORY_FRACTION: Final = 0.9
 _RESERVE_BYTES: Final = 4 << 30
 """Left for activations, graphs and libraries."""
+_MAX_STEP_TOKENS: Final = 2048
+_DEFAULT_HOST_SHARE: Final = 0.25
+_MAX_DEFAULT_HOST_BYTES: Final = 64 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +58,41 @@ class CudaOptions:
     arena_bytes: int | None = None
     host_bytes: int = 0
     max_model_len: int | None = None
-    max_step_tokens: int = 2048
+    max_step_tokens: int = _MAX_STEP_TOKENS
     max_running: int = 256
     block_size: int = 16
     padded_to: int | None = None
+
+
+def build_cuda_engine(
+    options: EngineOptions, config: ModelConfig, dtype: torch.dtype, report: Progress
+) -> Engine:
+    """An engine over a checkpoint: `options.model` is a folder, and `config` the whole model's."""
+    num_shards = options.tensor_parallel
+    local = Shard(index=0, count=num_shards).config(config)
+    host_bytes = options.host_adapter_memory_bytes
+    if host_bytes is None:
+        host_bytes = int(min(available_bytes() * _DEFAULT_HOST_SHARE, _MAX_DEFAULT_HOST_BYTES) / num_shards)
+    cuda_options = CudaOptions(
+        dtype=dtype,
+        memory_fraction=options.memory_fraction or DEFAULT_MEMORY_FRACTION,
+        host_bytes=host_bytes,
+        max_model_len=options.max_model_len,
+        max_step_tokens=options.max_step_tokens or _MAX_STEP_TOKENS,
+        max_running=options.max_running,
+        block_size=options.block_size,
+    )
+    # Of the first device; the others are taken to be like it.
+    plan = _plan_memory(cuda_options, local.shape, torch.device("cuda", 0), weight_bytes(local, dtype))
+    build = partial(_build_shard, Path(options.model), cuda_options, plan)
+    executor: Executor
+    if num_shards == 1:
+        executor = build(WHOLE, SOLO, report)
+    else:
+        executor = start_parallel(
+            build, count=num_shards, device="cuda", num_threads=torch.get_num_threads(), report=report
+        )
+    return _engine(cuda_options, plan, local.shape, executor)
 
 
 def build_cuda_core(
@@ -56,41 +102,23 @@ def build_cuda_core(
 
     `host_blocks`: where adapters come from, if not from their folders by way of a `HostPool`.
     """
-    device, shape = weights.embedding_VH.device, config.shape
-    kernels = TritonKernels(shape, device)
-    num_pages, max_model_len = _plan_memory(options, shape, device)
-    decoder = Decoder(config, weights, kernels, max_model_len)
-    arena = DeviceArena(
-        shape, num_pages=num_pages, block_size=options.block_size, dtype=options.dtype, device=device
-    )
-    num_seats = options.max_running + 2
-    if host_blocks is None:
-        host_blocks = HostPool(
-            shape, options.dtype, budget_bytes=options.host_bytes, pinned=device.type == "cuda"
-        )
-    padding = None
-    if options.padded_to is not None:
-        padding = Padding(shape=shape, dtype=options.dtype, max_rank=options.padded_to)
-        host_blocks = PaddedBlocks(padding, host_blocks, pinned=device.type == "cuda")
-    executor = CudaExecutor(
-        decoder=decoder,
-        runner=StepRunner(
-            decoder=decoder,
-            caches=arena.caches,
-            num_seats=num_seats,
-            max_blocks=-(-max_model_len // options.block_size),
-            scratch_slot=arena.scratch_slot,
-            device=device,
-        ),
-        builder=BatchBuilder(kernels, options.block_size),
-        arena=arena,
-        store=AdapterStore(shape, options.dtype, device, arena, host_blocks, padding),
-        device=device,
-        num_seats=num_seats,
-    )
+    plan = _plan_memory(options, config.shape, weights.embedding_VH.device)
+    executor = _build_executor(config, weights, options, plan, host_blocks=host_blocks)
+    return _engine(options, plan, config.shape, executor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _MemoryPlan:
+    """Pages of the arena, and the longest context they and the model allow."""
+
+    num_pages: int
+    max_model_len: int
+
+
+def _engine(options: CudaOptions, plan: _MemoryPlan, shape: ModelShape, executor: Executor) -> Engine:
     return Engine(
         config=SchedulerConfig(
-            max_model_len=max_model_len,
+            max_model_len=plan.max_model_len,
             work=StepWork(
                 max_tokens=options.max_step_tokens,
                 position_cost=shape.attention_flops / shape.linear_flops,
@@ -98,7 +126,7 @@ def build_cuda_core(
             max_running=min(options.max_running, DECODE_ROWS[-1]),
         ),
         memory=Arena(
-            num_pages=num_pages,
+            num_pages=plan.num_pages,
             page_bytes=page_bytes(shape, options.block_size, options.dtype),
             block_size=options.block_size,
         ),
@@ -106,11 +134,92 @@ def build_cuda_core(
     )
 
 
-def _plan_memory(options: CudaOptions, shape: ModelShape, device: torch.device) -> tuple[int, int]:
-    """Pages of the arena, and the longest context they and the model allow."""
+def _build_shard(
+    folder: Path,
+    options: CudaOptions,
+    plan: _MemoryPlan,
+    shard: Shard,
+    collective: Collective,
+    report: Progress,
+) -> CudaExecutor:
+    """Load a shard onto its device; every process of an engine does so with the same numbers."""
+
+    def on_bytes(done: int, total: int) -> None:
+        report("reading weights", 0.9 * done / max(total, 1))
+
+    config, device = load_config(folder), torch.device("cuda", shard.index)
+    weights = load_weights(folder, config, options.dtype, on_bytes, shard, device)
+    report("preparing kernels", 0.9)
+    return _build_executor(shard.config(config), weights, options, plan, shard=shard, collective=collective)
+
+
+def _build_executor(
+    config: ModelConfig,
+    weights: ModelWeights,
+    options: CudaOptions,
+    plan: _MemoryPlan,
+    *,
+    shard: Shard = WHOLE,
+    collective: Collective = SOLO,
+    host_blocks: HostBlocks | None = None,
+) -> CudaExecutor:
+    """`config` and `weights` are the shard's."""
+    device, shape = weights.embedding_VH.device, config.shape
+    kernels = TritonKernels(shape, device)
+    decoder = Decoder(config, weights, kernels, plan.max_model_len, collective)
+    arena = DeviceArena(
+        shape, num_pages=plan.num_pages, block_size=options.block_size, dtype=options.dtype, device=device
+    )
+    num_seats = options.max_running + 2
+    return CudaExecutor(
+        decoder=decoder,
+        runner=StepRunner(
+            decoder=decoder,
+            caches=arena.caches,
+            num_seats=num_seats,
+            max_blocks=-(-plan.max_model_len // options.block_size),
+            scratch_slot=arena.scratch_slot,
+            device=device,
+        ),
+        builder=BatchBuilder(kernels, options.block_size),
+        arena=arena,
+        store=_build_store(shape, options, arena, device, shard, host_blocks),
+        device=device,
+        num_seats=num_seats,
+    )
+
+
+def _build_store(
+    shape: ModelShape,
+    options: CudaOptions,
+    arena: DeviceArena,
+    device: torch.device,
+    shard: Shard,
+    host_blocks: HostBlocks | None,
+) -> AdapterStore:
+    pinned = device.type == "cuda"
+    if host_blocks is None:
+        host_blocks = HostPool(
+            shape,
+            options.dtype,
+            budget_bytes=options.host_bytes,
+            pinned=pinned,
+            read=partial(read_slab, shard=shard),
+        )
+    padding = None
+    if options.padded_to is not None:
+        padding = Padding(shape=shape, dtype=options.dtype, max_rank=options.padded_to)
+        host_blocks = PaddedBlocks(padding, host_blocks, pinned=pinned)
+    return AdapterStore(shape, options.dtype, device, arena, host_blocks, padding)
+
+
+def _plan_memory(
+    options: CudaOptions, shape: ModelShape, device: torch.device, coming_bytes: int = 0
+) -> _MemoryPlan:
+    """`coming_bytes`: what will be put on the device beside the arena."""
     arena_bytes = options.arena_bytes
     if arena_bytes is None:
-        arena_bytes = _free_bytes(device, options.memory_fraction)
+        arena_bytes = max(_free_bytes(device, options.memory_fraction) - coming_bytes, 0)
     # One page is the device's own, for padding.
     num_pages = arena_bytes // page_bytes(shape, options.block_size, options.dtype) - 1
     if num_pages < 2:
@@ -120,7 +229,7 @@ def _plan_memory(options: CudaOptions, shape: ModelShape, device: torch.device) 
         )
     capacity, wanted = num_pages * options.block_size, options.max_model_len
     if wanted is None:
-        return num_pages, min(shape.max_position, capacity)
+        return _MemoryPlan(num_pages=num_pages, max_model_len=min(shape.max_position, capacity))
     if wanted > shape.max_position:
         raise ModelError(
             f"--max-model-len {wanted} is beyond the model's own context of {shape.max_position}"
@@ -130,7 +239,7 @@ def _plan_memory(options: CudaOptions, shape: ModelShape, device: torch.device) 
             f"device memory holds {capacity} tokens beside the model, fewer than --max-model-len {wanted}; "
             "lower it, or raise --memory-fraction"
         )
-    return num_pages, wanted
+    return _MemoryPlan(num_pages=num_pages, max_model_len=wanted)
 
 
 def _free_bytes(device: torch.device, fraction: float) -> int:

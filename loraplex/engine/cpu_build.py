@@ -1,0 +1,173 @@
+"""Puts the engine of a CPU together: separate budgets for KV cache and adapters, steps bounded by time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from loraplex.core.errors import CapacityError, ModelError
+from loraplex.core.shape import ModelShape
+from loraplex.engine.adapter_loader import read_weights
+from loraplex.engine.batch import BatchBuilder
+from loraplex.engine.core import Engine
+from loraplex.engine.executor import Executor
+from loraplex.engine.machine import available_bytes
+from loraplex.engine.parallel.messages import Progress
+from loraplex.engine.parallel.start import start_parallel
+from loraplex.engine.torch_executor import TorchExecutor
+from loraplex.kernels.interface import Kernels
+from loraplex.kernels.reference import TorchKernels
+from loraplex.model.collective import SOLO, Collective
+from loraplex.model.config import ModelConfig, load_config
+from loraplex.model.decoder import Decoder, KVCache
+from loraplex.model.sharding import WHOLE, Shard
+from loraplex.model.weights import load_weights
+from loraplex.scheduling.memory import SeparateMemory
+from loraplex.scheduling.scheduler import SchedulerConfig
+from loraplex.scheduling.work import StepWork
+
+if TYPE_CHECKING:
+    from loraplex.engine.build import EngineOptions
+
+_GIB: Final = 1 << 30
+_DEFAULT_KV_SHARE: Final = 0.25
+_DEFAULT_ADAPTER_SHARE: Final = 0.25
+_MAX_DEFAULT_KV_BYTES: Final = 4 * _GIB
+_MAX_DEFAULT_ADAPTER_BYTES: Final = 8 * _GIB
+_STEP_FLOPS_PER_THREAD: Final = 2e10
+"""A quarter of a second for a core with AVX-512: how long a prompt may hold up everybody's next token."""
+_ATTENTION_FACTOR: Final = 2.5
+"""How much longer than its operations say attention over a long context takes on a CPU, beside the linears:
+with the demo's model, chunks sized without it took 0.27 s at the start of a prompt and 0.7 s at 7,400."""
+_MIN_STEP_TOKENS: Final = 32
+_MAX_STEP_TOKENS: Final = 2048
+
+
+def build_cpu_engine(
+    options: EngineOptions, config: ModelConfig, dtype: torch.dtype, report: Progress
+) -> Engine:
+    """`options.model` is a folder, and `config` the whole model's."""
+    num_shards, num_threads = options.tensor_parallel, _threads_of_each(options)
+    local = Shard(index=0, count=num_shards).config(config)
+    num_blocks, max_model_len = _plan_memory(options, local, dtype)
+    build = partial(_build_shard, options, dtype, num_blocks=num_blocks, max_model_len=max_model_len)
+    executor: Executor
+    if num_shards == 1:
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
+        executor = build(WHOLE, SOLO, report)
+    else:
+        executor = start_parallel(
+            build, count=num_shards, device="cpu", num_threads=num_threads, report=report
+        )
+    budget = options.host_adapter_memory_bytes
+    if budget is None:
+        share = _DEFAULT_ADAPTER_SHARE / num_shards
+        budget = min(int(available_bytes() * share), _MAX_DEFAULT_ADAPTER_BYTES)
+    return Engine(
+        config=SchedulerConfig(
+            max_model_len=max_model_len,
+            work=_plan_work(options, local.shape, num_threads),
+            max_running=options.max_running,
+        ),
+        memory=SeparateMemory(num_blocks=num_blocks, block_size=options.block_size, adapter_bytes=budget),
+        executor=executor,
+    )
+
+
+def _build_shard(
+    options: EngineOptions,
+    dtype: torch.dtype,
+    shard: Shard,
+    collective: Collective,
+    report: Progress,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+) -> TorchExecutor:
+    """Load a shard and allocate its memory; every process of an engine does so with the same numbers."""
+    folder = Path(options.model)
+    config = load_config(folder)
+    local = shard.config(config)
+    kernels = _choose_kernels(local, dtype)
+
+    def on_bytes(done: int, total: int) -> None:
+        report("reading weights", 0.9 * done / max(total, 1))
+
+    weights = load_weights(folder, config, dtype, on_bytes, shard)
+    report("preparing weights", 0.9)
+    return TorchExecutor(
+        decoder=Decoder(local, weights, kernels, max_model_len, collective),
+        caches=[
+            KVCache.zeros(local.shape, num_blocks, options.block_size, dtype)
+            for _ in range(local.shape.num_layers)
+        ],
+        builder=BatchBuilder(kernels, options.block_size),
+        dtype=dtype,
+        runs_ahead=bool(options.runs_ahead),
+        read=lambda spec: read_weights(spec, local.shape, dtype, shard),
+    )
+
+
+def _threads_of_each(options: EngineOptions) -> int:
+    """Threads of each process: they share the machine's, or those that the user gives."""
+    num_threads = torch.get_num_threads() if options.num_threads is None else options.num_threads
+    return max(num_threads // options.tensor_parallel, 1)
+
+
+def _choose_kernels(config: ModelConfig, dtype: torch.dtype) -> Kernels:
+    if dtype is torch.float32:
+        from loraplex.kernels.cpu.numba_kernels import NumbaKernels
+
+        return NumbaKernels(config.shape.head_dim)
+    return TorchKernels()
+
+
+def _plan_work(options: EngineOptions, shape: ModelShape, num_threads: int) -> StepWork:
+    """Steps that take roughly as long whatever the model and the context are."""
+    max_tokens = options.max_step_tokens
+    if max_tokens is None:
+        affordable = int(num_threads * _STEP_FLOPS_PER_THREAD / shape.linear_flops)
+        max_tokens = max(_MIN_STEP_TOKENS, min(affordable, _MAX_STEP_TOKENS))
+    position_cost = _ATTENTION_FACTOR * shape.attention_flops / shape.linear_flops
+    return StepWork(max_tokens=max_tokens, position_cost=position_cost)
+
+
+def _plan_memory(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """KV blocks of each process for its budget, and the longest context they and the model allow."""
+    shape = config.shape
+    available = available_bytes() // options.tensor_parallel
+    token_bytes = 2 * shape.num_layers * shape.kv_size * dtype.itemsize
+    budget = options.kv_memory_bytes
+    if budget is None:
+        budget = min(int(available * _DEFAULT_KV_SHARE), _MAX_DEFAULT_KV_BYTES)
+        # No more than every request the engine runs at once could ever fill.
+        budget = min(budget, options.max_running * shape.max_position * token_bytes)
+    num_blocks = budget // (token_bytes * options.block_size)
+    if budget > available:
+        each = "" if options.tensor_parallel == 1 else f" to each of {options.tensor_parallel} processes"
+        raise CapacityError(
+            f"--kv-memory asks for {budget:,} bytes, this machine has {available:,} to give{each}"
+        )
+    if num_blocks < 2:
+        raise CapacityError(
+            f"{budget:,} bytes of KV memory hold no {2 * options.block_size} tokens of this model "
+            f"({token_bytes:,} bytes each); raise --kv-memory"
+        )
+    capacity = num_blocks * options.block_size
+    wanted = options.max_model_len
+    if wanted is None:
+        return num_blocks, min(shape.max_position, capacity)
+    if wanted > shape.max_position:
+        raise ModelError(
+            f"--max-model-len {wanted} is beyond the model's own context of {shape.max_position}"
+        )
+    if wanted > capacity:
+        raise CapacityError(
+            f"KV memory holds {capacity} tokens, fewer than --max-model-len {wanted}; raise --kv-memory "
+            f"to at least {wanted * token_bytes:,} bytes or lower --max-model-len"
+        )
+    return num_blocks, wanted

@@ -1,0 +1,58 @@
+"""Starts the processes of all shards and the executor that leads them."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from loraplex.engine.parallel.executor import ParallelExecutor
+from loraplex.engine.parallel.messages import BuildExecutor, Launch, Progress
+from loraplex.engine.parallel.workers import Workers
+from loraplex.model.collective import connect
+from loraplex.model.sharding import Shard
+
+
+def start_parallel(
+    build: BuildExecutor, *, count: int, device: str, num_threads: int, report: Progress
+) -> ParallelExecutor:
+    """`count` shards, the first one in this process. `num_threads` is for each of them.
+
+    `device`: "cpu", or "cuda" for one CUDA device each.
+    """
+    stack = ExitStack()
+    try:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(num_threads)
+        folder = tempfile.TemporaryDirectory(prefix="loraplex-shards-")
+        stack.callback(folder.cleanup)
+        first, *others = [
+            Launch(
+                shard=Shard(index=index, count=count),
+                device=torch.device("cpu") if device == "cpu" else torch.device(device, index),
+                num_threads=num_threads,
+                rendezvous=Path(folder.name) / "rendezvous",
+                build=build,
+                log_level=logging.getLogger("loraplex").getEffectiveLevel(),
+            )
+            for index in range(count)
+        ]
+        report("starting processes", 0.0)
+        workers = Workers(others)
+        stack.callback(workers.close)
+        workers.wait_started()  # one that cannot even start must not be waited for in `connect`
+        with workers.blamed():
+            collective = connect(first.shard, first.rendezvous, first.device)
+            stack.callback(collective.close)
+            workers.on_end = collective.abort
+            if device == "cpu":  # what is gone cannot be left behind by a kill -9
+                folder.cleanup()
+            local = build(first.shard, collective, report)
+        workers.wait_ready()
+    except BaseException:
+        stack.close()
+        raise
+    return ParallelExecutor(local=local, workers=workers, release=stack.close)

@@ -1,0 +1,98 @@
+"""The process of one shard: does what the process of shard 0 does, as it is told.
+
+Run as `python -m loraplex.engine.parallel.worker IN OUT` with inherited descriptors: calls come from the one,
+answers go to the other. Stdin stays open for as long as the parent lives, and its end is the order to leave
+at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Final
+
+import torch
+
+from loraplex.engine.executor import Executor
+from loraplex.engine.parallel.messages import Call, Done, Failed, Launch, Ready, Started
+from loraplex.model.collective import connect
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED: Final = 1
+EXIT_PARENT_GONE: Final = 3
+_LOAD_WAIT_S: Final = 0.001
+"""How long a worker that loads an adapter waits for a call before it looks at the load again."""
+_MAX_REASON_CHARS: Final = 500
+
+
+def serve(executor: Executor, calls: Connection, answers: Connection) -> None:
+    """Carry out calls until there are no more to come."""
+    while True:
+        while executor.num_pending_loads > 0 and not calls.poll(_LOAD_WAIT_S):
+            _report_loads(executor, answers)
+        try:
+            call: Call = calls.recv()
+        except EOFError:
+            return
+        getattr(executor, call.method)(*call.args)
+        if call.wants_answer:
+            answers.send(Done())
+        _report_loads(executor, answers)
+
+
+def _report_loads(executor: Executor, answers: Connection) -> None:
+    for event in executor.poll_adapters(0.0):
+        answers.send(event)
+
+
+def _run(launch: Launch, calls: Connection, answers: Connection) -> None:
+    torch.set_num_threads(launch.num_threads)
+    answers.send(Started())
+    collective = connect(launch.shard, launch.rendezvous, launch.device)
+    executor = launch.build(launch.shard, collective, lambda phase, fraction: None)
+    answers.send(Ready())
+    try:
+        serve(executor, calls, answers)
+    finally:
+        executor.close()
+
+
+def _leave_with_parent() -> None:
+    # A thread of its own: however deep the main thread is in a computation that waits for other shards.
+    while os.read(0, 1024):
+        pass
+    os._exit(EXIT_PARENT_GONE)
+
+
+def main() -> int:
+    # Ctrl-C reaches every process of the terminal; shard 0's decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
+    with (
+        Connection(int(sys.argv[1]), writable=False) as calls,
+        Connection(int(sys.argv[2]), readable=False) as answers,
+    ):
+        launch: Launch = calls.recv()
+        shard = launch.shard.index
+        logging.basicConfig(
+            level=launch.log_level,
+            format=f"%(asctime)s %(levelname)s %(name)s (shard {shard}): %(message)s",
+        )
+        try:
+            _run(launch, calls, answers)
+        except Exception as error:
+            logger.exception("shard %d failed", shard)
+            with contextlib.suppress(OSError):  # shard 0 may be the one that is gone
+                answers.send(Failed(reason=f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]))
+            return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # nothing is left to save, and to take torch apart takes a second

@@ -1,0 +1,90 @@
+"""A model cut into equal parts, one for each process that computes it.
+
+Linears that read the whole hidden state (q, k, v, gate, up) are cut by output, those that read their results
+(o, down) by input: between the two a process needs nothing of the others, and what the second kind yields are
+partial sums. The part of one process is itself a model, with fewer heads and a narrower MLP: kernels, KV
+caches and adapter slabs need not know that there is more of it.
+
+An adapter is cut as its linears are. By output: A whole, B cut. By input: A cut, B whole, so its partial sums
+travel with the base model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Final
+
+import torch
+
+from loraplex.core.errors import ModelError
+from loraplex.core.shape import ModelShape
+from loraplex.model.config import ModelConfig
+
+CUT_BY_INPUT: Final = frozenset({"o_proj", "down_proj"})
+"""Modules whose partial sums have to be added up; all others are cut by output."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Part `index` of `count` equal ones."""
+
+    index: int
+    count: int
+
+    def part(self, size: int) -> slice:
+        """This shard's part of an axis, which divides evenly."""
+        assert size % self.count == 0
+        width = size // self.count
+        return slice(self.index * width, (self.index + 1) * width)
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """The part as a model. ModelError if there are no equal parts."""
+        shape = config.shape
+        if any(size % self.count != 0 for size in _cut_sizes(shape)):
+            raise ModelError(
+                f"the model does not divide into {self.count} equal parts: it has {shape.num_heads} "
+                f"attention heads, {shape.num_kv_heads} KV heads and an MLP of {shape.intermediate_size}; "
+                f"--tensor-parallel can be {_working_counts(shape)}"
+            )
+        return replace(
+            config,
+            shape=replace(
+                shape,
+                num_heads=shape.num_heads // self.count,
+                num_kv_heads=shape.num_kv_heads // self.count,
+                intermediate_size=shape.intermediate_size // self.count,
+            ),
+        )
+
+    def linear(self, module: str, weight_OI: torch.Tensor) -> torch.Tensor:
+        """The part of a linear's weight; a view."""
+        if module in CUT_BY_INPUT:
+            return weight_OI[:, self.part(weight_OI.shape[1])]
+        return weight_OI[self.part(weight_OI.shape[0])]
+
+    def bias(self, module: str, bias_O: torch.Tensor) -> torch.Tensor:
+        """The part of a linear's bias. On top of partial sums it is zero in all shards but the first."""
+        if module in CUT_BY_INPUT:
+            return bias_O if self.index == 0 else torch.zeros_like(bias_O)
+        return bias_O[self.part(bias_O.shape[0])]
+
+    def vocabulary(self, weight_VH: torch.Tensor) -> torch.Tensor:
+        """The part of the output embedding. All are of one size, the last ones padded with zeros."""
+        width = -(-weight_VH.shape[0] // self.count)
+        part = weight_VH[self.index * width : (self.index + 1) * width]
+        missing = width - part.shape[0]
+        return part if missing == 0 else torch.nn.functional.pad(part, (0, 0, 0, missing))
+
+
+WHOLE: Final = Shard(index=0, count=1)
+
+
+def _cut_sizes(shape: ModelShape) -> tuple[int, int, int]:
+    return shape.num_heads, shape.num_kv_heads, shape.intermediate_size
+
+
+def _working_counts(shape: ModelShape) -> str:
+    most = gcd(*_cut_sizes(shape))
+    counts = [str(count) for count in range(1, most + 1) if most % count == 0]
+    return counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} or {counts[-1]}"

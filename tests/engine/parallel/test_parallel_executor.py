@@ -1,0 +1,103 @@
+"""What the shards' executors are told, and what their answers come to; no processes, no tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
+from loraplex.engine.executor import AdapterEvent, Executor
+from loraplex.engine.parallel.executor import ParallelExecutor
+from loraplex.engine.parallel.workers import Workers
+from loraplex.scheduling.plan import AdapterLoad
+
+SPEC = AdapterSpec(version="v", path=Path("v"), modules=(), num_params=0)
+LOAD = AdapterLoad(version="v")
+
+
+class FakeLocal:
+    """Remembers calls; loads end as the test says."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.events: list[AdapterEvent] = []
+
+    @property
+    def num_pending_loads(self) -> int:
+        return 0
+
+    def poll_adapters(self, timeout_s: float) -> list[AdapterEvent]:
+        events, self.events = self.events, []
+        return events
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *args: self.calls.append((method, *args))
+
+
+class FakeWorkers:
+    """Shards 1 and 2."""
+
+    def __init__(self) -> None:
+        self.pids = {1: 101, 2: 102}
+        self.calls: list[tuple[Any, ...]] = []
+        self.events: list[tuple[int, AdapterEvent]] = []
+
+    def call(self, method: str, *args: Any, only: int | None = None) -> None:
+        self.calls.append((only, method, *args))
+
+    def take_events(self, timeout_s: float) -> list[tuple[int, AdapterEvent]]:
+        events, self.events = self.events, []
+        return events
+
+
+@pytest.fixture
+def parts() -> tuple[ParallelExecutor, FakeLocal, FakeWorkers]:
+    local, workers = FakeLocal(), FakeWorkers()
+    executor = ParallelExecutor(
+        local=cast(Executor, local), workers=cast(Workers, workers), release=lambda: None
+    )
+    return executor, local, workers
+
+
+def test_an_adapter_is_there_when_the_last_shard_has_it(
+    parts: tuple[ParallelExecutor, FakeLocal, FakeWorkers],
+) -> None:
+    executor, local, workers = parts
+    executor.load_adapter([SPEC], LOAD)
+    assert local.calls == [("load_adapter", [SPEC], LOAD)]
+    assert workers.calls == [(None, "load_adapter", [SPEC], LOAD)]
+    loaded = AdapterEvent(version="v")
+    workers.events = [(2, loaded)]
+    assert executor.poll_adapters(0.0) == []
+    local.events = [loaded]
+    assert executor.poll_adapters(0.0) == []
+    assert executor.num_pending_loads == 1
+    workers.events = [(1, loaded)]
+    assert executor.poll_adapters(0.0) == [loaded]
+    assert executor.num_pending_loads == 0
+
+
+def test_an_adapter_that_one_shard_cannot_load_is_dropped_by_those_who_have_it(
+    parts: tuple[ParallelExecutor, FakeLocal, FakeWorkers],
+) -> None:
+    executor, local, workers = parts
+    executor.load_adapter([SPEC], LOAD)
+    local.events = [AdapterEvent(version="v")]
+    workers.events = [(1, AdapterEvent(version="v", error="gone")), (2, AdapterEvent(version="v"))]
+    assert executor.poll_adapters(0.0) == [AdapterEvent(version="v", error="gone")]
+    assert local.calls[1:] == [("evict_adapter", "v")]
+    assert workers.calls[1:] == [(2, "evict_adapter", "v")]
+
+
+def test_a_request_without_a_seed_gets_one_for_all_shards(
+    parts: tuple[ParallelExecutor, FakeLocal, FakeWorkers],
+) -> None:
+    executor, local, workers = parts
+    executor.begin(EngineRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams()))
+    [(_, request)] = local.calls
+    assert request.params.seed is not None
+    assert workers.calls == [(None, "begin", request)]
