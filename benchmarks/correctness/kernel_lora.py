@@ -113,7 +113,9 @@ def _adapter(shape: ModelShape, rank: int, targets: Sequence[str], setting: Sett
         a = _normal(setting, rank * len(targeted), in_features, std=in_features**-0.5)
         groups[name] = LoraGroup(a_RI=a, parts=tuple(parts))
     made = host_weights((*({} for _ in range(LAYER)), groups), rank)
-    return replace(made, table_LM=made.table_LM.to(setting.torch_device))
+    table_LM = made.table_LM.to(setting.torch_device)
+    table_LM[..., :2] -= table_LM.data_ptr()  # on a device, addresses count from the table
+    return replace(made, table_LM=table_LM)
 
 
 def _segments(adapters: Sequence[LoraWeights], lens: Sequence[int]) -> tuple[list[LoraSegment], int]:
