@@ -1,6 +1,6 @@
 """Whether a GPU computes what it should: kernels, families, adapters, batches, long runs, bursts.
 
-    python -m benchmarks.gpu_correctness                  # every section, under five minutes on an H200
+    python -m benchmarks.gpu_correctness                  # every section, six minutes on an H200
     python -m benchmarks.gpu_correctness kernels batch    # some of them
 
 Writes results/gpu_correctness.json: for each section where and when it ran, and for each check what was
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from benchmarks.correctness.check import Check, Setting
 
 RESULTS: Final = Path(__file__).parent / "results"
-SECTIONS: Final = ("kernels", "families", "adapters", "batch", "endurance", "burst", "bad_adapter")
+SECTIONS: Final = (
+    "kernels", "families", "adapters", "batch", "endurance", "burst", "bad_adapter", "collective",
+)  # fmt: skip
 PACKAGES: Final = ("loraplex", "torch", "triton", "transformers", "peft", "numpy")
 
 

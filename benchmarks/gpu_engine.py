@@ -1,6 +1,7 @@
-"""Every published figure of the GPU engine: decode, serving, many registered adapters, kernels, cold starts.
+"""Every published figure of the GPU engine: decode, serving, many registered adapters, kernels, cold starts,
+and what padding to the largest rank of a batch would cost.
 
-    python -m benchmarks.gpu_engine decode serve registered kernels cold --workloads DIR
+    python -m benchmarks.gpu_engine decode serve registered kernels cold padded --workloads DIR
 
 Writes results/gpu_engine.json; sections that are not named keep what they hold. Each section runs in a
 process of its own, so that none finds memory or compiled kernels of another in its way. Needs one GPU of
@@ -48,6 +49,12 @@ SERVE: Final = (
     ("poisson-60rps-20s", 200, (8, 16, 32, 64)),
 )
 REGISTERED: Final = (5, 100, 1000, 2000)
+PADDED: Final = (
+    # name, requests on adapters of rank 8, of rank 64
+    ("32 of rank 8", 32, 0),
+    ("31 of rank 8, one of rank 64", 31, 1),
+    ("32 of rank 64", 0, 32),
+)
 
 
 def decode(workloads: Path) -> list[dict[str, Any]]:
@@ -130,18 +137,53 @@ def kernels(workloads: Path) -> dict[str, Any]:
 
 def cold(workloads: Path) -> dict[str, Any]:
     """From the start of a process to its first token, and an adapter's first use on an idle engine."""
+    import torch
+
     from loraplex.bench.engine_scenarios import bring_in, measure_cold
 
     started = time.perf_counter()
     engine = build()
+    reserved = torch.cuda.memory_reserved()
     versions = register(engine, "cold", 21, (64,), QKV)
     bring_in(engine, versions[:1], VOCAB_SIZE)
     first_token_s = time.perf_counter() - started
     engine.warm_up()
+    ready_s = time.perf_counter() - started
+    graphs_gb = (torch.cuda.memory_reserved() - reserved) / 1e9
     found = measure_cold(engine, versions[1:], PROMPT_TOKENS, VOCAB_SIZE)
     result = {where: rounded(distribution) for where, distribution in found.items() if distribution}
     print(first_token_s, result, flush=True)
-    return {"build_to_first_token_s": round(first_token_s, 2), "ttft_ms": result}
+    return {
+        "build_to_first_token_s": round(first_token_s, 2),
+        "build_to_all_graphs_s": round(ready_s, 2),
+        "graphs_gb": round(graphs_gb, 2),
+        "ttft_ms": result,
+    }
+
+
+def padded(workloads: Path) -> list[dict[str, Any]]:
+    """Decode with adapters as they are, and padded to the largest rank of the batch."""
+    from loraplex.bench.engine_scenarios import Load, measure_decode
+
+    found: list[dict[str, Any]] = [{"name": name} for name, _, _ in PADDED]
+    for padded_to, key in ((None, "itl_ms"), (64, "padded_itl_ms")):
+        engine = build(padded_to)
+        small = register(engine, "small", 32, (8,), QKV)
+        large = register(engine, "large", 32, (64,), QKV)
+        for row, (name, num_small, num_large) in zip(found, PADDED, strict=True):
+            load = Load(
+                batch=num_small + num_large,
+                prompt_tokens=PROMPT_TOKENS,
+                output_tokens=OUTPUT_TOKENS,
+                adapters=small[:num_small] + large[:num_large],
+                vocab_size=VOCAB_SIZE,
+            )
+            row[key] = rounded(measure_decode(engine, load, 1))
+            print(name, key, row[key]["mean"], flush=True)
+        engine.close()
+        del engine
+        release()
+    return found
 
 
 SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
@@ -150,15 +192,28 @@ SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
     "registered": registered,
     "kernels": kernels,
     "cold": cold,
+    "padded": padded,
 }
 
 
-def build() -> Engine:
+def build(padded_to: int | None = None) -> Engine:
     import torch
 
     from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine
 
-    return build_random_engine(RandomEngineOptions(shape=SHAPE, device="cuda", dtype=torch.bfloat16))
+    return build_random_engine(
+        RandomEngineOptions(shape=SHAPE, device="cuda", dtype=torch.bfloat16, padded_to=padded_to)
+    )
+
+
+def release() -> None:
+    """Give the memory of an engine that was dropped back to the device."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def register(engine: Engine, name: str, count: int, ranks: Sequence[int], modules: str) -> tuple[str, ...]:

@@ -109,7 +109,9 @@ def _rope(config: ModelConfig, num_rows: int, setting: Setting, tolerance: float
     batch = kernel_batch(device, positions_T=positions, slots_T=slots)
     TORCH.rope_and_cache(expected, table, batch, arena64[:, 1, 0], arena64[:, 1, 1])
     rope_and_cache(qkv, table, positions, slots, arena[:, 1, 0], arena[:, 1, 1])
-    untouched = not arena[:, [0, 2]].any() and bool(((arena == 0) | (arena64 != 0)).all())
+    others = torch.ones(num_blocks * BLOCK_SIZE, dtype=torch.bool, device=device)
+    others[slots] = False
+    untouched = not arena[:, [0, 2]].any() and not _slots(arena, others.nonzero()[:, 0]).any()
     heads = (num_rows, -1, shape.head_dim)
     return [
         within(

@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from benchmarks.correctness.check import Setting
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_specs
 from loraplex.engine.core import Engine
 
 
-def build(shape: str, setting: Setting, memory_bytes: int | None = None) -> Engine:
+def build(
+    shape: str, setting: Setting, memory_bytes: int | None = None, dtype: torch.dtype | None = None
+) -> Engine:
     """`memory_bytes`: for adapters, and on a GPU for the KV cache too."""
     return build_random_engine(
         RandomEngineOptions(
-            shape=shape, device=setting.device, dtype=setting.engine_dtype, memory_bytes=memory_bytes
+            shape=shape,
+            device=setting.device,
+            dtype=dtype or setting.engine_dtype,
+            memory_bytes=memory_bytes,
         )
     )
 

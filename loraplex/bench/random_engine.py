@@ -156,6 +156,9 @@ class _RandomBlocks:
     def tier(self) -> None:
         return None
 
+    def close(self) -> None:
+        self._blocks.clear()
+
 
 def _fill_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
     generator = torch.Generator().manual_seed(slab.numel())

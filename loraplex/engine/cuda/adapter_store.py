@@ -49,6 +49,10 @@ class HostBlocks(Protocol):
         """What is kept, and how much that may be; on any thread."""
         ...
 
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
 
 def table_bytes(shape: ModelShape) -> int:
     return shape.num_layers * len(MODULES) * TABLE_COLUMNS * 8
@@ -128,6 +132,10 @@ class AdapterStore:
             touched=frozenset(group for groups in layout.layers for group in groups),
             copies={} if self._padding is None else self._padding.offsets(spec),
         )
+
+    def close(self) -> None:
+        """After the last load."""
+        self._host_blocks.close()
 
     def moved(self, weights: LoraWeights, place: int) -> LoraWeights:
         """The same adapter after its block was copied to another place."""

@@ -96,14 +96,18 @@ def build_cuda_engine(
 
 
 def build_cuda_core(
-    config: ModelConfig, weights: ModelWeights, options: CudaOptions, host_blocks: HostBlocks | None = None
+    config: ModelConfig,
+    weights: ModelWeights,
+    options: CudaOptions,
+    host_blocks: HostBlocks | None = None,
+    collective: Collective = SOLO,
 ) -> Engine:
     """An engine over weights that are on the device already.
 
     `host_blocks`: where adapters come from, if not from their folders by way of a `HostPool`.
     """
     plan = _plan_memory(options, config.shape, weights.embedding_VH.device)
-    executor = _build_executor(config, weights, options, plan, host_blocks=host_blocks)
+    executor = _build_executor(config, weights, options, plan, collective=collective, host_blocks=host_blocks)
     return _engine(options, plan, config.shape, executor)
 
 

@@ -147,6 +147,7 @@ class CudaExecutor:
 
     def close(self) -> None:
         self._adapters.close()
+        self._store.close()
 
     # ---- steps
 

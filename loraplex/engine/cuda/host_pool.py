@@ -25,10 +25,11 @@ _SHELF_BYTES: Final = 512 << 20
 
 
 class _Shelf:
-    """A piece of memory with some adapters' blocks in it."""
+    """A piece of memory with some adapters' blocks in it. One that is pinned must be unpinned at the end."""
 
     def __init__(self, num_units: int, pinned: bool) -> None:
         self.memory = torch.empty(num_units * _UNIT_BYTES, dtype=torch.uint8)
+        self._pinned = pinned
         if pinned:  # not by torch's allocator, which would round the size up to a power of two
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
@@ -39,6 +40,11 @@ class _Shelf:
     def block(self, version: str, num_bytes: int) -> torch.Tensor:
         start, _ = self.places.span_of(version)
         return self.memory[start * _UNIT_BYTES : start * _UNIT_BYTES + num_bytes]
+
+    def unpin(self) -> None:
+        if self._pinned:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(runtime.cudaHostUnregister(self.memory.data_ptr())))
 
 
 class HostPool:
@@ -92,6 +98,13 @@ class HostPool:
         if shelf is not None:
             self._shelf_of[version] = shelf
         return block
+
+    def close(self) -> None:
+        """Give all memory back; after the last load."""
+        for shelf in self._shelves:
+            shelf.unpin()
+        self._shelves.clear()
+        self._shelf_of.clear()
 
     def _find_room(self, version: str, size: int) -> _Shelf | None:
         """A shelf with a place for the version; None if it is larger than any shelf can be."""

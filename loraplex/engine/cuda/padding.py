@@ -86,6 +86,10 @@ class PaddedBlocks:
     def tier(self) -> None:
         return None
 
+    def close(self) -> None:
+        self._blocks.clear()
+        self._plain.close()
+
 
 def _with_rank(spec: AdapterSpec, rank: int) -> AdapterSpec:
     return replace(spec, modules=tuple(replace(lora, rank=rank) for lora in spec.modules))
