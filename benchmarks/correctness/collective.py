@@ -24,8 +24,9 @@ SHAPE = "tiny"
 
 def collective(setting: Setting) -> list[Check]:
     alone = _texts(setting, SOLO)
+    device = torch.device("cuda", 0) if setting.device == "cuda" else torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        group = connect(WHOLE, Path(folder) / "rendezvous", setting.torch_device)
+        group = connect(WHOLE, Path(folder) / "rendezvous", device)
         grouped = _texts(setting, group)
         group.close()
     return [
