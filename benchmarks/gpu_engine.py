@@ -15,7 +15,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +49,8 @@ SERVE: Final = (
     ("poisson-60rps-20s", 200, (8, 16, 32, 64)),
 )
 REGISTERED: Final = (5, 100, 1000, 2000)
+_SPREAD: Final = 7919
+"""A prime: requests one after the other go to adapters far apart."""
 PADDED: Final = (
     # name, requests on adapters of rank 8, of rank 64
     ("32 of rank 8", 32, 0),
@@ -105,7 +107,8 @@ def _serve_one(workload: Path, num_adapters: int, ranks: Sequence[int]) -> dict[
 
 
 def registered(workloads: Path) -> list[dict[str, Any]]:
-    """Throughput of one workload, by the number of adapters the engine knows."""
+    """Throughput of one workload, by the number of adapters the engine knows: all of them are asked for, as
+    far as there are requests for them."""
     from loraplex.bench.engine_scenarios import replay
     from loraplex.bench.report import summarize
     from loraplex.workload.jsonl import read_workload
@@ -117,7 +120,8 @@ def registered(workloads: Path) -> list[dict[str, Any]]:
         versions = register(engine, f"of-{count}", count, (16,), QKV)
         if not found:
             engine.warm_up()
-        report = summarize(replay(engine, requests, versions, VOCAB_SIZE)).as_json()
+        spread = [replace(request, adapter=index * _SPREAD % count) for index, request in enumerate(requests)]
+        report = summarize(replay(engine, spread, versions, VOCAB_SIZE)).as_json()
         print(count, report["output_tokens_per_s"], report["ttft_ms"], flush=True)
         found.append({"adapters": count, "rank": 16, **report})
         for version in versions:

@@ -1,4 +1,5 @@
-"""The tables of the GPU engine, from results/gpu_engine.json; `benchmarks.make_tables` puts them in place."""
+"""The tables of the GPU engine, from results/gpu_engine.json and gpu_correctness.json;
+`benchmarks.make_tables` puts them in place."""
 
 from __future__ import annotations
 
@@ -47,6 +48,26 @@ def serve_table(result: Result) -> str:
     return table(headings, lines)
 
 
+def padded_table(result: Result) -> str:
+    lines = [
+        (row["name"], f"{row['itl_ms']['mean']:.2f}", f"{row['padded_itl_ms']['mean']:.2f}")
+        for row in result["padded"]["results"]
+    ]
+    return table(("decode, 32 requests, each with its adapter", "ITL mean, ms", "padded"), lines)
+
+
+def correctness_table(result: Result) -> str:
+    lines = [
+        (
+            name,
+            f"{sum(check['passed'] for check in section['checks'])} of {len(section['checks'])}",
+            section["git_commit"],
+        )
+        for name, section in result.items()
+    ]
+    return table(("section", "checks passed", "commit"), lines)
+
+
 def kernels_table(result: Result) -> str:
     found = result["kernels"]["results"]
     lines = [
@@ -66,6 +87,8 @@ def cold_table(result: Result) -> str:
     found = result["cold"]["results"]
     lines = [
         ("engine built and first token", f"{found['build_to_first_token_s']:.1f} s"),
+        ("engine built and every graph captured", f"{found['build_to_all_graphs_s']:.1f} s"),
+        ("memory that all graphs take", f"{found['graphs_gb']:.1f} GB"),
         (
             "TTFT, idle, 128 tokens, adapter on the device",
             f"{found['ttft_ms']['device_memory']['mean']:.1f} ms",

@@ -148,6 +148,7 @@ def limits_table(result: Result) -> str:
 
 
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
+CORRECTNESS = "gpu_correctness.json"
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "cpu-serve": (SERVE, serve_table),
     "cpu-startup": (SERVE, startup_table),
@@ -161,7 +162,9 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "gpu-decode": (GPU, gpu_tables.decode_table),
     "gpu-serve": (GPU, gpu_tables.serve_table),
     "gpu-kernels": (GPU, gpu_tables.kernels_table),
+    "gpu-padded": (GPU, gpu_tables.padded_table),
     "gpu-cold": (GPU, gpu_tables.cold_table),
+    "gpu-correctness": (CORRECTNESS, gpu_tables.correctness_table),
 }
 """Name of a table -> the result file it is made from, and how."""
 

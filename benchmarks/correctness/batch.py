@@ -53,7 +53,7 @@ def batch(setting: Setting) -> list[Check]:
     if setting.engine_dtype is torch.float32:
         return checks
     short = _all_answers(setting, setting.engine_dtype)
-    noise = max(_logprob_error(short.alone[name], one) for name, one in exact.alone.items())
+    noise = max(_rounding_error(short.alone[name], one) for name, one in exact.alone.items())
     return [
         *checks,
         *_checks("bfloat16", short, round(NOISE_FACTOR * noise, 3), rounding_error=round(noise, 3)),
@@ -152,6 +152,17 @@ def _shows(alone: dict[str, Answer], margin: float) -> Check:
         nearest > margin,
         least_difference=round(nearest, 3) if math.isfinite(nearest) else "no token in common",
     )
+
+
+def _rounding_error(short: Answer, exact: Answer) -> float:
+    """Of the tokens that are among the likeliest in both, as long as the texts agree."""
+    worst = 0.0
+    for here, there in zip(short.logprobs, exact.logprobs, strict=True):
+        known = dict(there.top)
+        worst = max([worst, *(abs(value - known[token]) for token, value in here.top if token in known)])
+        if here.token_id != there.token_id:
+            break
+    return worst
 
 
 def _logprob_error(found: Answer, alone: Answer) -> float:

@@ -63,6 +63,7 @@ class Check:
 
 
 def within(name: str, compared: str, error: float, tolerance: float, **details: Any) -> Check:
+    assert math.isfinite(tolerance), "a check that cannot fail"
     return Check(
         name=name,
         compared=compared,

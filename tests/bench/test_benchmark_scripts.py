@@ -193,6 +193,7 @@ def results_folder(tmp_path: Path) -> Path:
     (tmp_path / make_tables.KERNELS).write_text(json.dumps(kernel_results()))
     # Nothing here can make a GPU's results: the committed ones stand in for them.
     shutil.copy(make_tables.RESULTS / make_tables.GPU, tmp_path)
+    shutil.copy(make_tables.RESULTS / make_tables.CORRECTNESS, tmp_path)
     return tmp_path
 
 
