@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from loraplex.core.request import TokenLogprob
-from loraplex.engine.sampler import SamplingState, token_logprob
+from loraplex.engine.sampler import SamplingState, token_logprobs
 from loraplex.model.decoder import Decoder
 from loraplex.scheduling.plan import Chunk
 
@@ -32,5 +32,5 @@ def score_prompt(
     for first in range(0, len(targets), _ROWS_AT_ONCE):
         part = targets[first : first + _ROWS_AT_ONCE]
         logits_CV = decoder.logits(states_CH[first : first + len(part)])
-        scored += [token_logprob(row, token, num_top) for row, token in zip(logits_CV, part, strict=True)]
+        scored += token_logprobs(logits_CV, part, num_top)
     return scored

@@ -85,19 +85,22 @@ def sample(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> list[Sam
         token_id = greedy[row] if state.plain_greedy else _choose(logits_LV[row], state)
         logprob = None
         if state.params.logprobs is not None:
-            logprob = token_logprob(logits_LV[row], token_id, state.params.logprobs)
+            (logprob,) = token_logprobs(logits_LV[row : row + 1], [token_id], state.params.logprobs)
         samples.append(Sample(token_id=token_id, logprob=logprob))
     return samples
 
 
-def token_logprob(logits_V: torch.Tensor, token_id: int, num_top: int) -> TokenLogprob:
-    """A token's log-probability and the `num_top` likeliest beside it."""
-    logprobs_V = torch.log_softmax(logits_V.float(), dim=-1)
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top > 0:
-        values, ids = logprobs_V.topk(min(num_top, logprobs_V.shape[0]))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(token_id=token_id, logprob=float(logprobs_V[token_id]), top=top)
+def token_logprobs(logits_LV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """One token's log-probability for each row, and the `num_top` likeliest beside it."""
+    # All rows at once: on a GPU, every number that is fetched by itself costs a wait.
+    logprobs_LV = torch.log_softmax(logits_LV.float(), dim=-1)
+    ids_L = torch.tensor(token_ids, device=logits_LV.device)
+    values = logprobs_LV.gather(1, ids_L[:, None])[:, 0].tolist()
+    top_values, top_ids = (found.tolist() for found in logprobs_LV.topk(min(num_top, logprobs_LV.shape[1])))
+    return [
+        TokenLogprob(token_id=token_id, logprob=value, top=tuple(zip(ids, likeliest, strict=True)))
+        for token_id, value, ids, likeliest in zip(token_ids, values, top_ids, top_values, strict=True)
+    ]
 
 
 def _choose(logits_V: torch.Tensor, state: SamplingState) -> int:

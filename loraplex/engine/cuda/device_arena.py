@@ -6,10 +6,12 @@ graphs write there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 
+from loraplex.core.errors import CapacityError
 from loraplex.core.shape import ModelShape
 from loraplex.model.decoder import KVCache
 from loraplex.scheduling.plan import Move
@@ -28,7 +30,13 @@ class DeviceArena:
     ) -> None:
         self.scratch_slot = num_pages * block_size
         size = (num_pages + 1, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
-        pages = torch.zeros(size, dtype=dtype, device=device)
+        try:
+            pages = torch.zeros(size, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the device has no {math.prod(size) * dtype.itemsize:,} bytes in one piece for KV cache and "
+                "adapters; lower --memory-fraction, or stop what else runs on it"
+            ) from error
         self.caches = [
             KVCache(k=pages[:, layer, 0], v=pages[:, layer, 1]) for layer in range(shape.num_layers)
         ]
