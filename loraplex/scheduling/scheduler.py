@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
-from loraplex.adapters.room import Tier
 from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError, UnknownModelError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
+from loraplex.scheduling.adapter_pins import AdapterPins
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.sequence import Sequence
@@ -58,7 +57,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
-        self._loads: list[str] = []
+        self._pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
         self._failures: list[TokenUpdate] = []
         self._under_way: deque[list[_ChunkUnderWay]] = deque()
         self._num_preemptions = 0
@@ -125,10 +124,9 @@ class Scheduler:
         """Decide the next step. May be empty of chunks while adapters load."""
         preempted: list[Sequence] = []
         chunks, budget = self._schedule_running(preempted)
-        self._prefetch_adapters()
+        self._pins.prefetch(self._waiting, self._running)
         if not preempted:
             self._admit(chunks, budget)
-        loads, self._loads = self._loads, []
         if chunks:
             self._memory.step_decided()
             self._under_way.append([self._advance(chunk) for chunk in chunks])
@@ -136,7 +134,7 @@ class Scheduler:
             chunks=tuple(chunks),
             adapter_evictions=tuple(self._residency.take_evictions()),
             moves=tuple(self._memory.take_moves()),
-            adapter_loads=tuple(self._memory.load_of(version) for version in loads),
+            adapter_loads=self._pins.take_loads(),
             preempted=tuple(sequence.request_id for sequence in preempted),
         )
 
@@ -218,7 +216,7 @@ class Scheduler:
             if blocks is not None:
                 sequence.block_ids += blocks
                 return True
-            if self._unpin_youngest_waiting():
+            if self._pins.unpin_youngest(self._waiting):
                 continue
             victim = self._running[-1]
             if victim is sequence and sequence.num_unknown > 0:
@@ -244,47 +242,11 @@ class Scheduler:
 
     # ---- waiting requests
 
-    def _prefetch_adapters(self) -> None:
-        """Pin or start to load adapters of the first waiting requests, in order, while there is room."""
-        for sequence in islice(self._waiting, self._config.prefetch_depth):
-            version = sequence.adapter
-            if version is None or sequence.pinned:
-                continue
-            absent = self._residency.tier(version) is Tier.DISK
-            if not self._acquire(version, behind=sequence):
-                return  # nobody overtakes: a large adapter must not starve behind small ones
-            sequence.pinned = True
-            if absent:
-                self._loads.append(version)
-
-    def _acquire(self, version: str, behind: Sequence) -> bool:
-        """Pin a version, if need be at the expense of requests that wait behind this one."""
-        # A load leaves every running request room to grow by a block: what it took would be asked back.
-        while not self._residency.acquire(version, spare_blocks=len(self._running)):
-            if not self._unpin_youngest_waiting(behind):
-                return False
-        moved = self._memory.take_block_moves()
-        for running in self._running if moved else ():
-            running.block_ids[:] = [moved.get(block, block) for block in running.block_ids]
-        return True
-
-    def _unpin_youngest_waiting(self, behind: Sequence | None = None) -> bool:
-        """Let go of an adapter that a waiting request, the last in the queue, holds in shared memory."""
-        for sequence in reversed(self._waiting) if self._memory.shared else ():
-            if sequence is behind:
-                return False
-            if sequence.pinned and self._residency.is_resident(sequence.adapter or ""):
-                assert sequence.adapter is not None
-                self._residency.unpin(sequence.adapter)
-                sequence.pinned = False
-                return True
-        return False
-
     def _admit(self, chunks: list[Chunk], budget: float) -> None:
         passed_over: list[Sequence] = []
         while self._waiting and budget >= 1 and len(self._running) < self._config.max_running:
             sequence = self._waiting.popleft()
-            if not self._adapter_ready(sequence) or sequence.num_unknown > 0:
+            if not self._pins.is_ready(sequence) or sequence.num_unknown > 0:
                 passed_over.append(sequence)
                 if self._memory.shared and sequence.adapter is not None and not sequence.pinned:
                     break  # it waits for memory, which whoever overtook it would take
@@ -298,11 +260,6 @@ class Scheduler:
             budget -= self._config.work.cost(sequence.num_computed, num_tokens)
         self._waiting.extendleft(reversed(passed_over))
 
-    def _adapter_ready(self, sequence: Sequence) -> bool:
-        if sequence.adapter is None:
-            return True
-        return sequence.pinned and self._residency.is_resident(sequence.adapter)
-
     def _start(self, sequence: Sequence, budget: float) -> int:
         """Blocks for a first chunk, on top of what the prefix cache has; 0 if memory is short."""
         searches = sequence.request.params.prompt_logprobs is None
@@ -314,7 +271,7 @@ class Scheduler:
         )
         missing = self._pool.blocks_for(num_cached + num_tokens) - len(cached)
         blocks = self._pool.allocate(missing)
-        while blocks is None and not self._running and self._unpin_youngest_waiting():
+        while blocks is None and not self._running and self._pins.unpin_youngest(self._waiting):
             blocks = self._pool.allocate(missing)  # nobody else's end would ever make room
         if blocks is None:
             self._pool.release(cached)
