@@ -4,9 +4,8 @@
       begin                                                        end
 
 Sizes are in units of the caller's choice. An adapter is one piece. It goes to the smallest hole that takes
-it, to the upper end of it, so that what is left over lies towards the border. Where holes add up to enough
-but none is large enough, adapters are shifted upwards until the gap at the border is; those being loaded are
-fixed and stay where they are.
+it, to the upper end of it, so that what is left over lies towards the border. Adapters can be shifted upwards
+to widen the gap at the border; those being loaded are fixed and stay where they are.
 """
 
 from __future__ import annotations
@@ -83,14 +82,22 @@ class Places:
         assert 0 <= size <= self.gap
         self._begin += size
 
-    def widen_gap(self, size: int) -> list[Shift]:
-        """Shift adapters until the gap has this size, or no more can be done; in the order to copy them."""
+    def lift(self, gap: int) -> list[Shift]:
+        """Put the lowest adapters into holes further up that take them, until the gap has this size or no
+        more can be done; in the order to copy them."""
         shifts: list[Shift] = []
-        while self.gap < size:
-            found = self._relocate_lowest() or self._slide_lowest()
-            if not found:
-                break
-            shifts += found
+        while self.gap < gap and (shift := self._lift_lowest()) is not None:
+            shifts.append(shift)
+        return shifts
+
+    def push_together(self) -> list[Shift]:
+        """Close all holes towards the top, but those right above fixed adapters; in the order to copy."""
+        shifts, top = [], self._end
+        for start, size, name in reversed(self._spans.copy()):
+            if name not in self._fixed and start + size < top:
+                shifts.append(self._shift(name, top - size))
+                start = top - size
+            top = start
         return shifts
 
     def check_integrity(self, sizes: dict[str, int]) -> None:
@@ -116,27 +123,16 @@ class Places:
         if self._end > cursor:
             yield cursor, self._end - cursor
 
-    def _relocate_lowest(self) -> list[Shift]:
-        """Lift the lowest adapter into the smallest hole above it that takes it."""
+    def _lift_lowest(self) -> Shift | None:
+        """Into the smallest hole above it that takes it."""
         if not self._spans or self._spans[0][2] in self._fixed:
-            return []
+            return None
         source, size, name = self._spans[0]
         fitting = [(hole, start) for start, hole in self._holes() if start > source and hole >= size]
         if not fitting:
-            return []
+            return None
         hole, start = min(fitting)
-        return [self._shift(name, start + hole - size)]
-
-    def _slide_lowest(self) -> list[Shift]:
-        """Push all that lies below the lowest hole up by its size."""
-        holes = [(start, size) for start, size in self._holes() if start > self._begin]
-        if not holes:
-            return []
-        hole_start, hole_size = holes[0]
-        below = [span for span in self._spans if span[0] < hole_start]
-        if any(name in self._fixed for _, _, name in below):
-            return []
-        return [self._shift(name, start + hole_size) for start, _, name in reversed(below)]
+        return self._shift(name, start + hole - size)
 
     def _shift(self, name: str, target: int) -> Shift:
         source, size = self._span_of[name]

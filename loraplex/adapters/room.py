@@ -51,7 +51,8 @@ class Room(Protocol):
         ...
 
     def take(self, version: str, taken_bytes: int, idle: IdleAdapters, spare_blocks: int) -> bool:
-        """Memory for a version that is about to load; False, and nothing evicted, if that cannot be now.
+        """Memory for a version that is about to load; False if that cannot be now. Nothing is evicted in
+        vain, unless another load is in the way.
 
         `spare_blocks`: KV blocks that must be to be had afterwards.
         """

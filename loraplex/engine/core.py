@@ -41,6 +41,8 @@ class Engine:
     def step(self) -> Sequence[EngineOutput]:
         self._collect_loads(timeout_s=0.0)
         plan = self._scheduler.schedule()
+        for request_id in plan.preempted:
+            self._executor.preempt(request_id)
         for version in plan.adapter_evictions:
             self._executor.evict_adapter(version)
         if plan.moves:

@@ -75,6 +75,10 @@ class Executor(Protocol):
         """Keep what sampling needs of a request until `end`."""
         ...
 
+    def preempt(self, request_id: str) -> None:
+        """It runs no more for now: steps to come bring it anew from its first token on."""
+        ...
+
     def end(self, request_id: str) -> None: ...
 
     def adapter_bytes(self, spec: AdapterSpec) -> int:

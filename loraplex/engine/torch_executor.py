@@ -50,6 +50,9 @@ class TorchExecutor:
     def begin(self, request: EngineRequest) -> None:
         self._states[request.request_id] = SamplingState(request)
 
+    def preempt(self, request_id: str) -> None:
+        """Nothing is kept for a request because it runs."""
+
     def end(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 

@@ -17,7 +17,8 @@ from loraplex.scheduling.sequence import Sequence
 
 
 class AdapterPins:
-    """`prefetch_depth`: how far down the queue adapters start to load."""
+    """`prefetch_depth`: how far down the queue adapters start to load. `refused`: the request for whose
+    adapter there was no room just now, if any; nobody behind it may take what it waits for."""
 
     def __init__(self, memory: Memory, *, prefetch_depth: int, max_running: int) -> None:
         self._memory = memory
@@ -25,9 +26,11 @@ class AdapterPins:
         self._prefetch_depth = prefetch_depth
         self._max_running = max_running
         self._loads: list[str] = []
+        self.refused: Sequence | None = None
 
     def prefetch(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
         """Pin or start to load adapters of the first waiting requests, in order, while there is room."""
+        self.refused = None
         for sequence in islice(waiting, self._prefetch_depth):
             version = sequence.adapter
             if version is None or sequence.pinned:
@@ -35,7 +38,9 @@ class AdapterPins:
             absent = self._residency.tier(version) is Tier.DISK
             # A load leaves every running request room to grow by a block: what it took would be asked back.
             while not self._residency.acquire(version, spare_blocks=len(running)):
-                if not self.unpin_youngest(waiting, behind=sequence):
+                # What is being loaded may be all that is in the way, and not for long.
+                if self._residency.num_loading > 0 or not self.unpin_youngest(waiting, behind=sequence):
+                    self.refused = sequence
                     return  # nobody overtakes: a large adapter must not starve behind small ones
             sequence.pinned = True
             if absent:

@@ -13,11 +13,11 @@ other: blocks move down to let the border pass, adapters move up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Final
 
-from loraplex.adapters.places import Places
+from loraplex.adapters.places import Places, Shift
 from loraplex.adapters.residency import Residency
 from loraplex.adapters.room import IdleAdapters, Tier
 from loraplex.core.errors import CapacityError
@@ -52,6 +52,7 @@ class Arena:
         self._vacated: list[tuple[int, int, int]] = []  # begin, end, last use after a step under way
         self._moves: list[Move] = []
         self._block_moves: dict[int, int] = {}
+        self.shared_bytes = num_pages * page_bytes
         self.used_bytes = 0
         self._uses = count(1)
         self.pool = BlockPool(num_pages, block_size, self._uses, reserve=self)
@@ -103,7 +104,7 @@ class Arena:
         if taken_bytes > self.budget_bytes:
             raise CapacityError(
                 f"the adapter needs {num_bytes:,} bytes, the device's memory for adapters and KV cache is "
-                f"{self._num_pages * self._page_bytes:,}; {self.advice}"
+                f"{self.shared_bytes:,}; {self.advice}"
             )
         return taken_bytes
 
@@ -130,24 +131,24 @@ class Arena:
         self._vacate(start, start + size, last_use)
 
     def _widen_gap(self, size: int, idle: IdleAdapters) -> bool:
-        """One step towards a gap of `size` units: by empty blocks, by closing holes, by what is idle."""
+        """One step towards a gap of `size` units: by empty blocks, by lifting adapters into holes, by what is
+        idle, and by pushing adapters together if nothing is."""
         # One block stays, as without it nobody could be served.
         num_empty = min(self.pool.num_empty, self.pool.num_blocks - 1)
         missing_pages = -(-(size - self._places.gap) // self._page_units)
         if missing_pages <= num_empty:
             self._lower_border(missing_pages)
             return True
-        in_holes = self._places.num_free - self._places.gap
-        if in_holes > 0 and size <= self._places.num_free + num_empty * self._page_units:
-            # Adapters that are being loaded may be in the way; they will not be for long.
-            return self._shift_adapters(size - num_empty * self._page_units)
+        wanted_gap = size - num_empty * self._page_units
+        if self._lift_adapters(wanted_gap):
+            return True
         adapter_use, block_use = idle.oldest_idle_use, self.pool.oldest_cached_use
         if adapter_use is not None and (block_use is None or adapter_use < block_use):
             idle.evict_oldest()
         elif block_use is not None:
             self.pool.empty_oldest()
         else:
-            return False
+            return self._push_adapters(wanted_gap)
         return True
 
     def _lower_border(self, num_pages: int) -> None:
@@ -172,8 +173,21 @@ class Arena:
         if self._under_way and last_use > self._under_way[0]:
             self._vacated.append((begin, end, last_use))
 
-    def _shift_adapters(self, gap: int) -> bool:
-        shifts = self._places.widen_gap(gap)
+    def _lift_adapters(self, gap: int) -> bool:
+        """Cheap: what moves is what lay at the border."""
+        if gap > self._places.num_free:
+            return False
+        self._record(self._places.lift(gap))
+        return self._places.gap >= gap
+
+    def _push_adapters(self, gap: int) -> bool:
+        """May move all there are. False if one that is being loaded is in the way, which will not be long."""
+        if gap > self._places.num_free:
+            return False
+        self._record(self._places.push_together())
+        return self._places.gap >= gap
+
+    def _record(self, shifts: Iterable[Shift]) -> None:
         self._moves += [
             Move(
                 source_byte=shift.source * self._unit_bytes,
@@ -183,7 +197,6 @@ class Arena:
             )
             for shift in shifts
         ]
-        return self._places.gap >= gap
 
     # ---- Reserve: what KV blocks need
 
@@ -191,13 +204,13 @@ class Arena:
         return (self._places.num_free + self.residency.idle_bytes // self._unit_bytes) // self._page_units
 
     def gain_blocks(self, wanted: int, before: int | None) -> bool:
-        while self._places.num_free < self._page_units:
+        while not self._lift_adapters(self._page_units):
             use = self.residency.oldest_idle_use
-            if use is None or (before is not None and before < use):
+            if use is not None and (before is None or use < before):
+                self.residency.evict_oldest()
+            # Where cached blocks can be had instead, nothing is pushed around.
+            elif before is not None or not self._push_adapters(self._page_units):
                 return False
-            self.residency.evict_oldest()
-        if self._places.gap < self._page_units and not self._shift_adapters(self._page_units):
-            return False
         num_pages = min(wanted, self._places.gap // self._page_units)
         self._places.retract(num_pages * self._page_units)
         self.pool.extend(num_pages)

@@ -62,15 +62,17 @@ class BlockPool:
         # stand in the heap several times; it is empty if it is in the set.
         self._empty = set(range(num_blocks))
         self._empty_heap = list(range(num_blocks))
-        # Cached blocks that were shared once, and those that never were, oldest release first. Ordered, with
-        # removal from the middle: any may be shared again.
+        # Contents (nodes) of cached blocks that were shared once, and of those that never were, oldest
+        # release first. Ordered, with removal from the middle: any may be shared again.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._unproven: OrderedDict[int, None] = OrderedDict()
-        self._proven: set[int] = set()  # held or cached
+        self._proven: set[int] = set()  # nodes, held or cached
         self._max_unproven = int(num_blocks * _UNPROVEN_SHARE)
         self._block_of: dict[_CacheKey, int] = {}
         self._key_of: dict[int, _CacheKey] = {}
+        # Contents keep their node when they move to another block.
         self._node_of: dict[int, int] = {}
+        self._holder_of: dict[int, int] = {}
         self._roots: dict[str | None, int] = {}
         self._next_node = 0
         self.prefix_queries = 0
@@ -118,9 +120,10 @@ class BlockPool:
         """Take one more reference on blocks that `match` found."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._queue_of(block)[block]
+                node = self._node_of[block]
+                del self._queue_of(node)[node]
             self._refs[block] += 1
-            self._proven.add(block)
+            self._proven.add(self._node_of[block])
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference each. The end of a sequence is freed first: its start is reused most."""
@@ -130,8 +133,9 @@ class BlockPool:
             if self._refs[block] > 0:
                 continue
             self._last_use[block] = next(self._uses)
-            if block in self._key_of:
-                self._queue_of(block)[block] = None
+            node = self._node_of.get(block)
+            if node is not None:
+                self._queue_of(node)[node] = None
             else:
                 self._push_empty(block)
 
@@ -139,7 +143,8 @@ class BlockPool:
         """Drop the contents of the cached block whose turn it is."""
         block = self._next_to_empty()
         assert block is not None
-        del self._queue_of(block)[block]
+        node = self._node_of[block]
+        del self._queue_of(node)[node]
         self._forget(block)
         self._push_empty(block)
 
@@ -206,7 +211,8 @@ class BlockPool:
                 continue
             self._block_of[key] = blocks[index]
             self._key_of[blocks[index]] = key
-            self._node_of[blocks[index]] = self._new_node()
+            node = self._node_of[blocks[index]] = self._new_node()
+            self._holder_of[node] = blocks[index]
 
     def forget_adapter(self, adapter: str) -> None:
         """No sequence will find this adapter's blocks any more; they age out of the cache."""
@@ -217,18 +223,19 @@ class BlockPool:
         counts = Counter(block for blocks in held for block in blocks)
         for block in range(self.num_blocks):
             assert self._refs[block] == counts[block], f"block {block}: {self._refs[block]} refs"
-            cached = block in self._cached or block in self._unproven
+            node = self._node_of.get(block)
+            cached = node in self._cached or node in self._unproven
             assert (block in self._empty or cached) == (counts[block] == 0)
             assert cached == (block in self._key_of and counts[block] == 0)
-        assert (
-            len(self._refs) == self.num_blocks > max([0, *self._empty, *self._cached, *self._key_of, *counts])
-        )
-        assert not self._empty & (self._cached.keys() | self._unproven.keys() | self._proven)
-        assert self._cached.keys() <= self._proven
+        assert len(self._refs) == self.num_blocks > max([0, *self._empty, *self._key_of, *counts])
+        assert not self._empty & self._node_of.keys()
+        assert self._cached.keys() <= self._proven <= self._holder_of.keys()
+        assert self._holder_of == {node: block for block, node in self._node_of.items()}
         assert not self._proven & self._unproven.keys()
         assert set(self._empty_heap) >= self._empty
         for queue in (self._cached, self._unproven):
-            assert list(queue) == sorted(queue, key=self._last_use.__getitem__)
+            uses = [self._last_use[self._holder_of[node]] for node in queue]
+            assert uses == sorted(uses)
         assert len(self._last_use) == self.num_blocks
         assert self._block_of == {key: block for block, key in self._key_of.items()}
         assert self._node_of.keys() == self._key_of.keys()
@@ -274,26 +281,22 @@ class BlockPool:
             if source in self._key_of:
                 key = self._key_of[target] = self._key_of.pop(source)
                 self._block_of[key] = target
-                self._node_of[target] = self._node_of.pop(source)
-        self._proven = {moves.get(block, block) for block in self._proven}
-        # Each keeps its turn.
-        self._cached = OrderedDict.fromkeys(moves.get(block, block) for block in self._cached)
-        self._unproven = OrderedDict.fromkeys(moves.get(block, block) for block in self._unproven)
+                node = self._node_of[target] = self._node_of.pop(source)
+                self._holder_of[node] = target
 
-    def _queue_of(self, block: int) -> OrderedDict[int, None]:
-        return self._cached if block in self._proven else self._unproven
+    def _queue_of(self, node: int) -> OrderedDict[int, None]:
+        return self._cached if node in self._proven else self._unproven
 
     def _next_to_empty(self) -> int | None:
-        proven, unproven = next(iter(self._cached), None), next(iter(self._unproven), None)
-        if proven is None or unproven is None:
-            return unproven if proven is None else proven
+        oldest = [self._holder_of[next(iter(queue))] for queue in (self._unproven, self._cached) if queue]
         if len(self._unproven) > self._max_unproven:
-            return unproven
-        return min(proven, unproven, key=self._last_use.__getitem__)
+            return oldest[0]
+        return min(oldest, key=self._last_use.__getitem__, default=None)
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key]
-            del self._node_of[block]
-            self._proven.discard(block)
+            node = self._node_of.pop(block)
+            del self._holder_of[node]
+            self._proven.discard(node)

@@ -12,12 +12,13 @@ from loraplex.scheduling.plan import AdapterLoad, Move
 
 
 class Memory(Protocol):
-    """`shared`: what adapters give up, KV blocks can have, and the other way round. `advice`: the end of a
-    message to a user who needs more."""
+    """`shared`: what adapters give up, KV blocks can have, and the other way round; `shared_bytes`: how much
+    that is in all. `advice`: the end of a message to a user who needs more."""
 
     pool: BlockPool
     residency: Residency
     shared: bool
+    shared_bytes: int
     advice: str
 
     def max_tokens(self, adapter_bytes: int) -> int:
@@ -51,6 +52,7 @@ class SeparateMemory:
     """A fixed number of blocks, and a fixed budget for adapters."""
 
     shared = False
+    shared_bytes = 0
     advice = "raise --kv-memory"
 
     def __init__(self, *, num_blocks: int, block_size: int, adapter_bytes: int) -> None:

@@ -81,7 +81,8 @@ class Scheduler:
         capacity = self._max_tokens(request.adapter)
         if num_prompt + 1 > capacity:
             raise CapacityError(
-                f"the prompt has {num_prompt} tokens, KV memory holds {capacity}; {self._memory.advice}"
+                f"the prompt has {num_prompt} tokens, KV memory holds {capacity}{_beside(request.adapter)}; "
+                f"{self._memory.advice}"
             )
         if request.adapter is not None:
             self._residency.enter(request.adapter)
@@ -226,7 +227,8 @@ class Scheduler:
                     return False  # what loads for others holds memory that can be had when it is there
                 # Alone and still short: the request has outgrown the whole of KV memory.
                 capacity = self._max_tokens(sequence.adapter)
-                self._fail(sequence, f"KV memory holds {capacity} tokens, too few for this request")
+                room = f"KV memory holds {capacity} tokens{_beside(sequence.adapter)}"
+                self._fail(sequence, f"{room}, too few for this request; {self._memory.advice}")
                 return False
             self._preempt(victim)
             preempted.append(victim)
@@ -248,7 +250,7 @@ class Scheduler:
             sequence = self._waiting.popleft()
             if not self._pins.is_ready(sequence) or sequence.num_unknown > 0:
                 passed_over.append(sequence)
-                if self._memory.shared and sequence.adapter is not None and not sequence.pinned:
+                if self._memory.shared and sequence is self._pins.refused:
                     break  # it waits for memory, which whoever overtook it would take
                 continue
             num_tokens = self._start(sequence, budget)
@@ -391,7 +393,7 @@ class Scheduler:
             host_adapter_bytes=used if on_host else 0,
             host_adapter_budget_bytes=budget if on_host else 0,
             device_adapter_bytes=0 if on_host else used,
-            device_arena_bytes=0 if on_host else budget,
+            device_arena_bytes=self._memory.shared_bytes,
             adapters=tuple(self._residency.snapshot()),
         )
 
@@ -419,3 +421,7 @@ class Scheduler:
             pins=Counter(s.adapter for s in queued if s.adapter is not None and s.pinned),
             in_flight=Counter(s.adapter for s in queued if s.adapter is not None),
         )
+
+
+def _beside(adapter: str | None) -> str:
+    return "" if adapter is None else " beside the request's adapter"

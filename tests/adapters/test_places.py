@@ -27,26 +27,32 @@ def test_an_adapter_goes_to_the_upper_end_of_the_smallest_hole() -> None:
 def test_the_lowest_is_lifted_into_a_hole_that_takes_it() -> None:
     places = places_of(12, a=4, b=3, c=3)
     places.remove("a")
-    (shift,) = places.widen_gap(5)
+    (shift,) = places.lift(5)
     assert (shift.name, shift.source, shift.target, shift.size) == ("c", 2, 9, 3)
     assert places.gap == 5
 
 
-def test_where_none_fits_the_lower_ones_are_pushed_up_from_above() -> None:
+def test_what_fits_no_hole_is_not_lifted() -> None:
     places = places_of(12, a=2, b=3, c=5)
     places.remove("a")
-    assert places.gap == 2
-    assert [(s.name, s.source, s.target) for s in places.widen_gap(4)] == [("b", 7, 9), ("c", 2, 4)]
+    assert places.lift(4) == []
+
+
+def test_all_are_pushed_together_from_above() -> None:
+    places = places_of(12, a=2, b=3, c=5)
+    places.remove("a")
+    assert [(s.name, s.source, s.target) for s in places.push_together()] == [("b", 7, 9), ("c", 2, 4)]
     assert places.gap == 4
+    assert places.push_together() == []
 
 
 def test_what_is_fixed_stays() -> None:
     places = places_of(12, a=2, b=3)
     assert places.put("c", 5)
-    places.remove("a")
-    assert places.widen_gap(4) == []
+    places.remove("b")
+    assert places.lift(4) == places.push_together() == []
     places.unfix("c")
-    assert places.widen_gap(4) != []
+    assert places.push_together() != []
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12), st.booleans()), max_size=60))
@@ -58,11 +64,10 @@ def test_no_two_overlap_and_shifts_account_for_every_change(
         name = f"n{number}"
         starts = {known: places.span_of(known)[0] for known in sizes}
         if widens:
-            wanted = min(size, places.num_free)
-            for shift in places.widen_gap(wanted):
+            for shift in [*places.lift(size), *places.push_together()]:
                 assert starts[shift.name] == shift.source < shift.target
                 starts[shift.name] = shift.target
-            assert places.gap >= wanted
+            assert places.gap == places.num_free
             assert starts == {known: places.span_of(known)[0] for known in sizes}
         elif name in sizes:
             places.remove(name)

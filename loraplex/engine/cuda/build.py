@@ -174,7 +174,8 @@ def _build_executor(
     arena = DeviceArena(
         shape, num_pages=plan.num_pages, block_size=options.block_size, dtype=options.dtype, device=device
     )
-    num_seats = options.max_running + 2
+    # Requests that end in a plan hold theirs until after its launch.
+    num_seats = 2 * options.max_running + 2
     return CudaExecutor(
         decoder=decoder,
         runner=StepRunner(

@@ -89,6 +89,9 @@ class CudaExecutor:
 
     def end(self, request_id: str) -> None:
         self._states.pop(request_id, None)
+        self.preempt(request_id)
+
+    def preempt(self, request_id: str) -> None:
         seat = self._seats.pop(request_id, None)
         if seat is not None:  # steps under way still write to it, before any step of its next holder
             self._free_seats.append(seat)

@@ -52,6 +52,9 @@ class ParallelExecutor:
             request = replace(request, params=replace(params, seed=secrets.randbits(63)))
         self._everywhere("begin", request)
 
+    def preempt(self, request_id: str) -> None:
+        self._everywhere("preempt", request_id)
+
     def end(self, request_id: str) -> None:
         self._everywhere("end", request_id)
 
