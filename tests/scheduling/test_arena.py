@@ -182,6 +182,59 @@ def test_a_place_that_a_step_under_way_may_look_at_is_not_quiet() -> None:
     assert arena.load_of("c").quiet
 
 
+def test_for_one_block_no_more_moves_than_what_lies_at_the_border() -> None:
+    arena = arena_of(100)
+    rng, largest = random.Random(0), 24
+    for index in range(80):
+        bring_in(arena, f"v{index}", rng.choice([3, 6, 12, largest]))
+    arena.take_moves()
+    while arena.residency.oldest_idle_use is not None:
+        assert arena.pool.allocate(1) is not None
+        assert sum(move.num_bytes for move in arena.take_moves()) <= 2 * largest * UNIT
+        arena.check_integrity()
+
+
+def test_who_is_beyond_the_prefetch_depth_blocks_nobody_while_there_is_room() -> None:
+    arena = arena_of(1000)
+    config = SchedulerConfig(max_model_len=64, prefetch_depth=4)
+    scheduler = Scheduler(config, arena)
+    for index in range(8):
+        arena.residency.add(f"v{index}", UNIT)
+    for index, adapter in enumerate([*(f"v{n}" for n in range(8)), None]):
+        params = SamplingParams(max_tokens=4)
+        scheduler.add(
+            EngineRequest(request_id=str(index), prompt_token_ids=[1, 2], params=params, adapter=adapter)
+        )
+    assert [chunk.request_id for chunk in scheduler.schedule().chunks] == ["8"]
+
+
+def test_who_waits_for_memory_is_not_overtaken() -> None:
+    arena = arena_of(6)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=16), arena)
+    arena.residency.add("large", 4 * PAGE)
+
+    def add(request_id: str, num_prompt: int, adapter: str | None = None) -> None:
+        scheduler.add(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=[ord(request_id)] * num_prompt,
+                params=SamplingParams(max_tokens=4, ignore_eos=True),
+                adapter=adapter,
+            )
+        )
+
+    add("a", 6)
+    plan = scheduler.schedule()
+    add("b", 3, "large")
+    add("c", 4)
+    events = []
+    for _ in range(4):  # as long as the first one runs
+        scheduler.update(plan, {chunk.request_id: 7 for chunk in plan.chunks})
+        plan = scheduler.schedule()
+        events += [load.version for load in plan.adapter_loads] + [c.request_id for c in plan.chunks]
+    assert events == ["a", "a", "a", "large", "c"]  # the load has its memory: nobody can take it any more
+
+
 class TrackedMemory:
     """What lies in every unit of an arena, as an executor would leave it.
 
@@ -229,6 +282,8 @@ class World:
         self.texts: dict[str, list[int]] = {}
         self.adapter_of: dict[str, str | None] = {}
         self.ended: dict[str, str | None] = {}
+        self.max_running = max_running
+        self.seats: set[str] = set()  # of those who run, as an executor keeps them
 
     def add(self, request_id: str) -> None:
         num_prompt = self.random.randint(1, self.max_len - 1)
@@ -257,6 +312,7 @@ class World:
                 self.scheduler.adapter_loaded(load.version)
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
+        self.seats.difference_update(plan.preempted)
         for version in plan.adapter_evictions:
             del self.places[version]
         for move in plan.moves:
@@ -269,6 +325,8 @@ class World:
             self.loading.append(load)
             for _, _, touched in self.flights if load.quiet and not plan.moves else ():
                 assert touched.isdisjoint(self._units(load.version)), "a load beside a step that looks there"
+        self.seats.update(chunk.request_id for chunk in plan.chunks)
+        assert len(self.seats) <= 2 * self.max_running, "more seats than there are"
         if plan.chunks:
             sampled = self._run(plan)
             self.flights.append((plan, sampled, self._touched(plan)))
@@ -276,6 +334,7 @@ class World:
             self._land()
         for failure in self.scheduler.take_failures():
             self.ended[failure.request_id] = failure.error
+        self.seats.difference_update(self.ended)
 
     def _run(self, plan: StepPlan) -> dict[str, int]:
         sampled = {}

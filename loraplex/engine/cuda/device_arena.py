@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Final
 
 import torch
 
@@ -15,6 +16,8 @@ from loraplex.core.errors import CapacityError
 from loraplex.core.shape import ModelShape
 from loraplex.model.decoder import KVCache
 from loraplex.scheduling.plan import Move
+
+_STAGING_BYTES: Final = 32 << 20
 
 
 def page_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
@@ -41,6 +44,9 @@ class DeviceArena:
             KVCache(k=pages[:, layer, 0], v=pages[:, layer, 1]) for layer in range(shape.num_layers)
         ]
         self._bytes = pages.view(-1).view(torch.uint8)
+        self._staging = torch.empty(
+            min(_STAGING_BYTES, self._bytes.numel()), dtype=torch.uint8, device=device
+        )
 
     def span(self, begin: int, num_bytes: int) -> torch.Tensor:
         return self._bytes[begin : begin + num_bytes]
@@ -48,10 +54,17 @@ class DeviceArena:
     def move(self, moves: Iterable[Move]) -> None:
         """Copy on the current stream, in this order."""
         for move in moves:
-            # Where the places overlap, the upper end goes first, in pieces that do not.
-            piece = min(abs(move.target_byte - move.source_byte), move.num_bytes)
-            assert move.target_byte > move.source_byte or piece == move.num_bytes
-            for end in range(move.num_bytes, 0, -piece):
-                begin = max(end - piece, 0)
-                source = self.span(move.source_byte + begin, end - begin)
-                self.span(move.target_byte + begin, end - begin).copy_(source)
+            if abs(move.target_byte - move.source_byte) >= move.num_bytes:
+                source = self.span(move.source_byte, move.num_bytes)
+                self.span(move.target_byte, move.num_bytes).copy_(source)
+            else:
+                self._move_overlapping(move)
+
+    def _move_overlapping(self, move: Move) -> None:
+        """Piece by piece by way of other memory, the upper end first."""
+        assert move.target_byte > move.source_byte
+        for end in range(move.num_bytes, 0, -self._staging.numel()):
+            begin = max(end - self._staging.numel(), 0)
+            piece = self._staging[: end - begin]
+            piece.copy_(self.span(move.source_byte + begin, end - begin))
+            self.span(move.target_byte + begin, end - begin).copy_(piece)

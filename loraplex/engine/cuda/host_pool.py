@@ -7,6 +7,7 @@ thread alone.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final
@@ -20,6 +21,8 @@ from loraplex.engine.adapter_loader import read_slab
 from loraplex.engine.cuda.adapter_store import ReadSlab, block_bytes, write_block
 from loraplex.engine.executor import HostTier
 
+logger = logging.getLogger(__name__)
+
 _UNIT_BYTES: Final = 4096
 _SHELF_BYTES: Final = 512 << 20
 
@@ -28,12 +31,15 @@ class _Shelf:
     """A piece of memory with some adapters' blocks in it. One that is pinned must be unpinned at the end."""
 
     def __init__(self, num_units: int, pinned: bool) -> None:
+        self.num_units = num_units
         self.memory = torch.empty(num_units * _UNIT_BYTES, dtype=torch.uint8)
         self._pinned = pinned
         if pinned:  # not by torch's allocator, which would round the size up to a power of two
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
-            torch.cuda.check_error(int(error))
+            error = int(runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0))
+            if error != 0:
+                logger.warning("host memory cannot be pinned (CUDA error %d): adapters load slower", error)
+                self._pinned = False
         self.places = Places(num_units)
         self.places.extend(num_units)
 
@@ -122,6 +128,8 @@ class HostPool:
             self._unused_units -= num_units
             self._shelves.append(shelf)
             yield shelf
+        if size > max((shelf.num_units for shelf in self._shelves), default=0):
+            return  # no number of others that left would make room
         while self._shelf_of:
             oldest, shelf = self._shelf_of.popitem(last=False)
             shelf.places.remove(oldest)

@@ -9,9 +9,10 @@ interpreted.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from loraplex.engine.cuda.step_sizes import all_graph_sizes, exact_sizes, graph_
 from loraplex.kernels.triton.lora_step import LoraStep
 from loraplex.kernels.triton.tokens import greedy_tokens, pick_tokens
 from loraplex.model.decoder import Decoder, KVCache
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +47,18 @@ class _Graph:
 
 
 class _SharedBuffers:
-    """Memory outside the graphs' own pool that they read or write, as large as the largest needs it."""
+    """Memory outside the graphs' own pool that they read or write, as large as the largest needs it, and the
+    stream on which each is tried before it is captured."""
 
     def __init__(self, decoder: Decoder, max_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         shape, sizes = decoder.config.shape, all_graph_sizes(max_blocks)
         num_logits = max(size.logits for size in sizes)
-        num_integers = max(size.num_integers for size in sizes)
+        num_integers = max(replace(size, table_width=max_blocks).num_integers for size in sizes)
         self.integers = torch.zeros(num_integers, dtype=torch.int64, device=device)
         self.logits_LV = torch.empty(num_logits, shape.vocab_size, dtype=dtype, device=device)
         self.tokens_L2 = torch.empty(num_logits, 2, dtype=torch.int64, device=device)
         self.scratch = StepScratch.for_sizes(shape, sizes, device)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +98,7 @@ class StepRunner:
         self._scratch_slot = scratch_slot
         self._device = device
         self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
-        self._graphs: dict[_GraphKey, _Graph] = {}
+        self._graphs: dict[_GraphKey, _Graph | None] = {}
         self._expected: deque[_GraphKey] = deque()
         self._pool: Any = None
         self._buffers: _SharedBuffers | None = None  # None: no graphs
@@ -104,9 +109,9 @@ class StepRunner:
         """Launch a step behind those launched before."""
         lora = split_segments(built.batch)
         sizes = graph_sizes(built, self._max_blocks) if self._buffers else None
-        if sizes is not None:
-            graph = self._graph_for(_GraphKey(sizes, lora.groups, lora.shares))
-            graph.block.upload(self._fill(sizes, built, lora, seats))
+        graph = None if sizes is None else self._graph_for(_GraphKey(sizes, lora.groups, lora.shares))
+        if graph is not None:
+            graph.block.upload(self._fill(graph.block.sizes, built, lora, seats))
             graph.graph.replay()
             return graph.output
         sizes = exact_sizes(built, lora)
@@ -148,11 +153,18 @@ class StepRunner:
         if logits_LV.shape[0] > 0:
             greedy_tokens(logits_LV, block["logit_seats"], self.last_tokens, tokens_L2)
 
-    def _graph_for(self, key: _GraphKey) -> _Graph:
-        found = self._graphs.get(key)
-        if found is None:
-            found = self._graphs[key] = self._capture(key)
-        return found
+    def _graph_for(self, key: _GraphKey) -> _Graph | None:
+        """None if the device has no memory for it: such steps run kernel by kernel."""
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._capture(key)
+            except Exception as error:
+                if not _is_out_of_memory(error):
+                    raise
+                logger.warning("the device has no memory for more graphs; some steps will be slower")
+                self._graphs[key] = None
+                self._expected.clear()
+        return self._graphs[key]
 
     def _capture(self, key: _GraphKey) -> _Graph:
         buffers, sizes = self._buffers, key.sizes
@@ -169,11 +181,10 @@ class StepRunner:
             self._choose_greedily(block, logits_LV, tokens_L2)
 
         current = torch.cuda.current_stream()
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side.wait_stream(current)
-        with torch.cuda.stream(side):  # compiles the kernels, and makes the libraries' workspaces
+        buffers.stream.wait_stream(current)
+        with torch.cuda.stream(buffers.stream):  # compiles the kernels, and makes the libraries' workspaces
             run()
-        current.wait_stream(side)
+        current.wait_stream(buffers.stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
@@ -200,3 +211,10 @@ class StepRunner:
         block["decode_tiles"], block["decode_tables"] = lora.decode_tiles
         block["span_tiles"], block["span_tables"] = lora.span_tiles
         return block
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Or was caused by it: what ends a capture that failed may fail too."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None

@@ -20,6 +20,9 @@ MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 102
 """Rows of graphs with prompts."""
 MIXED_DECODES: Final = (32, 256)
 MIXED_SPANS: Final = (4, 32)
+NARROW_TABLE: Final = 512
+"""Blocks of a sequence up to which a step has narrow block tables: wide ones are megabytes to fill and copy,
+and few sequences need them."""
 
 
 def graph_sizes(built: BuiltBatch, max_blocks: int) -> StepSizes | None:
@@ -28,41 +31,50 @@ def graph_sizes(built: BuiltBatch, max_blocks: int) -> StepSizes | None:
     num_rows, num_spans = batch.token_ids_T.shape[0], batch.span_starts_S.shape[0]
     if built.rows_of:
         return None
+    widest = max(batch.decode_blocks_DB.shape[1], batch.span_blocks_SB.shape[1])
+    table_width = max_blocks if widest > NARROW_TABLE else min(NARROW_TABLE, max_blocks)
     if num_spans == 0:
         rows = _round_up(num_rows, DECODE_ROWS)
-        return None if rows is None else _decode_sizes(rows, max_blocks)
+        return None if rows is None else _decode_sizes(rows, table_width)
     # One row more than there are, so that the last one is padding.
     rows = _round_up(num_rows + 1, MIXED_ROWS)
     decodes = _round_up(batch.decode_rows_D.shape[0], MIXED_DECODES)
     spans = _round_up(num_spans, MIXED_SPANS)
     if rows is None or decodes is None or spans is None:
         return None
-    return _mixed_sizes(rows, decodes, spans, max_blocks)
+    return _mixed_sizes(rows, decodes, spans, table_width)
 
 
 def all_graph_sizes(max_blocks: int) -> list[StepSizes]:
-    """Of every graph there is; the largest first, so that the others fit into its memory."""
+    """Of every graph with narrow tables; the largest first, so that the others fit into its memory."""
+    table_width = min(NARROW_TABLE, max_blocks)
     mixed = [
-        _mixed_sizes(rows, decodes, spans, max_blocks)
+        _mixed_sizes(rows, decodes, spans, table_width)
         for rows in MIXED_ROWS
         for decodes in MIXED_DECODES
         for spans in MIXED_SPANS
     ]
-    return [*reversed(mixed), *(_decode_sizes(rows, max_blocks) for rows in reversed(DECODE_ROWS))]
+    return [*reversed(mixed), *(_decode_sizes(rows, table_width) for rows in reversed(DECODE_ROWS))]
 
 
-def _decode_sizes(rows: int, max_blocks: int) -> StepSizes:
+def _decode_sizes(rows: int, table_width: int) -> StepSizes:
     return StepSizes(
-        rows=rows, decodes=rows, spans=0, table_width=max_blocks, logits=rows, decode_tiles=rows, span_tiles=0
+        rows=rows,
+        decodes=rows,
+        spans=0,
+        table_width=table_width,
+        logits=rows,
+        decode_tiles=rows,
+        span_tiles=0,
     )
 
 
-def _mixed_sizes(rows: int, decodes: int, spans: int, max_blocks: int) -> StepSizes:
+def _mixed_sizes(rows: int, decodes: int, spans: int, table_width: int) -> StepSizes:
     return StepSizes(
         rows=rows,
         decodes=decodes,
         spans=spans,
-        table_width=max_blocks,
+        table_width=table_width,
         logits=decodes + spans,
         decode_tiles=decodes,
         span_tiles=spans + rows // SPAN_TILE_ROWS,

@@ -46,8 +46,8 @@ class Kernel:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         cause = lines[-1] if lines else "no reason given"
         return (
-            f"the GPU kernel {function.__name__} failed with grid {grid}, {given}, {sizes}: "
-            f"{type(error).__name__}: {cause}"
+            f"the GPU kernel {function.__name__} failed: {type(error).__name__}: {cause}; "
+            f"it was launched with grid {grid}, {given}, {sizes}"
         )
 
 

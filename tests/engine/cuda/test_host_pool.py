@@ -91,3 +91,17 @@ def test_an_adapter_that_cannot_be_read_leaves_nothing_behind() -> None:
         pool(SPECS[0])
     assert pool.tier().used_bytes == 0
     assert not pool.tier().versions
+
+
+def test_an_adapter_larger_than_a_shelf_empties_none_for_nothing() -> None:
+    disk = Disk()
+    pool = pool_of(disk, blocks=4, shelf=2)
+    for spec in SPECS[:4]:
+        pool(spec)
+    (large,) = random_specs("large", "tiny", num_adapters=1, ranks=[64], modules="all")
+    SPECS.append(large)
+    try:
+        assert number_in(pool(large)) == len(SPECS) - 1
+    finally:
+        SPECS.remove(large)
+    assert pool.tier().versions == {spec.version for spec in SPECS[:4]}
