@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.correctness.check import Check, Setting, holds, release, within
-from benchmarks.correctness.driving import TIME_LIMIT_S
+from benchmarks.correctness.driving import TIME_LIMIT_S, answer_lag, answers, text_error
 from benchmarks.correctness.random_engines import build, distinct_specs
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
@@ -26,9 +26,14 @@ ROOM: Final = 0.25
 IN_FLIGHT: Final = 24
 CANCEL_CHANCE, REPLACE_CHANCE = 0.01, 0.02
 """At every step: that a request is cancelled, that an adapter is removed and another added."""
+GREEDY: Final = {"temperature": 0.0}
+WATCH_EVERY: Final = 12
+"""Of all requests; the first of every second round of settings, which is a greedy one."""
+NUM_TOP: Final = 20
+TIE: Final = 1e-3
 SETTINGS: Final[Sequence[dict[str, Any]]] = (
-    {"temperature": 0.0},
-    {"temperature": 0.0},
+    GREEDY,
+    GREEDY,
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.0, "top_k": 5, "min_p": 0.01},
     {"temperature": 0.0, "logprobs": 2},
@@ -52,8 +57,8 @@ def endurance(setting: Setting) -> list[Check]:
         else _Plan(num_adapters=256, ranks=RANKS, first_steps=500, num_steps=10_000, check_every=50)
     )
     specs = distinct_specs("first", SHAPE, num_adapters=plan.num_adapters, ranks=plan.ranks, modules="all")
-    num_bytes = sum(spec.num_params for spec in specs) * setting.engine_dtype.itemsize
-    engine = build(SHAPE, setting, int(num_bytes * ROOM))
+    num_bytes = sum(spec.num_params for spec in specs) * torch.float32.itemsize
+    engine = build(SHAPE, setting, int(num_bytes * ROOM), torch.float32, distinct=True)
     for spec in specs:
         engine.add_adapter(spec)
     engine.warm_up()  # graphs captured on the way would look like a leak
@@ -64,7 +69,10 @@ def endurance(setting: Setting) -> list[Check]:
     after = traffic.settle()
     stats = engine.stats()
     engine.close()
+    del engine, traffic.engine
+    release()
     return [
+        _texts(setting, traffic.kept),
         holds(
             "answers",
             "every request ends: by its length, or because it was cancelled",
@@ -73,13 +81,8 @@ def endurance(setting: Setting) -> list[Check]:
             cancelled=traffic.num_cancelled,
             failed=traffic.num_bad,
             errors=sorted(traffic.errors)[:3],
-        ),
-        holds(
-            "books",
-            f"check_integrity() every {plan.check_every} steps",
-            True,
             steps=traffic.num_steps,
-            checks=traffic.num_checks,
+            integrity_checks=traffic.num_checks,
         ),
         holds(
             "adapters",
@@ -102,7 +105,37 @@ def endurance(setting: Setting) -> list[Check]:
     ]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """A greedy request and what came of it, to be looked at again."""
+
+    request: EngineRequest
+    spec: AdapterSpec | None
+    token_ids: list[int] = field(default_factory=list)
+
+
+def _texts(setting: Setting, kept: Sequence[_Kept]) -> Check:
+    """The same requests one by one, with memory for everything: nothing is moved or evicted."""
+    engine = build(SHAPE, setting, dtype=torch.float32, distinct=True)
+    errors = []
+    for one in kept:
+        if one.spec is not None:
+            engine.add_adapter(one.spec)
+        params = replace(one.request.params, logprobs=NUM_TOP)
+        (alone,) = answers(engine, [replace(one.request, params=params)]).values()
+        errors.append(text_error(one.token_ids, alone.token_ids, answer_lag(alone)))
+    engine.close()
+    return within(
+        "texts",
+        f"{len(kept)} greedy requests of those: their texts with those of each alone and memory for all; "
+        "where one differs, by how much its token is less likely than the one chosen alone",
+        max(error for error, _ in errors),
+        TIE,
+        texts_equal=sum(error == 0.0 for error, _ in errors),
+    )
+
+
+@dataclass(kw_only=True)
 class _Traffic:
     """A constant number of requests of all kinds, and the counts of what became of them."""
 
@@ -111,6 +144,8 @@ class _Traffic:
     check_every: int
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     live: set[str] = field(default_factory=set)
+    kept: list[_Kept] = field(default_factory=list)
+    watched: dict[str, _Kept] = field(default_factory=dict)
     errors: set[str] = field(default_factory=set)
     num_steps: int = 0
     num_checks: int = 0
@@ -161,8 +196,13 @@ class _Traffic:
         self.engine.take_removed_adapters()
 
     def _land(self, output: EngineOutput) -> None:
+        watched = self.watched.get(output.request_id)
+        if watched is not None:
+            watched.token_ids.extend(output.token_ids)
         if output.finish_reason is None:
             return
+        if watched is not None and output.finish_reason is FinishReason.LENGTH:
+            self.kept.append(self.watched.pop(output.request_id))
         if output.request_id not in self.live or output.finish_reason is not FinishReason.LENGTH:
             self.num_bad += 1
             self.errors.add(output.error or f"ended by {output.finish_reason}")
@@ -179,21 +219,24 @@ class _Traffic:
         # Some adapters are asked for all the time, most of them now and then.
         spec = self.specs[min(int(rng.paretovariate(0.5)) - 1, rng.randrange(len(self.specs)))]
         settings = SETTINGS[self.num_requests % len(SETTINGS)]
-        self.engine.add_request(
-            EngineRequest(
-                request_id=request_id,
-                prompt_token_ids=[rng.randrange(vocab_size) for _ in range(rng.randrange(1, 100))],
-                params=SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True, **settings),
-                adapter=None if rng.random() < 0.1 else spec.version,
-            )
+        adapted = rng.random() >= 0.1
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=[rng.randrange(vocab_size) for _ in range(rng.randrange(1, 100))],
+            params=SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True, **settings),
+            adapter=spec.version if adapted else None,
         )
+        self.engine.add_request(request)
         self.live.add(request_id)
+        if settings == GREEDY and self.num_requests % WATCH_EVERY == 0:
+            self.watched[request_id] = _Kept(request=request, spec=spec if adapted else None)
         self.num_requests += 1
 
     def _cancel(self) -> None:
         request_id = self.rng.choice(sorted(self.live))
         self.engine.cancel(request_id)
         self.live.discard(request_id)
+        self.watched.pop(request_id, None)
         self.num_cancelled += 1
 
     def _replace_adapter(self) -> None:

@@ -14,7 +14,12 @@ from loraplex.engine.core import Engine
 
 
 def build(
-    shape: str, setting: Setting, memory_bytes: int | None = None, dtype: torch.dtype | None = None
+    shape: str,
+    setting: Setting,
+    memory_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    distinct: bool = False,
 ) -> Engine:
     """`memory_bytes`: for adapters, and on a GPU for the KV cache too."""
     return build_random_engine(
@@ -23,6 +28,7 @@ def build(
             device=setting.device,
             dtype=dtype or setting.engine_dtype,
             memory_bytes=memory_bytes,
+            distinct=distinct,
         )
     )
 

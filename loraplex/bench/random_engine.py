@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
@@ -29,14 +30,19 @@ from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
+if TYPE_CHECKING:
+    from loraplex.engine.cuda.adapter_store import HostBlocks
+
 _CPU_BLOCKS = 512
 _CPU_ADAPTER_BYTES = 1 << 30
 _BLOCK_SIZE = 16
+_HOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomEngineOptions:
-    """What a benchmark may choose of its engine. `memory_bytes`: for adapters, on a GPU together with the KV
+    """What a benchmark may choose of its engine. `distinct`: adapters have weights of their own, also on the
+    host; for small shapes. `memory_bytes`: for adapters, on a GPU together with the KV
     cache; None: a gigabyte, or what a GPU has. `padded_to`: on a GPU, pad adapters to the largest rank of
     their batch, up to this one."""
 
@@ -46,6 +52,7 @@ class RandomEngineOptions:
     max_step_tokens: int = 2048
     memory_bytes: int | None = None
     padded_to: int | None = None
+    distinct: bool = False
 
 
 def build_random_engine(options: RandomEngineOptions) -> Engine:
@@ -65,7 +72,7 @@ def build_random_engine(options: RandomEngineOptions) -> Engine:
             padded_to=options.padded_to,
             max_step_tokens=options.max_step_tokens,
         )
-        return build_cuda_core(config, weights, cuda_options, _RandomBlocks(config.shape, options.dtype))
+        return build_cuda_core(config, weights, cuda_options, _host_blocks(config.shape, options))
     shape, kernels = config.shape, TorchKernels()
     return Engine(
         config=SchedulerConfig(
@@ -126,9 +133,22 @@ def module_names(text: str) -> tuple[str, ...]:
 def _random_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> LoraWeights:
     """The same whenever a version is loaded, as from a file."""
     layout = slab_layout(spec, shape)
-    generator = torch.Generator().manual_seed(crc32(spec.version.encode()))
-    slab = torch.empty(layout.num_elements, dtype=dtype).normal_(std=0.02, generator=generator)
+    slab = torch.empty(layout.num_elements, dtype=dtype)
+    _fill_distinctly(spec, layout, slab)
     return slab_weights(slab, layout, spec.max_rank)
+
+
+def _fill_distinctly(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
+    slab.normal_(std=0.02, generator=torch.Generator().manual_seed(crc32(spec.version.encode())))
+
+
+def _host_blocks(shape: ModelShape, options: RandomEngineOptions) -> HostBlocks:
+    """On a GPU: where adapters come from."""
+    from loraplex.engine.cuda.host_pool import HostPool
+
+    if not options.distinct:
+        return _RandomBlocks(shape, options.dtype)
+    return HostPool(shape, options.dtype, budget_bytes=_HOST_BYTES, pinned=True, read=_fill_distinctly)
 
 
 class _RandomBlocks:
