@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -89,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if find_spec("triton") is None:
+        parser.error("Triton is not installed here: pip install triton, or the project with its extra [dev]")
     if not _has_gpu():
         if not args.tiny:
             parser.error("there is no CUDA device here; give --tiny to try the checks on the CPU")

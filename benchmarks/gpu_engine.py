@@ -259,6 +259,10 @@ def main() -> None:
     parser.add_argument("--workloads", type=Path, default=Path("workloads"))
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_engine.json")
     args = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a GPU; on a CPU, try `loraplex bench engine`")
     document = json.loads(args.out.read_text()) if args.out.is_file() else {}
     for name in args.sections:
         started = time.perf_counter()

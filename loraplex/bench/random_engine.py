@@ -122,7 +122,7 @@ def module_names(text: str) -> tuple[str, ...]:
         return MODULES
     names = [name.strip() for name in text.split(",") if name.strip()]
     full = tuple(name if name.endswith("_proj") else f"{name}_proj" for name in names)
-    unknown = [name for name in full if name not in MODULES]
+    unknown = [name for name, meant in zip(names, full, strict=True) if meant not in MODULES]
     if unknown or not full:
         raise ModelError(
             f"unknown module {', '.join(unknown) or text!r}; known are {', '.join(MODULES)}, all"

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loraplex.cli.json_out import check_writable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -150,7 +152,7 @@ def serve(
         Path,
         typer.Option(
             help="The .jsonl file to replay, each request at its time. A line: "
-            '{"arrival_s": 0.5, "prompt_tokens": 20, "output_tokens": 50, "adapter": 0}.'
+            '{"arrival_s": 0.5, "prompt_tokens": 20, "output_tokens": 50, "adapter": 0}. Adapter 7 of 5 is 2.'
         ),
     ],
     shape: _Shape = "auto",
@@ -202,7 +204,9 @@ def _set_up(options: dict[str, Any], num_adapters: int) -> _Bench:
     from loraplex.kernels.lora import padded_rank
     from loraplex.model.shapes import config_of_shape
 
+    check_writable(options["json_out"])
     options = options | _resolved(options)
+    _check_context(options, config_of_shape(options["shape"]).shape.max_position)
     if options["dtype"] not in DTYPES:
         raise typer.BadParameter(f"choose {', '.join(DTYPES)}", param_hint="--dtype")
     ranks = _rank_list(options["ranks"]) or [options["rank"]]
@@ -226,8 +230,9 @@ def _set_up(options: dict[str, Any], num_adapters: int) -> _Bench:
         engine.add_adapter(spec)
     if options["device"] == "cuda":
         torch.cuda.synchronize()
+    unused = "rank" if options["ranks"] else "ranks"
     parameters = {
-        key: value for key, value in options.items() if isinstance(value, int | float | str) and value != ""
+        key: value for key, value in options.items() if isinstance(value, int | float | str) and key != unused
     }
     return _Bench(
         engine=engine,
@@ -252,6 +257,15 @@ def _resolved(options: dict[str, Any]) -> dict[str, str]:
     }
     chosen = {key: default if options[key] == "auto" else options[key] for key, default in defaults.items()}
     return chosen | {"device": device}
+
+
+def _check_context(options: dict[str, Any], max_position: int) -> None:
+    num_tokens = options.get("prompt_tokens", 0) + options.get("output_tokens", 1)
+    if num_tokens > max_position:
+        raise typer.BadParameter(
+            f"{num_tokens} tokens with the answer are more than the shape's context of {max_position}",
+            param_hint="--prompt-tokens",
+        )
 
 
 def _check_lengths(requests: Sequence[WorkloadRequest], workload: Path, max_model_len: int) -> None:

@@ -6,11 +6,12 @@ Imports of torch wait until the command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+
+from loraplex.cli.json_out import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,7 @@ def kernels(
     counts = _numbers(num_adapters, "--num-adapters", _MAX_ADAPTERS)
     wanted = _numbers(ranks, "--ranks", _MAX_RANK)
     config_of_shape(shape)
-    _check_writable(json_out)
+    check_writable(json_out)
     if not torch.cuda.is_available():
         raise ModelError(
             "there is no CUDA device here, and these kernels run on nothing else; run this on a machine with "
@@ -74,18 +75,6 @@ def _numbers(text: str, option: str, highest: int) -> list[int]:
         if not 1 <= number <= highest:
             raise typer.BadParameter(f"{number} is not between 1 and {highest}", param_hint=option)
     return numbers
-
-
-def _check_writable(path: Path | None) -> None:
-    """Found out now, not after the measurement."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder; name a file", param_hint="--json")
-    if not path.resolve().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {path.parent}", param_hint="--json")
-    if not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
-        raise typer.BadParameter(f"{path} cannot be written", param_hint="--json")
 
 
 def _halves(row: dict[str, Any], copy_tb_per_s: float) -> list[dict[str, Any]]:

@@ -61,8 +61,10 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""
-    kv_memory_bytes = None if kv_memory is None else parse_size(kv_memory)
-    adapter_bytes = None if host_adapter_memory is None else parse_size(host_adapter_memory)
+    kv_memory_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
+    adapter_bytes = (
+        None if host_adapter_memory is None else parse_size(host_adapter_memory, "--host-adapter-memory")
+    )
     api_keys = _checked_keys(api_key or ())
     _log_to_stderr()
 

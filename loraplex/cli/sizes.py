@@ -17,15 +17,19 @@ _UNITS: Final = {
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_size(text: str) -> int:
-    """Bytes; GB is 10^9, GiB and a bare g are 2^30. Raises a usage error."""
+def parse_size(text: str, option: str | None = None) -> int:
+    """Bytes; GB is 10^9, GiB and a bare g are 2^30. Raises a usage error, which names the option."""
     match = _SIZE.fullmatch(text)
     unit = None if match is None else _UNITS.get(match[2].lower())
     if match is None or unit is None:
-        raise typer.BadParameter(f"{text!r} is not a size; write it like 512MiB, 2GB or 1.5g")
+        raise typer.BadParameter(
+            f"{text!r} is not a size; write it like 512MiB, 2GB or 1.5g", param_hint=option
+        )
     num_bytes = round(float(match[1]) * unit)
     if num_bytes < 1:
-        raise typer.BadParameter(f"{text!r} is no memory at all")
+        raise typer.BadParameter(
+            f"{text!r} is no memory at all; leave it out for a size that suits", param_hint=option
+        )
     return num_bytes
 
 

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import EngineDeadError, LoraplexError
@@ -18,6 +18,9 @@ from loraplex.engine.interface import EngineCore
 from loraplex.engine.output_stream import OutputStream
 
 logger = logging.getLogger(__name__)
+
+_IDLE_S: Final = 1.0
+"""How long an engine with nothing to do waits before it looks whether all its processes are still there."""
 
 T = TypeVar("T")
 
@@ -132,8 +135,8 @@ class LocalAsyncEngine:
         """Run every queued command, waiting for one if there is nothing else to do; False at the end."""
         idle = not self._core.has_work() and not self._core.prepare()
         with self._changed:
-            while idle and not self._commands and self._end_reason is None:
-                self._changed.wait()
+            if idle and not self._commands and self._end_reason is None:
+                self._changed.wait(_IDLE_S)
             commands = list(self._commands)
             self._commands.clear()
         if self._end_reason is not None:

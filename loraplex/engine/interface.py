@@ -48,8 +48,8 @@ class EngineCore(Protocol):
         ...
 
     def prepare(self) -> bool:
-        """While there is nothing to do: compile or capture one thing that steps to come would wait for. False
-        if nothing is left."""
+        """While there is nothing to do, every second or so: compile or capture one thing that steps to come
+        would wait for. False if nothing is left. Raises EngineDeadError if a part of the engine is gone."""
         ...
 
     def stats(self) -> EngineStats: ...

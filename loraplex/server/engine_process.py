@@ -60,6 +60,8 @@ EXIT_PARENT_GONE: Final = 3
 LAST_WORDS_S: Final = 3.0
 """How long a failed child waits to be heard: the parent ends stdin as soon as it has read why."""
 
+_IDLE_MS: Final = 1000
+"""How long an engine with nothing to do waits before it looks whether all its processes are still there."""
 _PR_SET_PDEATHSIG: Final = 1
 _MAX_REASON_CHARS: Final = 500
 
@@ -85,13 +87,14 @@ class EngineLoop:
                 self._send(AdapterRemoved(version))
 
     def _receive(self, *, wait: bool) -> bool:
-        """Take every command there is, at least one if told to wait; False after Shutdown."""
-        while wait or has_message(self._commands):
+        """Take every command there is, waiting a while for the first if told to; False after Shutdown."""
+        if wait:
+            self._commands.poll(_IDLE_MS)
+        while has_message(self._commands):
             command = decode_command(self._commands.recv())
             if isinstance(command, Shutdown):
                 return False
             self._handle(command)
-            wait = False
         return True
 
     def _handle(self, command: Command) -> None:

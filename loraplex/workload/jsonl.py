@@ -77,7 +77,9 @@ def _parse_line(line: str) -> WorkloadRequest:
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object with {', '.join(KEYS)}")
     if missing := [key for key in KEYS if key not in fields]:
-        raise ValueError(f"missing {', '.join(missing)}")
+        unknown = [key for key in fields if key not in KEYS]
+        instead = f"; instead there is {', '.join(unknown)}" if unknown else ""
+        raise ValueError(f"missing {', '.join(missing)}{instead}")
     if unknown := [key for key in fields if key not in KEYS]:
         raise ValueError(f"unknown {', '.join(unknown)} (known: {', '.join(KEYS)})")
     return WorkloadRequest(

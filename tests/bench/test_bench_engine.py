@@ -97,3 +97,24 @@ def test_what_does_not_exist_is_answered_with_what_does(args: tuple[str, ...], r
     result = bench("decode", "--device", "cpu", "--dtype", "float32", "--adapters", "one", *args)
     assert isinstance(result.exception, LoraplexError)
     assert reason in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("decode", "--json", "/nonexistent/a.json"), "name a file in a folder that exists"),
+        (("prefill", "--json", "/"), "cannot be written"),
+        (("cold", "--json", "/nonexistent/a.json"), "name a file in a folder that exists"),
+        (("decode", "--prompt-tokens", "400", "--output-tokens", "200"), "600 tokens with the answer"),
+        (("prefill", "--prompt-tokens", "512"), "513 tokens with the answer"),
+    ],
+)
+def test_what_could_not_be_measured_or_kept_is_said_before(args: tuple[str, ...], message: str) -> None:
+    command, *rest = args
+    result = bench(command, *CPU, *rest)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_module_is_named_as_it_was_written() -> None:
+    assert "unknown module 'zz'" in str(bench("decode", *CPU, "--modules", "q,zz").exception)

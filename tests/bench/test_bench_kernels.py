@@ -65,8 +65,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         (("--ranks", "64,513"), "513 is not between 1 and 512"),
         (("--ranks", "a"), "'a' is not a list of numbers"),
         (("--ranks", ""), "'' is not a list of numbers"),
-        (("--json", "/no/such/folder/out.json"), "no such folder: /no/such/folder"),
-        (("--json", "/"), "/ is a folder; name a file"),
+        (("--json", "/no/such/folder/out.json"), "name a file in a folder that exists"),
+        (("--json", "/"), "/ cannot be written"),
     ],
     ids=str,
 )

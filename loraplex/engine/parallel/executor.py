@@ -101,6 +101,7 @@ class ParallelExecutor:
         self._everywhere("expect", spec)
 
     def prepare(self) -> bool:
+        self._workers.raise_if_ended()
         with self._workers.blamed():
             return bool(self._everywhere("prepare"))
 

@@ -80,6 +80,8 @@ def test_a_process_killed_in_mid_step_is_named_and_not_waited_for(
         killer.join()
         with pytest.raises(EngineDeadError, match="shard 1"):
             engine.step()
+        with pytest.raises(EngineDeadError, match="shard 1"):
+            engine.prepare()  # what an engine does that has nothing to do
     finally:
         engine.close()
 
