@@ -55,6 +55,8 @@ class Places:
 
     def put(self, name: str, size: int) -> bool:
         """Give an adapter the smallest hole that takes it, and fix it there; False if there is none."""
+        if size > self.num_free:
+            return False
         fitting = [(hole_size, start) for start, hole_size in self._holes() if hole_size >= size]
         if not fitting:
             return False

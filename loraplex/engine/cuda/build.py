@@ -17,6 +17,7 @@ from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_store import AdapterStore, HostBlocks
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
+from loraplex.engine.cuda.graphs import GraphRecorder
 from loraplex.engine.cuda.host_pool import HostPool
 from loraplex.engine.cuda.padding import PaddedBlocks, Padding
 from loraplex.engine.cuda.step_runner import StepRunner
@@ -185,6 +186,7 @@ def _build_executor(
             max_blocks=-(-plan.max_model_len // options.block_size),
             scratch_slot=arena.scratch_slot,
             device=device,
+            recorder=GraphRecorder(device) if device.type == "cuda" else None,
         ),
         builder=BatchBuilder(kernels, options.block_size),
         arena=arena,

@@ -13,11 +13,12 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from loraplex.engine.batch import BuiltBatch
+from loraplex.engine.cuda.graphs import Recorder, Run
 from loraplex.engine.cuda.step_buffers import DeviceBlock, HostBlock, StepSizes
 from loraplex.engine.cuda.step_lora import StepLora, StepScratch, no_tiles, split_segments
 from loraplex.engine.cuda.step_sizes import all_graph_sizes, exact_sizes, graph_sizes
@@ -42,13 +43,12 @@ class StepOutput:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Graph:
     block: DeviceBlock
-    graph: torch.cuda.CUDAGraph
+    replay: Run
     output: StepOutput
 
 
 class _SharedBuffers:
-    """Memory outside the graphs' own pool that they read or write, as large as the largest needs it, and the
-    stream on which each is tried before it is captured."""
+    """Memory outside the graphs' own pool that they read or write, as large as the largest needs it."""
 
     def __init__(self, decoder: Decoder, max_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         shape, sizes = decoder.config.shape, all_graph_sizes(max_blocks)
@@ -58,7 +58,6 @@ class _SharedBuffers:
         self.logits_LV = torch.empty(num_logits, shape.vocab_size, dtype=dtype, device=device)
         self.tokens_L2 = torch.empty(num_logits, 2, dtype=torch.int64, device=device)
         self.scratch = StepScratch.for_sizes(shape, sizes, device)
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +90,9 @@ class StepRunner:
         max_blocks: int,
         scratch_slot: int,
         device: torch.device,
+        recorder: Recorder | None,
     ) -> None:
+        """`recorder`: None to run all steps kernel by kernel."""
         self._decoder = decoder
         self._caches = caches
         self._max_blocks = max_blocks
@@ -100,9 +101,9 @@ class StepRunner:
         self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
         self._graphs: dict[_GraphKey, _Graph | None] = {}
         self._expected: deque[_GraphKey] = deque()
-        self._pool: Any = None
-        self._buffers: _SharedBuffers | None = None  # None: no graphs
-        if device.type == "cuda":
+        self._recorder = recorder
+        self._buffers: _SharedBuffers | None = None
+        if recorder is not None:
             self._buffers = _SharedBuffers(decoder, max_blocks, caches[0].k.dtype, device)
 
     def run(self, built: BuiltBatch, seats: RowSeats) -> StepOutput:
@@ -112,7 +113,7 @@ class StepRunner:
         graph = None if sizes is None else self._graph_for(_GraphKey(sizes, lora.groups, lora.shares))
         if graph is not None:
             graph.block.upload(self._fill(graph.block.sizes, built, lora, seats))
-            graph.graph.replay()
+            graph.replay()
             return graph.output
         sizes = exact_sizes(built, lora)
         memory = torch.empty(sizes.num_integers, dtype=torch.int64, device=self._device)
@@ -169,8 +170,9 @@ class StepRunner:
     def _capture(self, key: _GraphKey) -> _Graph:
         buffers, sizes = self._buffers, key.sizes
         assert buffers is not None
+        assert self._recorder is not None
         block = DeviceBlock(sizes, buffers.integers)
-        block.upload(HostBlock(sizes, self._scratch_slot, pinned=True))
+        block.upload(self._empty_block(sizes))
         lora = no_tiles(key.groups, shares=key.shares)
         steps = lora.steps(self._decoder.config.shape, block, buffers.scratch)
         logits_LV, tokens_L2 = buffers.logits_LV[: sizes.logits], buffers.tokens_L2[: sizes.logits]
@@ -180,20 +182,18 @@ class StepRunner:
             logits_LV.copy_(self._forward(block, steps)[1])
             self._choose_greedily(block, logits_LV, tokens_L2)
 
-        current = torch.cuda.current_stream()
-        buffers.stream.wait_stream(current)
-        with torch.cuda.stream(buffers.stream):  # compiles the kernels, and makes the libraries' workspaces
-            run()
-        current.wait_stream(buffers.stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
-        self._pool = graph.pool()
-        return _Graph(block=block, graph=graph, output=StepOutput(logits_LV=logits_LV, tokens_L2=tokens_L2))
+        return _Graph(
+            block=block,
+            replay=self._recorder.record(run),
+            output=StepOutput(logits_LV=logits_LV, tokens_L2=tokens_L2),
+        )
+
+    def _empty_block(self, sizes: StepSizes) -> HostBlock:
+        return HostBlock(sizes, self._scratch_slot, pinned=self._device.type == "cuda")
 
     def _fill(self, sizes: StepSizes, built: BuiltBatch, lora: StepLora, seats: RowSeats) -> HostBlock:
         batch = built.batch
-        block = HostBlock(sizes, self._scratch_slot, pinned=self._device.type == "cuda")
+        block = self._empty_block(sizes)
         block["token_ids"] = batch.token_ids_T.numpy()
         block["follows"] = seats.follows
         block["token_seats"] = seats.rows

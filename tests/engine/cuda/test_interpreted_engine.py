@@ -20,11 +20,14 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
+from loraplex.engine.cuda import step_sizes
 from loraplex.engine.cuda.adapter_store import block_bytes, table_bytes
 from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
+from loraplex.engine.cuda.graphs import Recorder, Run
 from loraplex.engine.cuda.host_pool import HostPool
 from loraplex.engine.cuda.padding import Padding
+from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
@@ -138,6 +141,51 @@ def test_memory_for_one_adapter_at_a_time_changes_no_text(monkeypatch: pytest.Mo
     num_pages = largest // page_bytes(SHAPE, BLOCK_SIZE, torch.float32) + 5
     assert texts(lambda: interpreted(num_pages)) == texts(plain)
     assert moves
+
+
+class RunAgain:
+    """In place of graphs: what was recorded is run again, on the memory it was recorded with."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+
+    def record(self, run: Run) -> Run:
+        self.num_recorded += 1
+        run()
+        return run
+
+
+class OutOfMemory:
+    def record(self, run: Run) -> Run:
+        raise torch.OutOfMemoryError("none left")
+
+
+def record_with(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    initialise = StepRunner.__init__
+    monkeypatch.setattr(
+        StepRunner, "__init__", lambda self, **options: initialise(self, **{**options, "recorder": recorder})
+    )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is in padding rows may overflow
+def test_graphs_of_padded_sizes_change_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Padding costs programs, and the interpreter takes its time for each.
+    monkeypatch.setattr(step_sizes, "MIXED_DECODES", (8,))
+    recorder = RunAgain()
+    record_with(recorder, monkeypatch)
+    assert texts(interpreted, SPECS[:2]) == texts(plain, SPECS[:2])
+    assert recorder.num_recorded > 1
+
+
+def test_without_memory_for_graphs_steps_run_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_with(OutOfMemory(), monkeypatch)
+    engine = interpreted()
+    assert engine.prepare()
+    assert not engine.prepare(), "it is tried again and again"
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    engine.add_request(EngineRequest(request_id="a", prompt_token_ids=[5, 6, 7], params=params))
+    assert len(run_to_end(engine)["a"].token_ids) == 2
+    engine.close()
 
 
 def test_a_padded_adapter_has_the_same_product_and_reads_the_rank_of_its_batch() -> None:
