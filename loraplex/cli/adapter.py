@@ -212,7 +212,7 @@ def _print_details(console: Console, report: AdapterReport) -> None:
             cells = (f"{group.rank}", f"{group.scale:g}", f"{group.num_bytes:,}")
             table.add_row(group.module, format_layers(group.layers), *cells)
         console.print(table)
-    console.print(f"Total bytes: {_total_bytes(report):,}")
+    console.print(f"Total bytes in the file: {_total_bytes(report):,}")
     if report.spec is not None:
         console.print(f"Content hash: {report.spec.version}", soft_wrap=True)
 
@@ -293,7 +293,7 @@ _SERVER_COLUMNS: Final = (
     text_column("name"),
     text_column("version", _short_version),
     number_column("rank"),
-    number_column("bytes", heading="size", show=format_size),
+    number_column("bytes", heading="memory", show=format_size),
     text_column("tier"),
     number_column("in_flight"),
     number_column("hits"),

@@ -41,7 +41,7 @@ def test_check_prints_all_about_a_servable_adapter(
         "dropout is off",
         "q_proj",
         "0-3",
-        "Total bytes: 7,168",
+        "Total bytes in the file: 7,168",
         "Content hash: ",
     ):
         assert text in output
@@ -197,7 +197,7 @@ def test_a_list_is_one_line_an_adapter_at_eighty_columns(monkeypatch: pytest.Mon
     ]
     with serving(200, json.dumps({"data": rows}).encode()) as (url, _):
         lines = run("list", "--base-url", url).output.splitlines()
-    assert lines[0].split() == ["name", "version", "rank", "size", "tier", "in", "flight", "hits", "loads"]
+    assert lines[0].split() == ["name", "version", "rank", "memory", "tier", "in", "flight", "hits", "loads"]
     assert lines[1].split() == ["sql", "c0ffeec0", "16", "3.2", "MiB", "host", "2", "123,456", "1"]
     assert lines[2].split() == ["customer-support", "c0ffeec0", "256", "120", "MiB", "disk", "2", "7", "1"]
     assert lines[3:] == ["Not shown: path; see a wider terminal, or --json."]
