@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -11,15 +9,13 @@ import torch
 from benchmarks.correctness.check import Check, Setting, holds, release, within
 from benchmarks.correctness.driving import (
     Answer,
-    answer_lag,
+    alone_check,
     answers,
     greedy_request,
     random_prompt,
-    text_error,
 )
 from benchmarks.correctness.random_engines import build, distinct_specs
-from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.request import EngineRequest, FinishReason
+from loraplex.core.request import FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.model.shapes import config_of_shape
 
@@ -27,7 +23,6 @@ ROOM: Final = 0.4
 """The engine's memory, as a part of what all adapters would take."""
 MAX_PLACES_LOST: Final = 16
 COMPARED_EVERY: Final = 10
-NUM_TOP: Final = 20
 TIE: Final = {torch.bfloat16: 0.5, torch.float32: 1e-3}
 """Of log-probabilities; what rounding is worth in bfloat16 is measured by the section `batch`."""
 _NOT_IN_MEMORY: Final = ("disk", "loading")
@@ -55,34 +50,17 @@ def burst(setting: Setting) -> list[Check]:
         _answered(ended, num_adapters, num_tokens),
         _limited(stats),
         _in_order(list(ended)),
-        _texts(setting, specs, requests, ended),
+        # Adapters that were mixed up, or overwritten, have no likely token in common.
+        alone_check(
+            build(shape, setting),
+            "of them",
+            [
+                (request, spec, ended[request.request_id].token_ids)
+                for request, spec in list(zip(requests, specs, strict=True))[::COMPARED_EVERY]
+            ],
+            TIE[setting.engine_dtype],
+        ),
     ]
-
-
-def _texts(
-    setting: Setting,
-    specs: Sequence[AdapterSpec],
-    requests: Sequence[EngineRequest],
-    ended: dict[str, Answer],
-) -> Check:
-    """Some of the requests one by one, with memory for everything. Adapters that were mixed up, or
-    overwritten, have no likely token in common."""
-    engine = build(setting.large_shape, setting)
-    errors = []
-    for spec, request in list(zip(specs, requests, strict=True))[::COMPARED_EVERY]:
-        engine.add_adapter(spec)
-        params = replace(request.params, logprobs=NUM_TOP)
-        (alone,) = answers(engine, [replace(request, params=params)]).values()
-        errors.append(text_error(ended[request.request_id].token_ids, alone.token_ids, answer_lag(alone)))
-    engine.close()
-    return within(
-        "texts",
-        f"{len(errors)} of them with those of each alone and memory for all; where one differs, by how much "
-        "its token is less likely than the one chosen alone (log-probabilities)",
-        max(error for error, _ in errors),
-        TIE[setting.engine_dtype],
-        texts_equal=sum(error == 0.0 for error, _ in errors),
-    )
 
 
 def _answered(ended: dict[str, Answer], num_requests: int, num_tokens: int) -> Check:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.correctness.check import Setting
+from benchmarks.correctness.check import Check, Setting, within
+from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.build import EngineOptions, build_core
 from loraplex.engine.core import Engine
 
 TIME_LIMIT_S: Final = 240.0
+_NUM_TOP: Final = 20
 MEMORY_FRACTION: Final = 0.25
 """Of the device, for an engine that shares it with a model of transformers."""
 
@@ -99,6 +101,31 @@ def text_error(
         if token != other:
             return lag(place, token), place
     return 0.0, len(expected)
+
+
+def alone_check(
+    engine: Engine,
+    compared: str,
+    found: Iterable[tuple[EngineRequest, AdapterSpec | None, Sequence[int]]],
+    tie: float,
+) -> Check:
+    """Texts that came of greedy requests, with what each gets alone in this engine; closes it."""
+    errors = []
+    for request, spec, token_ids in found:
+        if spec is not None:
+            engine.add_adapter(spec)
+        params = replace(request.params, logprobs=_NUM_TOP)
+        (alone,) = answers(engine, [replace(request, params=params)]).values()
+        errors.append(text_error(token_ids, alone.token_ids, answer_lag(alone)))
+    engine.close()
+    return within(
+        "texts",
+        f"{len(errors)} {compared} with those of each alone and memory for all; where one differs, by how "
+        "much its token is less likely than the one chosen alone (log-probabilities)",
+        max(error for error, _ in errors),
+        tie,
+        texts_equal=sum(error == 0.0 for error, _ in errors),
+    )
 
 
 def answer_lag(answer: Answer) -> Callable[[int, int], float]:

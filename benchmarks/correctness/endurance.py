@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.correctness.check import Check, Setting, holds, release, within
-from benchmarks.correctness.driving import TIME_LIMIT_S, answer_lag, answers, text_error
+from benchmarks.correctness.driving import TIME_LIMIT_S, alone_check
 from benchmarks.correctness.random_engines import build, distinct_specs
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
@@ -29,7 +29,6 @@ CANCEL_CHANCE, REPLACE_CHANCE = 0.01, 0.02
 GREEDY: Final = {"temperature": 0.0}
 WATCH_EVERY: Final = 12
 """Of all requests; the first of every second round of settings, which is a greedy one."""
-NUM_TOP: Final = 20
 TIE: Final = 1e-3
 SETTINGS: Final[Sequence[dict[str, Any]]] = (
     GREEDY,
@@ -72,7 +71,13 @@ def endurance(setting: Setting) -> list[Check]:
     del engine, traffic.engine
     release()
     return [
-        _texts(setting, traffic.kept),
+        # With memory for everything, nothing is moved or evicted.
+        alone_check(
+            build(SHAPE, setting, dtype=torch.float32, distinct=True),
+            "greedy requests of those",
+            [(one.request, one.spec, one.token_ids) for one in traffic.kept],
+            TIE,
+        ),
         holds(
             "answers",
             "every request ends: by its length, or because it was cancelled",
@@ -112,27 +117,6 @@ class _Kept:
     request: EngineRequest
     spec: AdapterSpec | None
     token_ids: list[int] = field(default_factory=list)
-
-
-def _texts(setting: Setting, kept: Sequence[_Kept]) -> Check:
-    """The same requests one by one, with memory for everything: nothing is moved or evicted."""
-    engine = build(SHAPE, setting, dtype=torch.float32, distinct=True)
-    errors = []
-    for one in kept:
-        if one.spec is not None:
-            engine.add_adapter(one.spec)
-        params = replace(one.request.params, logprobs=NUM_TOP)
-        (alone,) = answers(engine, [replace(one.request, params=params)]).values()
-        errors.append(text_error(one.token_ids, alone.token_ids, answer_lag(alone)))
-    engine.close()
-    return within(
-        "texts",
-        f"{len(kept)} greedy requests of those: their texts with those of each alone and memory for all; "
-        "where one differs, by how much its token is less likely than the one chosen alone",
-        max(error for error, _ in errors),
-        TIE,
-        texts_equal=sum(error == 0.0 for error, _ in errors),
-    )
 
 
 @dataclass(kw_only=True)

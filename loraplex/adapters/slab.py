@@ -57,6 +57,12 @@ def slab_layout(spec: AdapterSpec, shape: ModelShape) -> SlabLayout:
     return SlabLayout(layers=tuple(layers), num_elements=cursor)
 
 
+def touched_groups(spec: AdapterSpec) -> frozenset[str]:
+    """Groups of linears that an adapter changes in any layer."""
+    touched = {lora.module for lora in spec.modules}
+    return frozenset(group for group, modules in GROUPS.items() if not touched.isdisjoint(modules))
+
+
 def _place_group(
     loras: list[LoraModule], modules: tuple[str, ...], shape: ModelShape, cursor: int
 ) -> tuple[tuple[ModuleSlot, ...], int]:

@@ -159,6 +159,7 @@ class _RandomBlocks:
         self._shape = shape
         self._dtype = dtype
         self._blocks: dict[tuple[tuple[int, str, int], ...], torch.Tensor] = {}
+        self._modules_in: dict[int, tuple[LoraModule, ...]] = {}  # by a block's address
 
     def __call__(self, spec: AdapterSpec) -> torch.Tensor:
         from loraplex.engine.cuda.adapter_store import block_bytes, write_block, write_table
@@ -170,7 +171,9 @@ class _RandomBlocks:
             block = torch.empty(block_bytes(spec, shape, dtype), dtype=torch.uint8, pin_memory=True)
             write_block(block, spec, shape, dtype, _fill_slab)
             self._blocks[kind] = block
-        write_table(block, spec, shape, dtype)  # scales may differ
+        elif self._modules_in[block.data_ptr()] != spec.modules:  # scales may differ
+            write_table(block, spec, shape, dtype)
+        self._modules_in[block.data_ptr()] = spec.modules
         return block
 
     def tier(self) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from loraplex.adapters.slab import SlabLayout, slab_layout
+from loraplex.adapters.slab import SlabLayout, slab_layout, touched_groups
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.modules import MODULE_INDEX, MODULES
 from loraplex.core.shape import ModelShape
@@ -124,12 +124,11 @@ class AdapterStore:
             self._stream.wait_for(after)
             self._arena.span(place, host.numel()).copy_(host, non_blocking=True)
         self._stream.synchronize()
-        layout = slab_layout(spec, self._shape)
         return LoraWeights(
             groups=(),
             table_LM=self._table_at(place),
             max_rank=spec.max_rank,
-            touched=frozenset(group for groups in layout.layers for group in groups),
+            touched=touched_groups(spec),
             copies={} if self._padding is None else self._padding.offsets(spec),
         )
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from loraplex.adapters.slab import slab_layout
+from loraplex.adapters.slab import touched_groups
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest, TokenLogprob
@@ -132,8 +132,7 @@ class CudaExecutor:
         return self._adapters.poll(timeout_s)
 
     def expect(self, spec: AdapterSpec) -> None:
-        layout = slab_layout(spec, self._decoder.config.shape)
-        touched = frozenset(group for groups in layout.layers for group in groups)
+        touched = touched_groups(spec)
         for groups in (touched, touched.union(*self._expected)):  # alone, and beside all others
             if groups not in self._expected:
                 self._expected.add(groups)

@@ -73,24 +73,25 @@ class HostPool:
         self._shelf_units = shelf_bytes // _UNIT_BYTES
         self._budget_units = self._unused_units = budget_bytes // _UNIT_BYTES
         self._shelves: list[_Shelf] = []
-        self._shelf_of: OrderedDict[str, _Shelf] = OrderedDict()  # least recently used first
+        # Least recently used first.
+        self._kept: OrderedDict[str, tuple[_Shelf, torch.Tensor]] = OrderedDict()
 
     def tier(self) -> HostTier:
         """May be asked for on any thread."""
         free_units = sum(shelf.places.num_free for shelf in self._shelves) + self._unused_units
         return HostTier(
-            versions=frozenset(self._shelf_of.copy()),
+            versions=frozenset(self._kept.copy()),
             used_bytes=(self._budget_units - free_units) * _UNIT_BYTES,
             budget_bytes=self._budget_units * _UNIT_BYTES,
         )
 
     def __call__(self, spec: AdapterSpec) -> torch.Tensor:
         """The adapter's block; valid until the next call."""
-        version, num_bytes = spec.version, block_bytes(spec, self._shape, self._dtype)
-        shelf = self._shelf_of.get(version)
-        if shelf is not None:
-            self._shelf_of.move_to_end(version)
-            return shelf.block(version, num_bytes)
+        version = spec.version
+        if version in self._kept:
+            self._kept.move_to_end(version)
+            return self._kept[version][1]
+        num_bytes = block_bytes(spec, self._shape, self._dtype)
         shelf = self._find_room(version, -(-num_bytes // _UNIT_BYTES))
         block = (
             torch.empty(num_bytes, dtype=torch.uint8) if shelf is None else shelf.block(version, num_bytes)
@@ -102,7 +103,7 @@ class HostPool:
                 shelf.places.remove(version)
             raise
         if shelf is not None:
-            self._shelf_of[version] = shelf
+            self._kept[version] = shelf, block
         return block
 
     def close(self) -> None:
@@ -110,7 +111,7 @@ class HostPool:
         for shelf in self._shelves:
             shelf.unpin()
         self._shelves.clear()
-        self._shelf_of.clear()
+        self._kept.clear()
 
     def _find_room(self, version: str, size: int) -> _Shelf | None:
         """A shelf with a place for the version; None if it is larger than any shelf can be."""
@@ -130,7 +131,7 @@ class HostPool:
             yield shelf
         if size > max((shelf.num_units for shelf in self._shelves), default=0):
             return  # no number of others that left would make room
-        while self._shelf_of:
-            oldest, shelf = self._shelf_of.popitem(last=False)
+        while self._kept:
+            oldest, (shelf, _) = self._kept.popitem(last=False)
             shelf.places.remove(oldest)
             yield shelf
