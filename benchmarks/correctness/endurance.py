@@ -23,6 +23,7 @@ SHAPE: Final = "tiny"
 RANKS: Final = (8, 64, 128, 256, 512)
 ROOM: Final = 0.25
 """The engine's memory, as a part of what all adapters would take."""
+ALONE_KV_BYTES: Final = 1 << 28
 IN_FLIGHT: Final = 24
 CANCEL_CHANCE, REPLACE_CHANCE = 0.01, 0.02
 """At every step: that a request is cancelled, that an adapter is removed and another added."""
@@ -70,10 +71,13 @@ def endurance(setting: Setting) -> list[Check]:
     engine.close()
     del engine, traffic.engine
     release()
+    kept_specs = {one.spec.version: one.spec for one in traffic.kept if one.spec is not None}
+    kept_bytes = sum(spec.num_params for spec in kept_specs.values()) * torch.float32.itemsize
     return [
-        # With memory for everything, nothing is moved or evicted.
+        # With memory for everything, nothing is moved or evicted. All of a GPU's would be millions of pages
+        # of this small shape, and every check of the books a minute.
         alone_check(
-            build(SHAPE, setting, dtype=torch.float32, distinct=True),
+            build(SHAPE, setting, kept_bytes + ALONE_KV_BYTES, torch.float32, distinct=True),
             "greedy requests of those",
             [(one.request, one.spec, one.token_ids) for one in traffic.kept],
             TIE,
