@@ -32,8 +32,8 @@ def burst(setting: Setting) -> list[Check]:
     shape, rank = setting.large_shape, 16 if setting.tiny else 64
     num_adapters, prompt_tokens, num_tokens = (24, 20, 4) if setting.tiny else (500, 64, 32)
     specs = distinct_specs("burst", shape, num_adapters=num_adapters, ranks=[rank], modules="q,k,v")
-    num_bytes = sum(spec.num_params for spec in specs) * setting.engine_dtype.itemsize
-    engine = build(shape, setting, int(num_bytes * ROOM))
+    num_bytes = sum(spec.num_params for spec in specs) * torch.float32.itemsize
+    engine = build(shape, setting, int(num_bytes * ROOM), torch.float32)
     for spec in specs:
         engine.add_adapter(spec)
     vocab_size = config_of_shape(shape).shape.vocab_size
@@ -52,13 +52,13 @@ def burst(setting: Setting) -> list[Check]:
         _in_order(list(ended)),
         # Adapters that were mixed up, or overwritten, have no likely token in common.
         alone_check(
-            build(shape, setting),
+            build(shape, setting, None, torch.float32),
             "of them",
             [
                 (request, spec, ended[request.request_id].token_ids)
                 for request, spec in list(zip(requests, specs, strict=True))[::COMPARED_EVERY]
             ],
-            TIE[setting.engine_dtype],
+            TIE[torch.float32],
         ),
     ]
 
