@@ -161,6 +161,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "gpu-machine": (GPU, gpu_tables.machine_note),
     "gpu-decode": (GPU, gpu_tables.decode_table),
     "gpu-serve": (GPU, gpu_tables.serve_table),
+    "gpu-registered": (GPU, gpu_tables.registered_table),
     "gpu-kernels": (GPU, gpu_tables.kernels_table),
     "gpu-padded": (GPU, gpu_tables.padded_table),
     "gpu-cold": (GPU, gpu_tables.cold_table),

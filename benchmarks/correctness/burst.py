@@ -18,13 +18,13 @@ from benchmarks.correctness.random_engines import build, distinct_specs
 from loraplex.core.request import FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.model.shapes import config_of_shape
+from loraplex.scheduling.scheduler import SchedulerConfig
 
 ROOM: Final = 0.4
 """The engine's memory, as a part of what all adapters would take."""
-MAX_PLACES_LOST: Final = 16
 COMPARED_EVERY: Final = 10
-TIE: Final = {torch.bfloat16: 0.5, torch.float32: 1e-3}
-"""Of log-probabilities; what rounding is worth in bfloat16 is measured by the section `batch`."""
+TIE: Final = 1e-3
+"""Of log-probabilities, in float32: in bfloat16, rounding alone makes other texts of half the requests."""
 _NOT_IN_MEMORY: Final = ("disk", "loading")
 
 
@@ -58,7 +58,7 @@ def burst(setting: Setting) -> list[Check]:
                 (request, spec, ended[request.request_id].token_ids)
                 for request, spec in list(zip(requests, specs, strict=True))[::COMPARED_EVERY]
             ],
-            TIE[torch.float32],
+            TIE,
         ),
     ]
 
@@ -97,12 +97,13 @@ def _limited(stats: EngineStats) -> Check:
 
 
 def _in_order(order: list[str]) -> Check:
-    """Requests are numbered as they came. Those that end in one step end in no order: the scheduler's."""
+    """Requests are numbered as they came. While one waits for its adapter, those behind it whose adapters are
+    there go first: no more of them than adapters are brought in for at a time."""
     ahead = [int(name) - place for place, name in enumerate(order)]
     return within(
         "order",
         "requests of equal length: places that the unluckiest lost between coming and ending",
         -min(ahead),
-        MAX_PLACES_LOST,
+        SchedulerConfig(max_model_len=1).prefetch_depth,
         most_places_gained=max(ahead),
     )
