@@ -28,6 +28,7 @@ class _Entry:
     in_flight: int = 0
     hits: int = 0
     loads: int = 0
+    kept: bool = False
     removing: bool = False
 
 
@@ -35,8 +36,8 @@ class Residency:
     """Bookkeeping of one memory tier.
 
     A version is *in flight* while any request names it, and *pinned* while a request counts on its
-    weights being there (they are loading for it, or it runs). Pinned versions are never evicted;
-    removed ones are forgotten when nothing is in flight any more.
+    weights being there (they are loading for it, or it runs). Pinned versions are never evicted, nor are
+    those that are *kept*; removed ones are forgotten when nothing is in flight any more.
     """
 
     def __init__(self, room: Room, uses: Iterator[int] | None = None) -> None:
@@ -90,16 +91,20 @@ class Residency:
         """
         entry = self._entries[version]
         if entry.tier is Tier.DISK:
-            if not self._room.take(version, entry.num_bytes, self, spare_blocks):
+            if not self._start_load(version, entry, spare_blocks):
                 return False
-            entry.tier = Tier.LOADING
-            self._num_loading += 1
         else:
             entry.hits += 1
             if version in self._idle:
                 self._leave_idle(version, entry)
         entry.pins += 1
         return True
+
+    def keep(self, version: str) -> bool:
+        """Bring a version in that is absent, never to be evicted. False: no room now, try again later."""
+        entry = self._entries[version]
+        entry.kept = self._start_load(version, entry, spare_blocks=0)
+        return entry.kept
 
     def unpin(self, version: str) -> None:
         """A request no longer counts on the weights; it still names the version."""
@@ -135,7 +140,7 @@ class Residency:
         self._num_loading -= 1
         entry.loads += 1
         if entry.pins == 0:  # everyone who waited for it is gone
-            self._become_idle(version, entry)
+            self._become_idle_unless_kept(version, entry)
             self._forget_if_drained(version, entry)
 
     def failed(self, version: str) -> None:
@@ -143,6 +148,7 @@ class Residency:
         entry = self._entries[version]
         assert entry.tier is Tier.LOADING, f"{version} was not loading"
         entry.tier = Tier.DISK
+        entry.kept = False
         self._num_loading -= 1
         self._room.give_back(version, entry.num_bytes, entry.last_use)
         self._forget_if_drained(version, entry)
@@ -195,12 +201,24 @@ class Residency:
         for version, entry in self._entries.items():
             assert entry.pins == pins.get(version, 0), f"{version}: {entry.pins} pins, held by {pins}"
             assert entry.in_flight == in_flight.get(version, 0)
-            assert (version in self._idle) == (self.is_resident(version) and entry.pins == 0)
+            unused = entry.pins == 0 and not entry.kept
+            assert (version in self._idle) == (self.is_resident(version) and unused)
             assert not (entry.removing and entry.in_flight == 0 and entry.tier is not Tier.LOADING)
 
     def _unpin(self, version: str, entry: _Entry) -> None:
         entry.pins -= 1
         if entry.pins == 0 and self.is_resident(version):
+            self._become_idle_unless_kept(version, entry)
+
+    def _start_load(self, version: str, entry: _Entry, spare_blocks: int) -> bool:
+        if not self._room.take(version, entry.num_bytes, self, spare_blocks):
+            return False
+        entry.tier = Tier.LOADING
+        self._num_loading += 1
+        return True
+
+    def _become_idle_unless_kept(self, version: str, entry: _Entry) -> None:
+        if not entry.kept:
             self._become_idle(version, entry)
 
     def _become_idle(self, version: str, entry: _Entry) -> None:
@@ -223,6 +241,8 @@ class Residency:
         if not entry.removing or entry.in_flight > 0 or entry.tier is Tier.LOADING:
             return
         if self.is_resident(version):
+            if entry.kept:
+                self._become_idle(version, entry)
             self._drop(version)
         del self._entries[version]
         self._removed.append(version)

@@ -14,7 +14,7 @@ import torch
 
 from loraplex.bench.random_engine import random_specs
 from loraplex.core.modules import GROUPS
-from loraplex.engine.cuda.adapter_store import block_bytes, write_block
+from loraplex.engine.cuda.adapter_block import block_bytes, write_block
 from loraplex.kernels.triton.lora_rows import RowsLaunch
 from loraplex.kernels.triton.lora_step import new_step
 from loraplex.model.shapes import config_of_shape

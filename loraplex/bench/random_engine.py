@@ -5,16 +5,17 @@ What an engine costs depends on shapes, not on values, so this measures what a r
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
 
 from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec, LoraModule
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.modules import MODULES
 from loraplex.core.shape import ModelShape
@@ -30,13 +31,11 @@ from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
-if TYPE_CHECKING:
-    from loraplex.engine.cuda.adapter_store import HostBlocks
-
 _CPU_BLOCKS = 512
 _CPU_ADAPTER_BYTES = 1 << 30
 _BLOCK_SIZE = 16
 _HOST_BYTES = 1 << 30
+_COUNTED_HOST_BYTES = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +52,7 @@ class RandomEngineOptions:
     memory_bytes: int | None = None
     padded_to: int | None = None
     distinct: bool = False
+    cold_start: ColdStart = ColdStart.OVERLAP
 
 
 def build_random_engine(options: RandomEngineOptions) -> Engine:
@@ -71,8 +71,14 @@ def build_random_engine(options: RandomEngineOptions) -> Engine:
             arena_bytes=options.memory_bytes,
             padded_to=options.padded_to,
             max_step_tokens=options.max_step_tokens,
+            # Of random blocks only one of a kind is there, however many are counted.
+            host_bytes=_HOST_BYTES if options.distinct else _COUNTED_HOST_BYTES,
+            cold_start=options.cold_start,
         )
-        return build_cuda_core(config, weights, cuda_options, _host_blocks(config.shape, options))
+        if options.distinct:
+            return build_cuda_core(config, weights, cuda_options, read=_fill_distinctly)
+        blocks = _RandomBlocks(config.shape, options.dtype)
+        return build_cuda_core(config, weights, cuda_options, host_blocks=blocks)
     shape, kernels = config.shape, TorchKernels()
     return Engine(
         config=SchedulerConfig(
@@ -142,48 +148,54 @@ def _fill_distinctly(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) 
     slab.normal_(std=0.02, generator=torch.Generator().manual_seed(crc32(spec.version.encode())))
 
 
-def _host_blocks(shape: ModelShape, options: RandomEngineOptions) -> HostBlocks:
-    """On a GPU: where adapters come from."""
-    from loraplex.engine.cuda.host_pool import HostPool
-
-    if not options.distinct:
-        return _RandomBlocks(shape, options.dtype)
-    return HostPool(shape, options.dtype, budget_bytes=_HOST_BYTES, pinned=True, read=_fill_distinctly)
-
-
 class _RandomBlocks:
-    """Pinned blocks with random weights, one for each kind: on the host, adapters that are alike share it, so
-    that thousands fit; on the device each has memory of its own."""
+    """`HostBlocks` with random weights: on the host, adapters that are alike share them, so that thousands
+    fit; on the device each has memory of its own. A table, in which scales may differ, is everybody's own."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
         self._shape = shape
         self._dtype = dtype
-        self._blocks: dict[tuple[tuple[int, str, int], ...], torch.Tensor] = {}
-        self._modules_in: dict[int, tuple[LoraModule, ...]] = {}  # by a block's address
+        self._slabs: dict[tuple[tuple[int, str, int], ...], torch.Tensor] = {}
+        self._tables: dict[str, torch.Tensor] = {}
+        self._lock = threading.Lock()
 
-    def __call__(self, spec: AdapterSpec) -> torch.Tensor:
-        from loraplex.engine.cuda.adapter_store import block_bytes, write_block, write_table
+    def read(self, spec: AdapterSpec, place: int) -> None:
+        from loraplex.engine.cuda.adapter_block import table_bytes, write_table
 
-        shape, dtype = self._shape, self._dtype
-        kind = tuple((lora.layer, lora.module, lora.rank) for lora in spec.modules)
-        block = self._blocks.get(kind)
-        if block is None:
-            block = torch.empty(block_bytes(spec, shape, dtype), dtype=torch.uint8, pin_memory=True)
-            write_block(block, spec, shape, dtype, _fill_slab)
-            self._blocks[kind] = block
-        elif self._modules_in[block.data_ptr()] != spec.modules:  # scales may differ
-            write_table(block, spec, shape, dtype)
-        self._modules_in[block.data_ptr()] = spec.modules
-        return block
+        with self._lock:
+            if spec.version not in self._tables:
+                table = torch.empty(table_bytes(self._shape), dtype=torch.uint8, pin_memory=True)
+                write_table(table, spec, self._shape, self._dtype)
+                self._tables[spec.version] = table
+            if _kind(spec) not in self._slabs:
+                layout = slab_layout(spec, self._shape)
+                slab = torch.empty(layout.num_elements, dtype=self._dtype, pin_memory=True)
+                _fill_slab(slab)
+                self._slabs[_kind(spec)] = slab.view(torch.uint8)
 
-    def tier(self) -> None:
-        return None
+    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[torch.Tensor]:
+        table, slab = self._tables[spec.version], self._slabs[_kind(spec)]
+        split = table.numel()
+        parts = [table[begin:end], slab[max(begin - split, 0) : max(end - split, 0)]]
+        return [part for part in parts if part.numel() > 0]
+
+    def passing(self, spec: AdapterSpec) -> torch.Tensor:
+        self.read(spec, 0)
+        return torch.cat([self._tables[spec.version], self._slabs[_kind(spec)]])
+
+    def prepare(self) -> bool:
+        return False
 
     def close(self) -> None:
-        self._blocks.clear()
+        self._slabs.clear()
+        self._tables.clear()
 
 
-def _fill_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
+def _kind(spec: AdapterSpec) -> tuple[tuple[int, str, int], ...]:
+    return tuple((lora.layer, lora.module, lora.rank) for lora in spec.modules)
+
+
+def _fill_slab(slab: torch.Tensor) -> None:
     generator = torch.Generator().manual_seed(slab.numel())
     sample = torch.empty(min(1 << 20, slab.numel())).normal_(std=0.02, generator=generator).to(slab.dtype)
     for start in range(0, slab.numel(), sample.numel()):

@@ -27,17 +27,20 @@ logger = logging.getLogger(__name__)
 
 _SOURCE_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-Read = Callable[[AdapterSpec], LoraWeights]
-"""Runs on the loader's threads; raises AdapterError or OSError if the weights are not to be had."""
+Load = Callable[[AdapterSpec], LoraWeights]
+Read = Callable[[AdapterSpec], None]
+"""Both run on the loader's threads, and raise AdapterError or OSError if the weights are not to be had. A
+read puts them where they belong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:
-    """A finished load: weights, or the reason why not."""
+    """A load that ended: weights, or the reason why not. `read`: one that was to bring none."""
 
     version: str
     weights: LoraWeights | None = None
     error: str | None = None
+    read: bool = False
 
 
 class AdapterLoader:
@@ -48,10 +51,15 @@ class AdapterLoader:
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self.num_pending = 0
 
-    def submit(self, sources: Sequence[AdapterSpec], read: Read) -> None:
+    def submit(self, sources: Sequence[AdapterSpec], load: Load) -> None:
         """Load one version from the first of its folders that still holds it."""
         self.num_pending += 1
-        self._threads.submit(self._load, sources, read)
+        self._threads.submit(self._load, sources, load, False)
+
+    def submit_read(self, sources: Sequence[AdapterSpec], read: Read) -> None:
+        """The same, of a version that is only read."""
+        self.num_pending += 1
+        self._threads.submit(self._load, sources, read, True)
 
     def poll(self, timeout_s: float = 0.0) -> list[LoadResult]:
         """Loads that finished; waits for the first of them no longer than `timeout_s`."""
@@ -69,11 +77,11 @@ class AdapterLoader:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self, sources: Sequence[AdapterSpec], read: Read) -> None:
+    def _load(self, sources: Sequence[AdapterSpec], load: Load | Read, is_read: bool) -> None:
         version, reason = sources[0].version, ""
         for spec in sources:
             try:
-                weights = read(spec)
+                weights = load(spec)
             except AdapterError as error:
                 reason = str(error)
             except OSError as error:
@@ -82,11 +90,12 @@ class AdapterLoader:
                 reason = "it could not be loaded; the server's log says why"
                 logger.exception("a bug while loading an adapter")
             else:
-                self._finished.put(LoadResult(version=version, weights=weights))
+                self._finished.put(LoadResult(version=version, weights=weights, read=is_read))
                 return
             # Clients are told the reason; the path is the operator's business.
             logger.warning("the adapter in %s was not loaded: %s", spec.path, reason)
-        self._finished.put(LoadResult(version=version, error=f"the adapter is not available: {reason}"))
+        message = f"the adapter is not available: {reason}"
+        self._finished.put(LoadResult(version=version, error=message, read=is_read))
 
 
 def resident_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int:

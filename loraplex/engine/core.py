@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from loraplex.adapters.room import Tier
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
@@ -47,8 +45,12 @@ class Engine:
             self._executor.evict_adapter(version)
         if plan.moves:
             self._executor.move(plan.moves)
+        for read in plan.adapter_reads:
+            self._executor.read_adapter(list(self._sources[read.version].values()), read)
         for load in plan.adapter_loads:
             self._executor.load_adapter(list(self._sources[load.version].values()), load)
+        while plan.waits and self._executor.num_pending_loads > 0:
+            self._collect_loads(timeout_s=_LOAD_WAIT_S)
         if plan.chunks:
             self._flights.append((plan, self._executor.launch(plan)))
             self._num_steps += 1
@@ -82,7 +84,7 @@ class Engine:
         self._end(request_id)
 
     def add_adapter(self, spec: AdapterSpec) -> None:
-        self._residency.add(spec.version, self._executor.adapter_bytes(spec))
+        self._scheduler.add_adapter(spec.version, self._executor.adapter_bytes(spec))
         self._sources.setdefault(spec.version, {})[spec.path] = spec
         self._executor.expect(spec)
 
@@ -106,21 +108,12 @@ class Engine:
                 self._sources.pop(version, None)
         return removed
 
+    def stage_adapter(self, version: str) -> None:
+        """Bring it to the host's memory before anybody asks for it, if there is room for it."""
+        self._scheduler.stage_ahead(version)
+
     def stats(self) -> EngineStats:
-        stats, host = self._scheduler.stats(self._num_steps), self._executor.host_tier()
-        if host is None:
-            return stats
-        return replace(
-            stats,
-            host_adapter_bytes=host.used_bytes,
-            host_adapter_budget_bytes=host.budget_bytes,
-            adapters=tuple(
-                replace(adapter, tier=Tier.HOST)
-                if adapter.tier == Tier.DISK and adapter.version in host.versions
-                else adapter
-                for adapter in stats.adapters
-            ),
-        )
+        return self._scheduler.stats(self._num_steps)
 
     def check_integrity(self) -> None:
         """Assert the scheduler's invariants, and that nothing is kept of what ended. For tests, after
@@ -135,7 +128,9 @@ class Engine:
 
     def _collect_loads(self, timeout_s: float) -> None:
         for event in self._executor.poll_adapters(timeout_s):
-            if event.error is None:
+            if event.read:
+                self._scheduler.adapter_read(event.version, event.error)
+            elif event.error is None:
                 self._scheduler.adapter_loaded(event.version)
             else:
                 self._scheduler.adapter_failed(event.version, event.error)

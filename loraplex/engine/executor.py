@@ -8,24 +8,16 @@ from typing import Protocol
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest, TokenLogprob
-from loraplex.scheduling.plan import AdapterLoad, Move, StepPlan
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Move, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterEvent:
-    """A load that ended: well, or with an error."""
+    """A load that ended: well, or with an error. `read`: one from disk to the host's memory only."""
 
     version: str
     error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostTier:
-    """What an executor keeps in the host's memory for a device to load from."""
-
-    versions: Set[str]
-    used_bytes: int
-    budget_bytes: int
+    read: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +77,17 @@ class Executor(Protocol):
         """What a version takes when it is loaded."""
         ...
 
+    def read_adapter(self, sources: Sequence[AdapterSpec], read: AdapterRead) -> None:
+        """Start to read a version into the host's memory; `poll_adapters` tells when it is there.
+
+        Sources are the folders that hold it, any of which will do.
+        """
+        ...
+
     def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
         """Start to load a version beside the running steps; `poll_adapters` tells when it is there.
 
-        Sources are the folders that hold it, any of which will do.
+        If it comes from the host's memory, it may be used from now on: steps wait for what they need of it.
         """
         ...
 
@@ -101,15 +100,11 @@ class Executor(Protocol):
         ...
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
-        """Loads that ended; waits for the first of them no longer than `timeout_s`."""
+        """Reads and loads that ended; waits for the first of them no longer than `timeout_s`."""
         ...
 
     @property
     def num_pending_loads(self) -> int: ...
-
-    def host_tier(self) -> HostTier | None:
-        """None if adapters are computed with where they are loaded to."""
-        ...
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step behind those already launched."""

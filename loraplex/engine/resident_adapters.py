@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.engine.adapter_loader import AdapterLoader, Read
+from loraplex.engine.adapter_loader import AdapterLoader, Load, Read
 from loraplex.engine.executor import AdapterEvent
 from loraplex.kernels.lora import LoraWeights
 
@@ -13,24 +13,28 @@ from loraplex.kernels.lora import LoraWeights
 class ResidentAdapters:
     """`weights` by version; it changes on the engine's own thread only, in `poll` and by its owner."""
 
-    def __init__(self) -> None:
-        self._loader = AdapterLoader()
+    def __init__(self, num_threads: int = 1) -> None:
+        self._loader = AdapterLoader(num_threads)
         self.weights: dict[str, LoraWeights] = {}
 
     @property
     def num_pending(self) -> int:
         return self._loader.num_pending
 
-    def load(self, sources: Sequence[AdapterSpec], read: Read) -> None:
-        self._loader.submit(sources, read)
+    def load(self, sources: Sequence[AdapterSpec], load: Load) -> None:
+        self._loader.submit(sources, load)
+
+    def read(self, sources: Sequence[AdapterSpec], read: Read) -> None:
+        """Only to where a load begins."""
+        self._loader.submit_read(sources, read)
 
     def poll(self, timeout_s: float) -> list[AdapterEvent]:
-        """Loads that ended; waits for the first of them no longer than `timeout_s`."""
+        """Reads and loads that ended; waits for the first of them no longer than `timeout_s`."""
         events = []
         for result in self._loader.poll(timeout_s):
             if result.weights is not None:
                 self.weights[result.version] = result.weights
-            events.append(AdapterEvent(version=result.version, error=result.error))
+            events.append(AdapterEvent(version=result.version, error=result.error, read=result.read))
         return events
 
     def close(self) -> None:

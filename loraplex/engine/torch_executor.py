@@ -9,14 +9,14 @@ import torch
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
-from loraplex.engine.adapter_loader import Read, read_weights, resident_bytes
+from loraplex.engine.adapter_loader import Load, read_weights, resident_bytes
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.executor import AdapterEvent, LandedFlight, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
 from loraplex.model.decoder import Decoder, KVCache
-from loraplex.scheduling.plan import AdapterLoad, Chunk, Move, StepPlan
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, Move, StepPlan
 
 
 class TorchExecutor:
@@ -30,7 +30,7 @@ class TorchExecutor:
         builder: BatchBuilder,
         dtype: torch.dtype,
         runs_ahead: bool = False,
-        read: Read | None = None,
+        read: Load | None = None,
     ) -> None:
         """`read`: where adapters come from, if not from their folders.
 
@@ -59,6 +59,9 @@ class TorchExecutor:
     def adapter_bytes(self, spec: AdapterSpec) -> int:
         return resident_bytes(spec, self._decoder.config.shape, self._dtype)
 
+    def read_adapter(self, sources: Sequence[AdapterSpec], read: AdapterRead) -> None:
+        raise AssertionError("adapters are read to where they are used")
+
     def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
         self._adapters.load(sources, self._read)
 
@@ -71,9 +74,6 @@ class TorchExecutor:
     @property
     def num_pending_loads(self) -> int:
         return self._adapters.num_pending
-
-    def host_tier(self) -> None:
-        return None
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         return self._adapters.poll(timeout_s)

@@ -24,7 +24,8 @@ class KernelBatch:
     span_*: the other sequences, S of them: first row, number of rows, context length (these rows
     included), block table. max_span_len: the longest of them, 0 if there is none.
     lora: what the kernels made of the step's runs of rows that share an adapter
-    (`Kernels.prepare_lora`), of no meaning to anyone else. logit_rows_L: the rows whose logits are wanted.
+    (`Kernels.prepare_lora`), of no meaning to anyone else; gate: where they wait for weights that are on
+    their way, if they may have to. logit_rows_L: the rows whose logits are wanted.
     """
 
     token_ids_T: torch.Tensor
@@ -40,3 +41,4 @@ class KernelBatch:
     max_span_len: int
     lora: Any
     logit_rows_L: torch.Tensor
+    gate: Any = None

@@ -6,11 +6,14 @@ go if somebody before it is short of it.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from itertools import islice
 
 from loraplex.adapters.room import Tier
+from loraplex.core.cold_start import ColdStart
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad
 from loraplex.scheduling.sequence import Sequence
@@ -20,22 +23,45 @@ class AdapterPins:
     """`prefetch_depth`: how far down the queue adapters start to load. `refused`: the request for whose
     adapter there was no room just now, if any; nobody behind it may take what it waits for."""
 
-    def __init__(self, memory: Memory, *, prefetch_depth: int, max_running: int) -> None:
+    def __init__(
+        self, memory: Memory, *, cold_start: ColdStart, prefetch_depth: int, max_running: int
+    ) -> None:
         self._memory = memory
         self._residency = memory.residency
+        self._staging = memory.staging
+        self._cold_start = cold_start
         self._prefetch_depth = prefetch_depth
         self._max_running = max_running
-        self._loads: list[str] = []
+        self._to_keep: deque[str] = deque()
+        self._loads: list[AdapterLoad] = []
+        self._arriving: set[str] = set()  # on their way, and can be counted on already
         self.refused: Sequence | None = None
+
+    def keep(self, version: str) -> None:
+        """Bring it in as soon as may be, and never let it go."""
+        self._to_keep.append(version)
+
+    def not_kept(self, version: str) -> None:
+        """It cannot be had: it is not tried again for its own sake."""
+        with contextlib.suppress(ValueError):
+            self._to_keep.remove(version)
+
+    @property
+    def num_to_keep(self) -> int:
+        """Those that are yet to be brought in to stay."""
+        return len(self._to_keep)
 
     def prefetch(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
         """Pin or start to load adapters of the first waiting requests, in order, while there is room."""
         self.refused = None
+        self._bring_in_kept(running)
         for sequence in islice(waiting, self._prefetch_depth):
             version = sequence.adapter
             if version is None or sequence.pinned:
                 continue
             absent = self._residency.tier(version) is Tier.DISK
+            if absent and self._staging is not None and not self._staging.fetch(version):
+                continue  # it is being read, or will be when it is its turn
             # A load leaves every running request room to grow by a block: what it took would be asked back.
             while not self._residency.acquire(version, spare_blocks=len(running)):
                 # What is being loaded may be all that is in the way, and not for long.
@@ -44,14 +70,21 @@ class AdapterPins:
                     return  # nobody overtakes: a large adapter must not starve behind small ones
             sequence.pinned = True
             if absent:
-                self._loads.append(version)
+                self._load(version)
             self._follow_moves(running)
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the request could run as far as its adapter goes."""
-        if sequence.adapter is None:
+        version = sequence.adapter
+        if version is None:
             return True
-        return sequence.pinned and self._residency.is_resident(sequence.adapter)
+        return sequence.pinned and (self._residency.is_resident(version) or version in self._arriving)
+
+    def loaded(self, version: str) -> None:
+        """A load is complete, or came to nothing."""
+        self._arriving.discard(version)
+        if self._staging is not None:
+            self._staging.release(version)
 
     def unpin_youngest(self, waiting: deque[Sequence], behind: Sequence | None = None) -> bool:
         """Let go of the adapter in shared memory that the last request in the queue holds, if that is behind
@@ -62,8 +95,9 @@ class AdapterPins:
         for sequence in reversed(list(islice(waiting, self._prefetch_depth + self._max_running))):
             if sequence is behind:
                 return False
-            if sequence.pinned and sequence.adapter is not None and self.is_ready(sequence):
-                self._residency.unpin(sequence.adapter)
+            version = sequence.adapter
+            if sequence.pinned and version is not None and self._residency.is_resident(version):
+                self._residency.unpin(version)
                 sequence.pinned = False
                 return True
         return False
@@ -71,7 +105,25 @@ class AdapterPins:
     def take_loads(self) -> tuple[AdapterLoad, ...]:
         """What was started since the last call."""
         loads, self._loads = self._loads, []
-        return tuple(self._memory.load_of(version) for version in loads)
+        return tuple(loads)
+
+    def _bring_in_kept(self, running: Many[Sequence]) -> None:
+        while self._to_keep:
+            version = self._to_keep[0]
+            if version in self._residency and self._residency.tier(version) is Tier.DISK:
+                if self._staging is not None and not self._staging.fetch(version):
+                    return
+                if not self._residency.keep(version):
+                    return
+                self._load(version)
+                self._follow_moves(running)
+            self._to_keep.popleft()
+
+    def _load(self, version: str) -> None:
+        source = None if self._staging is None else self._staging.hold(version)
+        self._loads.append(replace(self._memory.load_of(version), source=source))
+        if source is not None and self._cold_start is ColdStart.PIPELINED:
+            self._arriving.add(version)
 
     def _follow_moves(self, running: Many[Sequence]) -> None:
         """Blocks may have had to make way for the adapter; those who hold them look for them elsewhere."""

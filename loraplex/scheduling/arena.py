@@ -23,6 +23,7 @@ from loraplex.adapters.room import IdleAdapters, Tier
 from loraplex.core.errors import CapacityError
 from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.plan import AdapterLoad, Move
+from loraplex.scheduling.staging import Staging
 
 _UNITS_PER_PAGE: Final = 8
 UNIT_ALIGNMENT: Final = 256
@@ -42,7 +43,10 @@ class Arena:
     advice = "raise --memory-fraction"
     resident_tier = Tier.DEVICE
 
-    def __init__(self, *, num_pages: int, page_bytes: int, block_size: int) -> None:
+    def __init__(
+        self, *, num_pages: int, page_bytes: int, block_size: int, staging: Staging | None = None
+    ) -> None:
+        self.staging = staging
         self._page_bytes = page_bytes
         self._page_units = units_per_page(page_bytes)
         self._unit_bytes = page_bytes // self._page_units
@@ -91,6 +95,8 @@ class Arena:
         held = [row for row in self.residency.snapshot() if row.tier != Tier.DISK]
         self._places.check_integrity({row.version: row.num_bytes // self._unit_bytes for row in held})
         assert not self._block_moves, "a block was moved, and nobody followed"
+        if self.staging is not None:
+            self.staging.check_integrity()
 
     # ---- Room: what adapters need
 

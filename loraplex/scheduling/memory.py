@@ -9,14 +9,17 @@ from loraplex.adapters.residency import Residency
 from loraplex.adapters.room import ByteBudget
 from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.plan import AdapterLoad, Move
+from loraplex.scheduling.staging import Staging
 
 
 class Memory(Protocol):
     """`shared`: what adapters give up, KV blocks can have, and the other way round; `shared_bytes`: how much
-    that is in all. `advice`: the end of a message to a user who needs more."""
+    that is in all. `advice`: the end of a message to a user who needs more. `staging`: the tier that adapters
+    come from, where they are not used where they are read to."""
 
     pool: BlockPool
     residency: Residency
+    staging: Staging | None
     shared: bool
     shared_bytes: int
     advice: str
@@ -54,6 +57,7 @@ class SeparateMemory:
     shared = False
     shared_bytes = 0
     advice = "raise --kv-memory"
+    staging: Staging | None = None
 
     def __init__(self, *, num_blocks: int, block_size: int, adapter_bytes: int) -> None:
         self.pool = BlockPool(num_blocks, block_size)

@@ -50,24 +50,36 @@ class Move:
 class AdapterLoad:
     """A version to bring in.
 
-    `place`: the byte of the arena it goes to; None where each adapter has memory of its own. `quiet`: no step
-    that is under way looks at that place, so that the load need not wait for any.
+    `place`: the byte of the arena it goes to; None where each adapter has memory of its own. `source`: the
+    byte of the host's memory it was read to; None if it comes straight from disk. `quiet`: no step that is
+    under way looks at the place, so that the load need not wait for any.
     """
 
     version: str
     place: int | None = None
+    source: int | None = None
     quiet: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterRead:
+    """A version to read from disk to this byte of the host's memory for adapters."""
+
+    version: str
+    place: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step. First evictions, then moves in their order, then loads, which run beside the step and are
-    reported when done."""
+    """One step. First evictions, then moves in their order, then reads and loads, which run beside the step
+    and are reported when done. `waits`: the step is not begun before they are."""
 
     chunks: tuple[Chunk, ...] = ()
     adapter_evictions: tuple[str, ...] = ()
     moves: tuple[Move, ...] = ()
+    adapter_reads: tuple[AdapterRead, ...] = ()
     adapter_loads: tuple[AdapterLoad, ...] = ()
+    waits: bool = False
     preempted: tuple[str, ...] = ()
 
     @property

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from loraplex.adapters.room import Tier
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError, UnknownModelError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
@@ -30,12 +32,14 @@ from loraplex.scheduling.work import StepWork
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step. `prefetch_depth`: how far down the queue adapters start to load."""
+    """Limits of a step. `prefetch_depth`: how far down the queue adapters start to load. `cold_start`: what
+    requests do until then."""
 
     max_model_len: int
     work: StepWork = field(default_factory=StepWork)
     max_running: int = 256
     prefetch_depth: int = 64
+    cold_start: ColdStart = ColdStart.OVERLAP
 
 
 class _ChunkUnderWay(NamedTuple):
@@ -57,7 +61,13 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
-        self._pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
+        self._staging = memory.staging
+        self._pins = AdapterPins(
+            memory,
+            cold_start=config.cold_start,
+            prefetch_depth=config.prefetch_depth,
+            max_running=config.max_running,
+        )
         self._failures: list[TokenUpdate] = []
         self._under_way: deque[list[_ChunkUnderWay]] = deque()
         self._num_preemptions = 0
@@ -96,12 +106,41 @@ class Scheduler:
         if sequence is not None:
             self._drop(sequence)
 
+    def add_adapter(self, version: str, num_bytes: int) -> None:
+        """Make a version known. Raises CapacityError if there could never be room for it."""
+        if self._config.cold_start is ColdStart.CACHED and version not in self._residency:
+            self._check_room_beside_kept(num_bytes)
+            self._pins.keep(version)
+        self._residency.add(version, num_bytes)
+        if self._staging is not None:
+            self._staging.add(version, num_bytes)
+
+    def stage_ahead(self, version: str) -> None:
+        """Read it to the host's memory before anybody asks for it, if there is room."""
+        if self._staging is not None:
+            self._staging.stage_ahead(version)
+
+    def adapter_read(self, version: str, error: str | None = None) -> None:
+        """A read ended: the version is in the host's memory, or the requests that wait for it fail."""
+        assert self._staging is not None
+        if error is None:
+            self._staging.arrived(version)
+            return
+        self._staging.failed(version)
+        self._pins.not_kept(version)
+        self._fail_all(version, error)
+
     def adapter_loaded(self, version: str) -> None:
         self._residency.loaded(version)
+        self._pins.loaded(version)
 
     def adapter_failed(self, version: str, message: str) -> None:
         """A load failed: the requests that counted on it fail, with the reason."""
         self._residency.failed(version)
+        self._pins.loaded(version)
+        self._fail_all(version, message)
+
+    def _fail_all(self, version: str, message: str) -> None:
         for sequence in [s for s in self._sequences.values() if s.adapter == version]:
             self._fail(sequence, message, param="model")
 
@@ -114,28 +153,37 @@ class Scheduler:
         removed = self._residency.take_removed()
         for version in removed:
             self._pool.forget_adapter(version)
+            if self._staging is not None and version not in self._residency:
+                self._staging.remove(version)
         return removed
 
     # ---- what it decides
 
     def has_work(self) -> bool:
-        return bool(self._sequences or self._failures)
+        ahead = self._staging is not None and self._staging.num_ahead > 0
+        return bool(self._sequences or self._failures or self._pins.num_to_keep or ahead)
 
     def schedule(self) -> StepPlan:
         """Decide the next step. May be empty of chunks while adapters load."""
         preempted: list[Sequence] = []
         chunks, budget = self._schedule_running(preempted)
         self._pins.prefetch(self._waiting, self._running)
+        if self._staging is not None:
+            self._staging.fetch_ahead()
         if not preempted:
             self._admit(chunks, budget)
         if chunks:
             self._memory.step_decided()
             self._under_way.append([self._advance(chunk) for chunk in chunks])
+        reads = () if self._staging is None else self._staging.take_reads()
+        loads = self._pins.take_loads()
         return StepPlan(
             chunks=tuple(chunks),
             adapter_evictions=tuple(self._residency.take_evictions()),
             moves=tuple(self._memory.take_moves()),
-            adapter_loads=self._pins.take_loads(),
+            adapter_reads=reads,
+            adapter_loads=loads,
+            waits=self._config.cold_start is ColdStart.ON_DEMAND and bool(reads or loads),
             preempted=tuple(sequence.request_id for sequence in preempted),
         )
 
@@ -371,6 +419,16 @@ class Scheduler:
             self._residency.leave(sequence.adapter, pinned=sequence.pinned)
             sequence.pinned = False
 
+    def _check_room_beside_kept(self, num_bytes: int) -> None:
+        """Raises CapacityError if one more adapter that stays leaves no room for a request."""
+        kept_bytes = num_bytes + sum(row.num_bytes for row in self._residency.snapshot())
+        no_room = kept_bytes > self._residency.budget_bytes
+        if no_room or self._memory.max_tokens(kept_bytes) < self._config.max_model_len:
+            raise CapacityError(
+                f"there is no memory for all adapters at once, which --cold-start cached needs; "
+                f"{self._memory.advice}, or choose another way to start"
+            )
+
     # ---- what it shows
 
     @property
@@ -379,8 +437,9 @@ class Scheduler:
         return self._sequences.keys()
 
     def stats(self, num_steps: int) -> EngineStats:
-        used, budget = self._residency.used_bytes, self._residency.budget_bytes
-        on_host = not self._memory.shared
+        residency, on_host = self._residency, not self._memory.shared
+        host = self._staging or residency
+        staged = frozenset() if self._staging is None else self._staging.versions
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -390,11 +449,16 @@ class Scheduler:
             prefix_cache_hits=self._pool.prefix_hits * self._pool.block_size,
             num_preemptions=self._num_preemptions,
             num_steps=num_steps,
-            host_adapter_bytes=used if on_host else 0,
-            host_adapter_budget_bytes=budget if on_host else 0,
-            device_adapter_bytes=0 if on_host else used,
+            host_adapter_bytes=host.used_bytes if self._staging or on_host else 0,
+            host_adapter_budget_bytes=host.budget_bytes if self._staging or on_host else 0,
+            device_adapter_bytes=0 if on_host else residency.used_bytes,
             device_arena_bytes=self._memory.shared_bytes,
-            adapters=tuple(self._residency.snapshot()),
+            adapters=tuple(
+                replace(adapter, tier=Tier.HOST)
+                if adapter.tier == Tier.DISK and adapter.version in staged
+                else adapter
+                for adapter in residency.snapshot()
+            ),
         )
 
     def _max_tokens(self, adapter: str | None) -> int:

@@ -1,31 +1,28 @@
-"""Adapters as blocks of bytes, from their folders to the arena.
-
-A block is an adapter's table first, then its weights as `adapters.slab` lays them out. The table's addresses
-count from the block's own beginning, so a block means the same wherever it lies: it is put together once in
-host memory, copied to the device in one go, and moved there by another copy.
-"""
+"""Adapters on their way into the arena, and where they are in it."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
-import numpy as np
 import torch
 
-from loraplex.adapters.slab import SlabLayout, slab_layout, touched_groups
+from loraplex.adapters.slab import touched_groups
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.modules import MODULE_INDEX, MODULES
+from loraplex.core.modules import MODULES
 from loraplex.core.shape import ModelShape
-from loraplex.engine.adapter_loader import read_slab
+from loraplex.engine.cuda.adapter_block import block_bytes, layer_ends, table_bytes
+from loraplex.engine.cuda.bus import Bus, Copy
 from loraplex.engine.cuda.device_arena import DeviceArena
+from loraplex.engine.cuda.host_blocks import HostBlocks
 from loraplex.engine.cuda.streams import Moment, SideStream
-from loraplex.engine.executor import HostTier
 from loraplex.kernels.lora import TABLE_COLUMNS, LoraWeights
 
-ReadSlab = Callable[[AdapterSpec, SlabLayout, torch.Tensor], object]
+_FIRST_COPY_BYTES: Final = 1 << 20
+_LARGEST_COPY_BYTES: Final = 16 << 20
+"""The table comes alone, and the first layers do, as the step waits for them; the further a layer is from its
+turn, the more of them share a copy, which has a cost of its own."""
 
 
 class Padding(Protocol):
@@ -38,59 +35,17 @@ class Padding(Protocol):
         ...
 
 
-class HostBlocks(Protocol):
-    """Adapters' blocks in host memory."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """An adapter that is being copied to the device. `tickets`: the copy that brings the last of its table,
+    and of each layer; `done`: when all are there."""
 
-    def __call__(self, spec: AdapterSpec) -> torch.Tensor:
-        """The adapter's block, valid until the next call; on the loader's thread."""
-        ...
-
-    def tier(self) -> HostTier | None:
-        """What is kept, and how much that may be; on any thread."""
-        ...
-
-    def close(self) -> None:
-        """Give the memory back."""
-        ...
-
-
-def table_bytes(shape: ModelShape) -> int:
-    return shape.num_layers * len(MODULES) * TABLE_COLUMNS * 8
-
-
-def block_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int:
-    """What an adapter takes on the device."""
-    return table_bytes(shape) + slab_layout(spec, shape).num_elements * dtype.itemsize
-
-
-def write_block(
-    block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, read: ReadSlab = read_slab
-) -> None:
-    """Fill memory of `block_bytes` bytes with an adapter."""
-    write_table(block, spec, shape, dtype)
-    read(spec, slab_layout(spec, shape), block[table_bytes(shape) :].view(dtype))
-
-
-def write_table(block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> None:
-    """The kernels' table (`kernels.lora`), which the slab follows."""
-    slab_start, element_bytes = table_bytes(shape), dtype.itemsize
-    table = np.zeros((shape.num_layers, len(MODULES), TABLE_COLUMNS), dtype=np.int64)
-    for layer, groups in enumerate(slab_layout(spec, shape).layers):
-        for slots in groups.values():
-            for slot in slots:
-                table[layer, MODULE_INDEX[slot.lora.module]] = (
-                    slab_start + slot.a_start * element_bytes,
-                    slab_start + slot.b_start * element_bytes,
-                    slot.lora.rank,
-                    slot.out_start,
-                    slot.out_features,
-                    struct.unpack("i", struct.pack("f", slot.lora.scale))[0],
-                )
-    block[:slab_start] = torch.from_numpy(table.view(np.uint8).reshape(-1))
+    tickets: tuple[int, ...]
+    done: Moment
 
 
 class AdapterStore:
-    """Brings adapters into the arena on the loader's thread and a stream of its own: no step waits for it."""
+    """Brings adapters from the host's memory into the arena."""
 
     def __init__(
         self,
@@ -107,23 +62,81 @@ class AdapterStore:
         self._dtype = dtype
         self._arena = arena
         self._host_blocks = host_blocks
-        self._stream = SideStream(device)
+        self._bus = Bus(device)
+        self._passing_stream = SideStream(device)
+
+    @property
+    def ticket_1(self) -> torch.Tensor:
+        """On the device: the number of the last copy that is complete."""
+        return self._bus.ticket_1
 
     def num_bytes(self, spec: AdapterSpec) -> int:
         if self._padding is not None:
             return self._padding.num_bytes(spec)
         return block_bytes(spec, self._shape, self._dtype)
 
-    def host_tier(self) -> HostTier | None:
-        return self._host_blocks.tier()
+    def read(self, spec: AdapterSpec, place: int) -> None:
+        """From its folder to a place in the host's memory; on a reader's thread."""
+        self._host_blocks.read(spec, place)
+
+    def start(
+        self, spec: AdapterSpec, source: int, place: int, after: Moment | None
+    ) -> tuple[LoraWeights, Arrival]:
+        """Begin to copy a version from a place in the host's memory to one of the arena, not before that
+        moment. The weights may be used by steps that wait for them."""
+        copies: list[Copy] = []
+        num_copies: list[int] = []  # by part: how many copies there are up to its end
+        begin, wanted_bytes, num_parts = 0, 0, 0
+        ends = self._part_ends(spec)
+        for part, end in enumerate(ends):
+            num_parts += 1
+            if end - begin < wanted_bytes and part + 1 < len(ends):
+                continue
+            copies += self._copies(spec, source, place, begin, end)
+            num_copies += [len(copies)] * num_parts
+            wanted_bytes = min(max(2 * wanted_bytes, _FIRST_COPY_BYTES), _LARGEST_COPY_BYTES)
+            begin, num_parts = end, 0
+        carried = self._bus.carry(copies, after)
+        tickets = tuple(carried.tickets[count - 1] for count in num_copies)
+        return self._weights(spec, place), Arrival(tickets=tickets, done=carried.done)
 
     def load(self, spec: AdapterSpec, place: int, after: Moment | None) -> LoraWeights:
-        """Copy a version to its place, not before that moment, and wait until it is there."""
-        host = self._host_blocks(spec)
-        with self._stream.entered():
-            self._stream.wait_for(after)
+        """Copy a version that is not kept in the host's memory to its place, not before that moment, and wait
+        until it is there; on a reader's thread."""
+        host = self._host_blocks.passing(spec)
+        with self._passing_stream.entered():
+            self._passing_stream.wait_for(after)
             self._arena.span(place, host.numel()).copy_(host, non_blocking=True)
-        self._stream.synchronize()
+        self._passing_stream.synchronize()
+        return self._weights(spec, place)
+
+    def prepare(self) -> bool:
+        return self._host_blocks.prepare()
+
+    def close(self) -> None:
+        """After the last load."""
+        self._bus.synchronize()
+        self._host_blocks.close()
+
+    def moved(self, weights: LoraWeights, place: int) -> LoraWeights:
+        """The same adapter after its block was copied to another place."""
+        return replace(weights, table_LM=self._table_at(place))
+
+    def _part_ends(self, spec: AdapterSpec) -> Sequence[int]:
+        """Of a block: up to which byte the table needs it, and each layer."""
+        if self._padding is not None:  # every copy of it has all layers
+            return [self._padding.num_bytes(spec)] * (1 + self._shape.num_layers)
+        return [table_bytes(self._shape), *layer_ends(spec, self._shape, self._dtype)]
+
+    def _copies(self, spec: AdapterSpec, source: int, place: int, begin: int, end: int) -> list[Copy]:
+        """Bytes [begin, end) of the block."""
+        copies, cursor = [], place + begin
+        for part in self._host_blocks.parts(spec, source, begin, end):
+            copies.append(Copy(target=self._arena.span(cursor, part.numel()), source=part))
+            cursor += part.numel()
+        return copies
+
+    def _weights(self, spec: AdapterSpec, place: int) -> LoraWeights:
         return LoraWeights(
             groups=(),
             table_LM=self._table_at(place),
@@ -131,14 +144,6 @@ class AdapterStore:
             touched=touched_groups(spec),
             copies={} if self._padding is None else self._padding.offsets(spec),
         )
-
-    def close(self) -> None:
-        """After the last load."""
-        self._host_blocks.close()
-
-    def moved(self, weights: LoraWeights, place: int) -> LoraWeights:
-        """The same adapter after its block was copied to another place."""
-        return replace(weights, table_LM=self._table_at(place))
 
     def _table_at(self, place: int) -> torch.Tensor:
         table = self._arena.span(place, table_bytes(self._shape)).view(torch.int64)

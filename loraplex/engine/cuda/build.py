@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_loader import read_slab
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
-from loraplex.engine.cuda.adapter_store import AdapterStore, HostBlocks
+from loraplex.engine.cuda.adapter_block import ReadSlab
+from loraplex.engine.cuda.adapter_store import AdapterStore
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
 from loraplex.engine.cuda.graphs import GraphRecorder
-from loraplex.engine.cuda.host_pool import HostPool
+from loraplex.engine.cuda.host_blocks import HostBlocks, HostPool
+from loraplex.engine.cuda.host_memory import HostMemory
 from loraplex.engine.cuda.padding import PaddedBlocks, Padding
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
@@ -34,6 +37,7 @@ from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import ModelWeights, load_weights, weight_bytes
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.scheduler import SchedulerConfig
+from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
 
 if TYPE_CHECKING:
@@ -51,8 +55,9 @@ _MAX_DEFAULT_HOST_BYTES: Final = 64 << 30
 class CudaOptions:
     """What a user may choose. `memory_fraction`: of the device's memory, for all that the engine holds;
     `arena_bytes`: instead of it, what KV blocks and adapters have together. `host_bytes`: the budget for
-    adapters in host memory. `padded_to`: for comparison, pad adapters to the largest rank of their batch,
-    which may be this one at the most, a power of two."""
+    adapters in host memory. `cold_start`: what requests do whose adapter is not on the device. `padded_to`:
+    for comparison, pad adapters to the largest rank of their batch, which may be this one at the most, a
+    power of two."""
 
     dtype: torch.dtype = torch.bfloat16
     memory_fraction: float = DEFAULT_MEMORY_FRACTION
@@ -62,6 +67,7 @@ class CudaOptions:
     max_step_tokens: int = _MAX_STEP_TOKENS
     max_running: int = 256
     block_size: int = 16
+    cold_start: ColdStart = ColdStart.OVERLAP
     padded_to: int | None = None
 
 
@@ -100,15 +106,18 @@ def build_cuda_core(
     config: ModelConfig,
     weights: ModelWeights,
     options: CudaOptions,
+    *,
+    read: ReadSlab = read_slab,
     host_blocks: HostBlocks | None = None,
     collective: Collective = SOLO,
 ) -> Engine:
     """An engine over weights that are on the device already.
 
-    `host_blocks`: where adapters come from, if not from their folders by way of a `HostPool`.
+    `read`: how an adapter's weights come into the host's memory; `host_blocks`: instead of that memory.
     """
     plan = _plan_memory(options, config.shape, weights.embedding_VH.device)
-    executor = _build_executor(config, weights, options, plan, collective=collective, host_blocks=host_blocks)
+    host_blocks = host_blocks or _host_pool(config.shape, options, weights.embedding_VH.device, read)
+    executor = _build_executor(config, weights, options, plan, host_blocks, collective=collective)
     return _engine(options, plan, config.shape, executor)
 
 
@@ -129,11 +138,13 @@ def _engine(options: CudaOptions, plan: _MemoryPlan, shape: ModelShape, executor
                 position_cost=shape.attention_flops / shape.linear_flops,
             ),
             max_running=min(options.max_running, DECODE_ROWS[-1]),
+            cold_start=options.cold_start,
         ),
         memory=Arena(
             num_pages=plan.num_pages,
             page_bytes=page_bytes(shape, options.block_size, options.dtype),
             block_size=options.block_size,
+            staging=Staging(options.host_bytes),
         ),
         executor=executor,
     )
@@ -155,7 +166,14 @@ def _build_shard(
     config, device = load_config(folder), torch.device("cuda", shard.index)
     weights = load_weights(folder, config, options.dtype, on_bytes, shard, device)
     report("preparing kernels", 0.9)
-    return _build_executor(shard.config(config), weights, options, plan, shard=shard, collective=collective)
+    shape = shard.config(config).shape
+    host_blocks = _host_pool(shape, options, device, partial(read_slab, shard=shard))
+    return _build_executor(shard.config(config), weights, options, plan, host_blocks, collective=collective)
+
+
+def _host_pool(shape: ModelShape, options: CudaOptions, device: torch.device, read: ReadSlab) -> HostPool:
+    memory = HostMemory(options.host_bytes, pinned=device.type == "cuda")
+    return HostPool(shape, options.dtype, memory, read)
 
 
 def _build_executor(
@@ -163,10 +181,9 @@ def _build_executor(
     weights: ModelWeights,
     options: CudaOptions,
     plan: _MemoryPlan,
+    host_blocks: HostBlocks,
     *,
-    shard: Shard = WHOLE,
-    collective: Collective = SOLO,
-    host_blocks: HostBlocks | None = None,
+    collective: Collective,
 ) -> CudaExecutor:
     """`config` and `weights` are the shard's."""
     device, shape = weights.embedding_VH.device, config.shape
@@ -177,6 +194,7 @@ def _build_executor(
     )
     # Requests that end in a plan hold theirs until after its launch.
     num_seats = 2 * options.max_running + 2
+    store = _build_store(shape, options, arena, device, host_blocks)
     return CudaExecutor(
         decoder=decoder,
         runner=StepRunner(
@@ -185,38 +203,25 @@ def _build_executor(
             num_seats=num_seats,
             max_blocks=-(-plan.max_model_len // options.block_size),
             scratch_slot=arena.scratch_slot,
+            ticket_1=store.ticket_1,
             device=device,
             recorder=GraphRecorder(device) if device.type == "cuda" else None,
         ),
         builder=BatchBuilder(kernels, options.block_size),
         arena=arena,
-        store=_build_store(shape, options, arena, device, shard, host_blocks),
+        store=store,
         device=device,
         num_seats=num_seats,
     )
 
 
 def _build_store(
-    shape: ModelShape,
-    options: CudaOptions,
-    arena: DeviceArena,
-    device: torch.device,
-    shard: Shard,
-    host_blocks: HostBlocks | None,
+    shape: ModelShape, options: CudaOptions, arena: DeviceArena, device: torch.device, host_blocks: HostBlocks
 ) -> AdapterStore:
-    pinned = device.type == "cuda"
-    if host_blocks is None:
-        host_blocks = HostPool(
-            shape,
-            options.dtype,
-            budget_bytes=options.host_bytes,
-            pinned=pinned,
-            read=partial(read_slab, shard=shard),
-        )
     padding = None
     if options.padded_to is not None:
         padding = Padding(shape=shape, dtype=options.dtype, max_rank=options.padded_to)
-        host_blocks = PaddedBlocks(padding, host_blocks, pinned=pinned)
+        host_blocks = PaddedBlocks(padding, host_blocks, pinned=device.type == "cuda")
     return AdapterStore(shape, options.dtype, device, arena, host_blocks, padding)
 
 

@@ -6,10 +6,14 @@ the sampled tokens stay on the device for the next step and come back to the hos
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from loraplex.adapters.slab import touched_groups
@@ -17,19 +21,23 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
-from loraplex.engine.cuda.adapter_store import AdapterStore
+from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment
-from loraplex.engine.executor import AdapterEvent, HostTier, StepResult
+from loraplex.engine.executor import AdapterEvent, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
 from loraplex.kernels.triton.lora_step import MAX_RANK
 from loraplex.model.decoder import Decoder
-from loraplex.scheduling.plan import AdapterLoad, Chunk, Move, StepPlan
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, Move, StepPlan
+
+_NUM_READS: Final = 2
+"""Threads that read adapters, each of which has others to help it."""
+_ARRIVAL_WAIT_S: Final = 50e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +82,8 @@ class CudaExecutor:
         self._arena = arena
         self._store = store
         self._device = device
-        self._adapters = ResidentAdapters()
+        self._adapters = ResidentAdapters(_NUM_READS)
+        self._arrivals: dict[str, Arrival] = {}  # adapters that steps may have to wait for, in their order
         self._last_moves: Moment | None = None
         self._expected: set[frozenset[str]] = set()  # groups of linears that steps will touch
         self._runner.expect(frozenset())
@@ -104,10 +113,18 @@ class CudaExecutor:
             )
         return self._store.num_bytes(spec)
 
+    def read_adapter(self, sources: Sequence[AdapterSpec], read: AdapterRead) -> None:
+        self._adapters.read(sources, partial(self._store.read, place=read.place))
+
     def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
         assert load.place is not None
         after = self._last_moves if load.quiet else Moment(self._device)
-        self._adapters.load(sources, partial(self._store.load, place=load.place, after=after))
+        if load.source is None:
+            self._adapters.load(sources, partial(self._store.load, place=load.place, after=after))
+            return
+        weights, arrival = self._store.start(sources[0], load.source, load.place, after)
+        self._adapters.weights[load.version] = weights
+        self._arrivals[load.version] = arrival
 
     def evict_adapter(self, version: str) -> None:
         """Whoever gets its place comes behind the steps that read it: by the stream, or by `quiet`."""
@@ -123,13 +140,21 @@ class CudaExecutor:
 
     @property
     def num_pending_loads(self) -> int:
-        return self._adapters.num_pending
-
-    def host_tier(self) -> HostTier | None:
-        return self._store.host_tier()
+        return self._adapters.num_pending + len(self._arrivals)
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
-        return self._adapters.poll(timeout_s)
+        until = time.monotonic() + timeout_s
+        while True:
+            wait_s = min(timeout_s, _ARRIVAL_WAIT_S) if self._arrivals else timeout_s
+            events = [*self._take_arrived(), *self._adapters.poll(0.0)]
+            if events or time.monotonic() >= until or self.num_pending_loads == 0:
+                return events
+            if self._adapters.num_pending > 0:
+                events = self._adapters.poll(wait_s)
+                if events:
+                    return events
+            else:
+                time.sleep(wait_s)
 
     def expect(self, spec: AdapterSpec) -> None:
         touched = touched_groups(spec)
@@ -139,13 +164,13 @@ class CudaExecutor:
                 self._runner.expect(groups)
 
     def prepare(self) -> bool:
-        return self._runner.prepare()
+        return self._runner.prepare() or self._store.prepare()
 
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
         assert self._states.keys() == request_ids
         assert self._seats.keys() <= request_ids
         assert len({*self._seats.values(), *self._free_seats}) == len(self._seats) + len(self._free_seats)
-        assert self._adapters.weights.keys() == adapters
+        assert self._adapters.weights.keys() - self._arrivals.keys() == adapters
 
     def close(self) -> None:
         self._adapters.close()
@@ -193,7 +218,31 @@ class CudaExecutor:
         logit_seats = [SCRATCH_SEAT] * built.batch.logit_rows_L.shape[0]
         for request_id, row in built.sampling.items():
             logit_seats[row] = self._seats[request_id]
-        return self._runner.run(built, RowSeats(follows=follows, rows=row_seats, logits=logit_seats))
+        seats = RowSeats(follows=follows, rows=row_seats, logits=logit_seats)
+        return self._runner.run(built, seats, self._wanted_copies(built))
+
+    def _wanted_copies(self, built: BuiltBatch) -> npt.NDArray[np.int64] | None:
+        """The copies that the step has to wait for, by place (`kernels.triton.gate`); None for none."""
+        versions = {chunk.adapter for chunk in built.chunks if chunk.adapter in self._arrivals}
+        arrivals = [self._arrivals[version] for version in versions if version is not None]
+        if not arrivals:
+            return None
+        if built.batch.span_starts_S.shape[0] == 0:  # such a step cannot wait within, and is over soon
+            for arrival in arrivals:
+                arrival.done.hold_back()
+            return None
+        tickets: npt.NDArray[np.int64] = np.max([arrival.tickets for arrival in arrivals], axis=0)
+        return tickets
+
+    def _take_arrived(self) -> list[AdapterEvent]:
+        arrived = []
+        for version, arrival in self._arrivals.items():
+            if not arrival.done.passed:
+                break  # nor have those behind it
+            arrived.append(version)
+        for version in arrived:
+            del self._arrivals[version]
+        return [AdapterEvent(version=version) for version in arrived]
 
     def _seat(self, chunk: Chunk) -> int:
         seat = self._seats.get(chunk.request_id)

@@ -18,7 +18,8 @@ from loraplex.adapters.slab import ModuleSlot, SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import CapacityError
 from loraplex.core.shape import ModelShape
-from loraplex.engine.cuda.adapter_store import HostBlocks, block_bytes, table_bytes, write_table
+from loraplex.engine.cuda.adapter_block import block_bytes, table_bytes, write_table
+from loraplex.engine.cuda.host_blocks import HostBlocks
 from loraplex.kernels.lora import padded_rank
 
 _ALIGNMENT: Final = 256
@@ -68,7 +69,7 @@ class Padding:
 
 
 class PaddedBlocks:
-    """`HostBlocks` of padded adapters, made once and kept."""
+    """`HostBlocks` of padded adapters, made once and kept, in memory of their own."""
 
     def __init__(self, padding: Padding, plain: HostBlocks, *, pinned: bool) -> None:
         self._padding = padding
@@ -76,15 +77,19 @@ class PaddedBlocks:
         self._pinned = pinned
         self._blocks: dict[str, torch.Tensor] = {}
 
-    def __call__(self, spec: AdapterSpec) -> torch.Tensor:
-        block = self._blocks.get(spec.version)
-        if block is None:
-            block = self._padding.block(spec, self._plain(spec))
-            self._blocks[spec.version] = block = block.pin_memory() if self._pinned else block
-        return block
+    def read(self, spec: AdapterSpec, place: int) -> None:
+        if spec.version not in self._blocks:
+            block = self.passing(spec)
+            self._blocks[spec.version] = block.pin_memory() if self._pinned else block
 
-    def tier(self) -> None:
-        return None
+    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[torch.Tensor]:
+        return [self._blocks[spec.version][begin:end]]
+
+    def passing(self, spec: AdapterSpec) -> torch.Tensor:
+        return self._padding.block(spec, self._plain.passing(spec))
+
+    def prepare(self) -> bool:
+        return False
 
     def close(self) -> None:
         self._blocks.clear()

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from loraplex.kernels.batch import KernelBatch
+from loraplex.kernels.triton.gate import Gate
 from loraplex.kernels.triton.lora_step import LoraStep
 
 SCRATCH_SEAT = 0
@@ -25,7 +26,8 @@ SCRATCH_SEAT = 0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSizes:
     """How many of each a block has room for: rows, decoding rows, spans of other rows, the width of both
-    block tables, logit rows, and the LoRA tiles of the decoding rows and of the spans."""
+    block tables, logit rows, the LoRA tiles of the decoding rows and of the spans, and places where the step
+    may wait for weights, none if it has no spans."""
 
     rows: int
     decodes: int
@@ -34,6 +36,7 @@ class StepSizes:
     logits: int
     decode_tiles: int
     span_tiles: int
+    gates: int
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape, in the order they lie in memory."""
@@ -56,6 +59,7 @@ class StepSizes:
             "decode_tables": (self.decode_tiles,),
             "span_tiles": (self.span_tiles, 2),
             "span_tables": (self.span_tiles,),
+            "wanted_copies": (self.gates,),
         }
 
     @property
@@ -98,7 +102,17 @@ class DeviceBlock:
     def upload(self, host: HostBlock) -> None:
         self.tensor.copy_(host.tensor, non_blocking=True)
 
-    def batch(self, token_ids_T: torch.Tensor, max_span_len: int, lora: tuple[LoraStep, ...]) -> KernelBatch:
+    def gate(self, ticket_1: torch.Tensor) -> Gate | None:
+        """Where the step waits for copies; `ticket_1` is the last one that is complete."""
+        return Gate(ticket_1=ticket_1, wanted_G=self["wanted_copies"]) if self.sizes.gates > 0 else None
+
+    def batch(
+        self,
+        token_ids_T: torch.Tensor,
+        max_span_len: int,
+        lora: tuple[LoraStep, ...],
+        gate: Gate | None,
+    ) -> KernelBatch:
         """The kernels' view of the block; the tokens were picked by the caller."""
         return KernelBatch(
             token_ids_T=token_ids_T,
@@ -113,6 +127,7 @@ class DeviceBlock:
             span_blocks_SB=self["span_blocks"],
             max_span_len=max_span_len,
             lora=lora,
+            gate=gate,
             logit_rows_L=self["logit_rows"],
         )
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from loraplex.engine.batch import BuiltBatch
@@ -51,7 +53,8 @@ class _SharedBuffers:
     """Memory outside the graphs' own pool that they read or write, as large as the largest needs it."""
 
     def __init__(self, decoder: Decoder, max_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape, sizes = decoder.config.shape, all_graph_sizes(max_blocks)
+        shape = decoder.config.shape
+        sizes = all_graph_sizes(max_blocks, shape.num_layers)
         num_logits = max(size.logits for size in sizes)
         num_integers = max(replace(size, table_width=max_blocks).num_integers for size in sizes)
         self.integers = torch.zeros(num_integers, dtype=torch.int64, device=device)
@@ -89,14 +92,18 @@ class StepRunner:
         num_seats: int,
         max_blocks: int,
         scratch_slot: int,
+        ticket_1: torch.Tensor,
         device: torch.device,
         recorder: Recorder | None,
     ) -> None:
-        """`recorder`: None to run all steps kernel by kernel."""
+        """`ticket_1`: the last copy to the device that is complete. `recorder`: None to run all steps kernel
+        by kernel."""
         self._decoder = decoder
+        self._num_layers = decoder.config.shape.num_layers
         self._caches = caches
         self._max_blocks = max_blocks
         self._scratch_slot = scratch_slot
+        self._ticket_1 = ticket_1
         self._device = device
         self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
         self._graphs: dict[_GraphKey, _Graph | None] = {}
@@ -106,19 +113,22 @@ class StepRunner:
         if recorder is not None:
             self._buffers = _SharedBuffers(decoder, max_blocks, caches[0].k.dtype, device)
 
-    def run(self, built: BuiltBatch, seats: RowSeats) -> StepOutput:
-        """Launch a step behind those launched before."""
+    def run(
+        self, built: BuiltBatch, seats: RowSeats, wanted_copies: npt.NDArray[np.int64] | None = None
+    ) -> StepOutput:
+        """Launch a step behind those launched before. `wanted_copies`: those that it waits for, by place
+        (`kernels.triton.gate`); only of steps with prompts."""
         lora = split_segments(built.batch)
-        sizes = graph_sizes(built, self._max_blocks) if self._buffers else None
+        sizes = graph_sizes(built, self._max_blocks, self._num_layers) if self._buffers else None
         graph = None if sizes is None else self._graph_for(_GraphKey(sizes, lora.groups, lora.shares))
         if graph is not None:
-            graph.block.upload(self._fill(graph.block.sizes, built, lora, seats))
+            graph.block.upload(self._fill(graph.block.sizes, built, lora, seats, wanted_copies))
             graph.replay()
             return graph.output
-        sizes = exact_sizes(built, lora)
+        sizes = exact_sizes(built, lora, self._num_layers)
         memory = torch.empty(sizes.num_integers, dtype=torch.int64, device=self._device)
         block = DeviceBlock(sizes, memory)
-        block.upload(self._fill(sizes, built, lora, seats))
+        block.upload(self._fill(sizes, built, lora, seats, wanted_copies))
         states_LH, logits_LV = self._forward(block, lora.steps(self._decoder.config.shape, block))
         tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
         self._choose_greedily(block, logits_LV, tokens_L2)
@@ -126,7 +136,7 @@ class StepRunner:
 
     def expect(self, groups: frozenset[str]) -> None:
         """Steps will come whose adapters touch these groups of linears."""
-        for sizes in all_graph_sizes(self._max_blocks) if self._buffers else ():
+        for sizes in all_graph_sizes(self._max_blocks, self._num_layers) if self._buffers else ():
             for shares in (False, True) if groups and sizes.spans == 0 else (False,):
                 self._expected.append(_GraphKey(sizes, groups, shares))
 
@@ -144,10 +154,14 @@ class StepRunner:
         token_ids_T = pick_tokens(
             block["token_ids"], block["follows"], block["token_seats"], self.last_tokens
         )
+        gate = block.gate(self._ticket_1)
+        if gate is not None and lora:
+            gate.await_tables()
         for step in lora:
             step.gather()
         max_span_len = block.sizes.rows if block.sizes.spans > 0 else 0
-        states_LH = self._decoder.forward(block.batch(token_ids_T, max_span_len, lora), self._caches)
+        batch = block.batch(token_ids_T, max_span_len, lora, gate)
+        states_LH = self._decoder.forward(batch, self._caches)
         return states_LH, self._decoder.logits(states_LH)
 
     def _choose_greedily(self, block: DeviceBlock, logits_LV: torch.Tensor, tokens_L2: torch.Tensor) -> None:
@@ -191,7 +205,14 @@ class StepRunner:
     def _empty_block(self, sizes: StepSizes) -> HostBlock:
         return HostBlock(sizes, self._scratch_slot, pinned=self._device.type == "cuda")
 
-    def _fill(self, sizes: StepSizes, built: BuiltBatch, lora: StepLora, seats: RowSeats) -> HostBlock:
+    def _fill(
+        self,
+        sizes: StepSizes,
+        built: BuiltBatch,
+        lora: StepLora,
+        seats: RowSeats,
+        wanted_copies: npt.NDArray[np.int64] | None,
+    ) -> HostBlock:
         batch = built.batch
         block = self._empty_block(sizes)
         block["token_ids"] = batch.token_ids_T.numpy()
@@ -210,6 +231,8 @@ class StepRunner:
         block["logit_seats"] = seats.logits
         block["decode_tiles"], block["decode_tables"] = lora.decode_tiles
         block["span_tiles"], block["span_tables"] = lora.span_tiles
+        if wanted_copies is not None:
+            block["wanted_copies"] = wanted_copies
         return block
 
 

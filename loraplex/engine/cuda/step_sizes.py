@@ -25,7 +25,7 @@ NARROW_TABLE: Final = 512
 and few sequences need them."""
 
 
-def graph_sizes(built: BuiltBatch, max_blocks: int) -> StepSizes | None:
+def graph_sizes(built: BuiltBatch, max_blocks: int, num_layers: int) -> StepSizes | None:
     """Sizes of the graph for a step; None if none is made for such a step."""
     batch = built.batch
     num_rows, num_spans = batch.token_ids_T.shape[0], batch.span_starts_S.shape[0]
@@ -42,14 +42,14 @@ def graph_sizes(built: BuiltBatch, max_blocks: int) -> StepSizes | None:
     spans = _round_up(num_spans, MIXED_SPANS)
     if rows is None or decodes is None or spans is None:
         return None
-    return _mixed_sizes(rows, decodes, spans, table_width)
+    return _mixed_sizes(rows, decodes, spans, table_width, num_layers)
 
 
-def all_graph_sizes(max_blocks: int) -> list[StepSizes]:
+def all_graph_sizes(max_blocks: int, num_layers: int) -> list[StepSizes]:
     """Of every graph with narrow tables; the largest first, so that the others fit into its memory."""
     table_width = min(NARROW_TABLE, max_blocks)
     mixed = [
-        _mixed_sizes(rows, decodes, spans, table_width)
+        _mixed_sizes(rows, decodes, spans, table_width, num_layers)
         for rows in MIXED_ROWS
         for decodes in MIXED_DECODES
         for spans in MIXED_SPANS
@@ -66,10 +66,11 @@ def _decode_sizes(rows: int, table_width: int) -> StepSizes:
         logits=rows,
         decode_tiles=rows,
         span_tiles=0,
+        gates=0,
     )
 
 
-def _mixed_sizes(rows: int, decodes: int, spans: int, table_width: int) -> StepSizes:
+def _mixed_sizes(rows: int, decodes: int, spans: int, table_width: int, num_layers: int) -> StepSizes:
     return StepSizes(
         rows=rows,
         decodes=decodes,
@@ -78,10 +79,11 @@ def _mixed_sizes(rows: int, decodes: int, spans: int, table_width: int) -> StepS
         logits=decodes + spans,
         decode_tiles=decodes,
         span_tiles=spans + rows // SPAN_TILE_ROWS,
+        gates=1 + num_layers,
     )
 
 
-def exact_sizes(built: BuiltBatch, lora: StepLora) -> StepSizes:
+def exact_sizes(built: BuiltBatch, lora: StepLora, num_layers: int) -> StepSizes:
     """Sizes without padding."""
     batch = built.batch
     return StepSizes(
@@ -92,6 +94,7 @@ def exact_sizes(built: BuiltBatch, lora: StepLora) -> StepSizes:
         logits=batch.logit_rows_L.shape[0],
         decode_tiles=len(lora.decode_tiles[1]),
         span_tiles=len(lora.span_tiles[1]),
+        gates=1 + num_layers if batch.span_starts_S.shape[0] > 0 else 0,
     )
 
 

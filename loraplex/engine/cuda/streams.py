@@ -20,9 +20,18 @@ class Moment:
             self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record()
 
+    @property
+    def passed(self) -> bool:
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()
+
+    def hold_back(self) -> None:
+        """What is launched on the current stream from now on runs after it."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
 
 
 class SideStream:

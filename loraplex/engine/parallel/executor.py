@@ -5,16 +5,23 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
-from loraplex.engine.executor import AdapterEvent, Executor, Flight, HostTier, StepResult
+from loraplex.engine.executor import AdapterEvent, Executor, Flight, StepResult
 from loraplex.engine.parallel.workers import Workers
-from loraplex.scheduling.plan import AdapterLoad, Move, StepPlan
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Move, StepPlan
 
 _LOCAL: Final = 0
 """The shard of this process."""
+
+
+class _Load(NamedTuple):
+    """A version that is being loaded, or read only."""
+
+    version: str
+    read: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +50,8 @@ class ParallelExecutor:
         self._local = local
         self._workers = workers
         self._release = release
-        # Of each load under way: what the shards have said of it, an error or None.
-        self._loads: dict[str, dict[int, str | None]] = {}
+        # Of each read or load under way: what the shards have said of it, an error or None.
+        self._loads: dict[_Load, dict[int, str | None]] = {}
 
     def begin(self, request: EngineRequest) -> None:
         params = request.params
@@ -62,16 +69,16 @@ class ParallelExecutor:
         """In each process; all shards are of one size."""
         return self._local.adapter_bytes(spec)
 
+    def read_adapter(self, sources: Sequence[AdapterSpec], read: AdapterRead) -> None:
+        self._loads[_Load(read.version, read=True)] = {}
+        self._everywhere("read_adapter", sources, read)
+
     def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
-        self._loads[load.version] = {}
+        self._loads[_Load(load.version, read=False)] = {}
         self._everywhere("load_adapter", sources, load)
 
     def move(self, moves: Sequence[Move]) -> None:
         self._everywhere("move", moves)
-
-    def host_tier(self) -> HostTier | None:
-        """Of this process; in the others it is alike."""
-        return self._local.host_tier()
 
     def evict_adapter(self, version: str) -> None:
         self._everywhere("evict_adapter", version)
@@ -86,10 +93,10 @@ class ParallelExecutor:
         events = [(_LOCAL, event) for event in self._local.poll_adapters(timeout_s if waits_locally else 0.0)]
         events += self._workers.take_events(0.0 if events or waits_locally else timeout_s)
         for shard, event in events:
-            self._loads[event.version][shard] = event.error
+            self._loads[_Load(event.version, read=event.read)][shard] = event.error
         num_shards = len(self._workers.pids) + 1
-        complete = [version for version, said in self._loads.items() if len(said) == num_shards]
-        return [self._settle(version) for version in complete]
+        complete = [load for load, said in self._loads.items() if len(said) == num_shards]
+        return [self._settle(load) for load in complete]
 
     def launch(self, plan: StepPlan) -> ParallelFlight:
         self._workers.raise_if_ended()
@@ -106,7 +113,11 @@ class ParallelExecutor:
             return bool(self._everywhere("prepare"))
 
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
-        loaded = {version for version, said in self._loads.items() if said.get(_LOCAL, "pending") is None}
+        loaded = {
+            load.version
+            for load, said in self._loads.items()
+            if not load.read and said.get(_LOCAL, "pending") is None
+        }
         self._local.check_integrity(request_ids, adapters | loaded)
         if not self._loads:  # else a worker may have more than it has told
             self._workers.call("check_integrity", set(request_ids), set(adapters), wants_answer=True)
@@ -123,14 +134,15 @@ class ParallelExecutor:
         self._workers.call(method, *args)
         return getattr(self._local, method)(*args)
 
-    def _settle(self, version: str) -> AdapterEvent:
-        """A load that ended everywhere. If it failed anywhere, those who have the adapter drop it."""
-        said = self._loads.pop(version)
+    def _settle(self, load: _Load) -> AdapterEvent:
+        """It ended everywhere. If a load failed anywhere, those who have the adapter drop it; what was read
+        is overwritten by others."""
+        said = self._loads.pop(load)
         error = next((error for _, error in sorted(said.items()) if error is not None), None)
-        if error is not None:
+        if error is not None and not load.read:
             for shard in (shard for shard, failure in said.items() if failure is None):
                 if shard == _LOCAL:
-                    self._local.evict_adapter(version)
+                    self._local.evict_adapter(load.version)
                 else:
-                    self._workers.call("evict_adapter", version, only=shard)
-        return AdapterEvent(version=version, error=error)
+                    self._workers.call("evict_adapter", load.version, only=shard)
+        return AdapterEvent(version=load.version, error=error, read=load.read)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loraplex.core.modules import GROUPS
 from loraplex.core.shape import ModelShape
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.interface import PackedLinear
@@ -114,6 +115,7 @@ class TritonKernels(TorchKernels):
     ) -> torch.Tensor:
         steps = [step for step in batch.lora if group in step.groups]
         if self._side_stream is None or not steps:
+            self._await_weights(batch, layer, group)
             y_TO = linear(x_TI)
             for step in steps:
                 step.add(y_TO, x_TI, self._shape, layer, group)
@@ -122,6 +124,7 @@ class TritonKernels(TorchKernels):
         main = torch.cuda.current_stream()
         self._side_stream.wait_stream(main)
         with torch.cuda.stream(self._side_stream):
+            self._await_weights(batch, layer, group)
             for step in steps:
                 step.shrink(x_TI, layer, group)
         y_TO = linear(x_TI)
@@ -129,6 +132,12 @@ class TritonKernels(TorchKernels):
         for step in steps:
             step.expand(y_TO, x_TI.shape[1], self._shape, layer, group)
         return y_TO
+
+    def _await_weights(self, batch: KernelBatch, layer: int, group: str) -> None:
+        """Before the first of a layer's groups that adapters touch."""
+        touched = frozenset[str]().union(*(step.groups for step in batch.lora))
+        if batch.gate is not None and group == next((name for name in GROUPS if name in touched), None):
+            batch.gate.await_layer(layer)
 
     def prepare_lora(self, segments: Sequence[LoraSegment]) -> StepSegments | None:
         """Segments for the host's half of a step; None if no row has an adapter."""

@@ -13,6 +13,7 @@ from driving import run_to_end
 from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.random_engine import random_specs
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError
 from loraplex.core.modules import MODULES
 from loraplex.core.request import EngineRequest
@@ -21,11 +22,12 @@ from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda import step_sizes
-from loraplex.engine.cuda.adapter_store import block_bytes, table_bytes
+from loraplex.engine.cuda.adapter_block import block_bytes, table_bytes
 from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.graphs import Recorder, Run
-from loraplex.engine.cuda.host_pool import HostPool
+from loraplex.engine.cuda.host_blocks import HostPool
+from loraplex.engine.cuda.host_memory import HostMemory
 from loraplex.engine.cuda.padding import Padding
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.torch_executor import TorchExecutor
@@ -67,8 +69,12 @@ def read(spec: AdapterSpec) -> LoraWeights:
     return slab_weights(slab, layout, spec.max_rank)
 
 
-def interpreted(num_pages: int = 1000, padded_to: int | None = None) -> Engine:
+def interpreted(
+    num_pages: int = 1000, padded_to: int | None = None, cold_start: ColdStart = ColdStart.OVERLAP
+) -> Engine:
     options = CudaOptions(
+        cold_start=cold_start,
+        host_bytes=1 << 18,
         padded_to=padded_to,
         dtype=torch.float32,
         arena_bytes=num_pages * page_bytes(SHAPE, BLOCK_SIZE, torch.float32),
@@ -76,10 +82,7 @@ def interpreted(num_pages: int = 1000, padded_to: int | None = None) -> Engine:
         max_running=6,
         max_model_len=48,
     )
-    blocks = HostPool(
-        SHAPE, torch.float32, budget_bytes=1 << 18, shelf_bytes=1 << 17, pinned=False, read=fill_slab
-    )
-    return build_cuda_core(CONFIG, weights(), options, blocks)  # type: ignore[arg-type]
+    return build_cuda_core(CONFIG, weights(), options, read=fill_slab)  # type: ignore[arg-type]
 
 
 def plain() -> Engine:
@@ -129,8 +132,9 @@ def texts(build: Callable[[], Engine], specs: Sequence[AdapterSpec] = SPECS) -> 
     return {name: list(found.token_ids) for name, found in done.items()}
 
 
-def test_every_request_gets_the_text_of_the_plain_engine() -> None:
-    assert texts(interpreted) == texts(plain)
+@pytest.mark.parametrize("cold_start", ColdStart)
+def test_every_request_gets_the_text_of_the_plain_engine(cold_start: ColdStart) -> None:
+    assert texts(lambda: interpreted(cold_start=cold_start)) == texts(plain)
 
 
 def test_memory_for_one_adapter_at_a_time_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,11 +195,11 @@ def test_without_memory_for_graphs_steps_run_kernel_by_kernel(monkeypatch: pytes
 def test_a_padded_adapter_has_the_same_product_and_reads_the_rank_of_its_batch() -> None:
     padding = Padding(shape=SHAPE, dtype=torch.float32, max_rank=32)
     spec = SPECS[1]  # rank 7
-    pool = HostPool(SHAPE, torch.float32, budget_bytes=0, pinned=False, read=fill_slab)
-    block = padding.block(spec, pool(spec))
+    plain_block = HostPool(SHAPE, torch.float32, HostMemory(0, pinned=False), fill_slab).passing(spec)
+    block = padding.block(spec, plain_block)
     offsets = padding.offsets(spec)
     assert list(offsets) == [8, 16, 32]
-    own = deltas(pool(spec))
+    own = deltas(plain_block)
     for rank, offset in offsets.items():
         found = deltas(block[offset:])
         assert found.keys() == own.keys()

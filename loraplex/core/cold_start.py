@@ -1,0 +1,18 @@
+"""How a request starts whose adapter is not on the device yet."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ColdStart(StrEnum):
+    """What happens between the arrival of such a request and its first step."""
+
+    CACHED = "cached"
+    """Every adapter is brought in when it is registered, and stays."""
+    ON_DEMAND = "on-demand"
+    """All steps wait until it is there."""
+    OVERLAP = "overlap"
+    """It is brought in beside the steps of others; the request waits until it is there."""
+    PIPELINED = "pipelined"
+    """The request runs at once; each layer waits for its own weights."""

@@ -1,0 +1,69 @@
+"""An adapter as one block of bytes: its table first, then its weights as `adapters.slab` lays them out.
+
+The table's addresses count from the block's own beginning, so a block means the same wherever it lies: it is
+put together once in host memory, copied to the device layer by layer, and moved there by another copy.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from loraplex.adapters.slab import SlabLayout, slab_layout
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.modules import MODULE_INDEX, MODULES
+from loraplex.core.shape import ModelShape
+from loraplex.engine.adapter_loader import read_slab
+from loraplex.kernels.lora import TABLE_COLUMNS
+
+ReadSlab = Callable[[AdapterSpec, SlabLayout, torch.Tensor], object]
+
+
+def table_bytes(shape: ModelShape) -> int:
+    return shape.num_layers * len(MODULES) * TABLE_COLUMNS * 8
+
+
+def block_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int:
+    """What an adapter takes on the device."""
+    return table_bytes(shape) + slab_layout(spec, shape).num_elements * dtype.itemsize
+
+
+def write_block(
+    block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, read: ReadSlab = read_slab
+) -> None:
+    """Fill memory of `block_bytes` bytes with an adapter."""
+    write_table(block, spec, shape, dtype)
+    read(spec, slab_layout(spec, shape), block[table_bytes(shape) :].view(dtype))
+
+
+def write_table(block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> None:
+    """The kernels' table (`kernels.lora`), which the slab follows."""
+    slab_start, element_bytes = table_bytes(shape), dtype.itemsize
+    table = np.zeros((shape.num_layers, len(MODULES), TABLE_COLUMNS), dtype=np.int64)
+    for layer, groups in enumerate(slab_layout(spec, shape).layers):
+        for slots in groups.values():
+            for slot in slots:
+                table[layer, MODULE_INDEX[slot.lora.module]] = (
+                    slab_start + slot.a_start * element_bytes,
+                    slab_start + slot.b_start * element_bytes,
+                    slot.lora.rank,
+                    slot.out_start,
+                    slot.out_features,
+                    struct.unpack("i", struct.pack("f", slot.lora.scale))[0],
+                )
+    block[:slab_start] = torch.from_numpy(table.view(np.uint8).reshape(-1))
+
+
+def layer_ends(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> list[int]:
+    """Up to which byte of its block each layer needs it."""
+    ends, cursor = [], table_bytes(shape)
+    for groups in slab_layout(spec, shape).layers:
+        for slots in groups.values():
+            last = slots[-1]
+            b_end = last.b_start + last.lora.rank * last.out_features
+            cursor = table_bytes(shape) + b_end * dtype.itemsize
+        ends.append(cursor)
+    return ends

@@ -1,0 +1,68 @@
+"""Adapters' blocks in the host's memory: read there from their folders, copied to the device from there."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.shape import ModelShape
+from loraplex.engine.adapter_loader import read_slab
+from loraplex.engine.cuda.adapter_block import ReadSlab, block_bytes, write_block
+from loraplex.engine.cuda.host_memory import HostMemory
+
+
+class HostBlocks(Protocol):
+    """What lies where is decided elsewhere (`scheduling.staging`)."""
+
+    def read(self, spec: AdapterSpec, place: int) -> None:
+        """Fill the block at a byte of the host's memory; on a reader's thread."""
+        ...
+
+    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[torch.Tensor]:
+        """Bytes [begin, end) of the block that was read to that place, in pieces to copy one by one."""
+        ...
+
+    def passing(self, spec: AdapterSpec) -> torch.Tensor:
+        """A block of its own for an adapter that is not kept; on a reader's thread."""
+        ...
+
+    def prepare(self) -> bool:
+        """Do a little ahead of the reads to come; False if nothing is left to do."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; after the last copy."""
+        ...
+
+
+class HostPool:
+    """Blocks read from the adapters' files."""
+
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, memory: HostMemory, read: ReadSlab = read_slab
+    ) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._memory = memory
+        self._read = read
+
+    def read(self, spec: AdapterSpec, place: int) -> None:
+        block = self._memory.take(place, place + block_bytes(spec, self._shape, self._dtype))
+        write_block(block, spec, self._shape, self._dtype, self._read)
+
+    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[torch.Tensor]:
+        memory = self._memory
+        return [memory.span(low, high) for low, high in memory.pieces(place + begin, place + end)]
+
+    def passing(self, spec: AdapterSpec) -> torch.Tensor:
+        block = torch.empty(block_bytes(spec, self._shape, self._dtype), dtype=torch.uint8)
+        write_block(block, spec, self._shape, self._dtype, self._read)
+        return block
+
+    def prepare(self) -> bool:
+        return self._memory.pin_ahead()
+
+    def close(self) -> None:
+        self._memory.close()

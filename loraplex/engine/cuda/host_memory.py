@@ -1,0 +1,94 @@
+"""Memory of the host that a device copies adapters from.
+
+Its addresses are reserved at once; memory is taken and pinned piece by piece as it is used, as pinning is
+slow, and only from pinned memory does a copy run beside the steps at the full speed of the bus. A piece stays
+pinned.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from loraplex.core.errors import CapacityError
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES: Final = 64 << 20
+_PINNED_AHEAD_BYTES: Final = 1 << 30
+"""How much is pinned before it is used: half a second of adapters off a fast disk."""
+
+
+class HostMemory:
+    """Used from the top downwards (`adapters.host_room`)."""
+
+    def __init__(self, num_bytes: int, *, pinned: bool, piece_bytes: int = _PIECE_BYTES) -> None:
+        self._num_bytes = num_bytes
+        self._pins = pinned
+        self._piece_bytes = piece_bytes
+        try:
+            self._map = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise CapacityError(
+                f"the host has no {num_bytes:,} bytes for adapters; lower --host-adapter-memory"
+            ) from error
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned: dict[int, bool] = {}  # by piece: whether that could be done
+        self._lock = threading.Lock()
+        self._lowest = num_bytes
+
+    def span(self, begin: int, end: int) -> torch.Tensor:
+        return self._bytes[begin:end]
+
+    def take(self, begin: int, end: int) -> torch.Tensor:
+        """Memory that is about to be filled; pinned by then. On any thread."""
+        with self._lock:
+            self._lowest = min(self._lowest, begin)
+        for piece in range(begin // self._piece_bytes, -(-end // self._piece_bytes)):
+            self._pin(piece)
+        return self.span(begin, end)
+
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """The stretch cut where pieces meet: one copy may not run across."""
+        while begin < end:
+            cut = min(end, (begin // self._piece_bytes + 1) * self._piece_bytes)
+            yield begin, cut
+            begin = cut
+
+    def pin_ahead(self) -> bool:
+        """Pin one piece of those that will be used next; False if enough of them are."""
+        if not self._pins:
+            return False
+        bottom = max(self._lowest - _PINNED_AHEAD_BYTES, 0)
+        for piece in range(-(-self._lowest // self._piece_bytes) - 1, bottom // self._piece_bytes - 1, -1):
+            if piece not in self._pinned:
+                self._pin(piece)
+                return True
+        return False
+
+    def close(self) -> None:
+        """After the last copy."""
+        with self._lock:
+            for piece in [piece for piece, pinned in self._pinned.items() if pinned]:
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                torch.cuda.check_error(int(runtime.cudaHostUnregister(self._piece(piece).data_ptr())))
+            self._pinned.clear()
+
+    def _piece(self, piece: int) -> torch.Tensor:
+        return self._bytes[piece * self._piece_bytes : min((piece + 1) * self._piece_bytes, self._num_bytes)]
+
+    def _pin(self, piece: int) -> None:
+        with self._lock:
+            if not self._pins or piece in self._pinned:
+                return
+            memory = self._piece(piece)
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+            self._pinned[piece] = error == 0
+            if error != 0:
+                logger.warning("host memory cannot be pinned (CUDA error %d): adapters load slower", error)

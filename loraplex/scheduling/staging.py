@@ -1,0 +1,135 @@
+"""The tier between disk and device: which adapters are in the host's memory, which are read into it next.
+
+    DISK --fetch--> LOADING --arrived--> HOST --hold--> held while a device copies it --release--> HOST
+                       `----failed----> DISK         least recently held goes first when room is short
+
+A read is begun only when one of the few that may run at a time is free, so what is read next is always what
+the first of those who wait needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Final
+
+from loraplex.adapters.host_room import HostRoom
+from loraplex.adapters.residency import Residency
+from loraplex.adapters.room import Tier
+from loraplex.scheduling.plan import AdapterRead
+
+_MAX_READS: Final = 2
+"""At a time: while one is all but done, the next has begun."""
+
+
+class Staging:
+    """Adapters too large for the host's budget are never staged: a device loads them from disk."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._room = HostRoom(budget_bytes)
+        self._residency = Residency(self._room)
+        self._held: Counter[str] = Counter()
+        self._reads: list[str] = []
+        self._ahead: deque[str] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._room.used_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._room.budget_bytes
+
+    @property
+    def versions(self) -> set[str]:
+        """Those that are all there."""
+        return self._residency.resident
+
+    def add(self, version: str, num_bytes: int) -> None:
+        if num_bytes <= self._room.budget_bytes:
+            self._residency.add(version, num_bytes)
+
+    def remove(self, version: str) -> None:
+        """Forget it as soon as nobody reads or copies it."""
+        self._residency.remove(version)
+        self._tidy()
+
+    def stages(self, version: str) -> bool:
+        return version in self._residency
+
+    def fetch(self, version: str) -> bool:
+        """Whether a device can load it now. If it cannot, a read is begun, as soon as it is its turn."""
+        if not self.stages(version) or self._residency.is_resident(version):
+            return True
+        if self._residency.tier(version) is Tier.DISK and self._residency.num_loading < _MAX_READS:
+            self._residency.enter(version)
+            if self._residency.acquire(version):
+                self._reads.append(version)
+            else:
+                self._residency.leave(version, pinned=False)
+        self._tidy()
+        return False
+
+    @property
+    def num_ahead(self) -> int:
+        """Versions that are still to be read before anybody asks for them."""
+        return len(self._ahead)
+
+    def stage_ahead(self, version: str) -> None:
+        self._ahead.append(version)
+
+    def fetch_ahead(self) -> None:
+        """Begin reads that nobody waits for, where a reader and memory are free."""
+        while self._ahead and self._residency.num_loading < _MAX_READS:
+            version = self._ahead.popleft()
+            if self.stages(version) and self._fits(version):
+                self.fetch(version)
+
+    def _fits(self, version: str) -> bool:
+        return self.used_bytes + self._residency.num_bytes(version) <= self.budget_bytes
+
+    def take_reads(self) -> tuple[AdapterRead, ...]:
+        """What was begun since the last call."""
+        reads, self._reads = self._reads, []
+        return tuple(AdapterRead(version=version, place=self._room.place_of(version)) for version in reads)
+
+    def arrived(self, version: str) -> None:
+        self._residency.loaded(version)
+        self._let_go(version)
+
+    def failed(self, version: str) -> None:
+        self._residency.failed(version)
+        self._let_go(version)
+
+    def hold(self, version: str) -> int | None:
+        """Where a device finds it, until `release`; None if it is not staged."""
+        if not self.stages(version):
+            return None
+        self._residency.enter(version)
+        acquired = self._residency.acquire(version)
+        assert acquired, f"{version} is held before it is there"
+        self._held[version] += 1
+        return self._room.place_of(version)
+
+    def release(self, version: str) -> None:
+        if self._held[version] > 0:
+            self._held[version] -= 1
+            self._let_go(version)
+
+    def check_integrity(self) -> None:
+        pins = +self._held
+        for row in self._residency.snapshot():
+            if row.tier == Tier.LOADING:
+                pins[row.version] += 1
+        self._residency.check_integrity(pins=pins, in_flight=pins)
+        self._room.check_integrity(
+            {row.version: row.num_bytes for row in self._residency.snapshot() if row.tier != Tier.DISK}
+        )
+
+    def _let_go(self, version: str) -> None:
+        self._residency.leave(version, pinned=True)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        # Whoever executes the reads keeps no books: what left is overwritten by what comes.
+        self._residency.take_evictions()
+        self._residency.take_removed()
