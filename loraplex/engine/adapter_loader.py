@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import FileIO
-from typing import Final
 
-import numpy as np
 import torch
 
-from loraplex.adapters.fingerprint import weights_unchanged
 from loraplex.adapters.slab import ModuleSlot, SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.adapters.tensors import TensorInfo, read_header
-from loraplex.core.errors import AdapterError, AdapterFormatError
+from loraplex.core.errors import AdapterError
 from loraplex.core.shape import ModelShape
+from loraplex.engine.slab_reader import read_slab
 from loraplex.kernels.lora import LoraGroup, LoraPart, LoraWeights, host_weights
-from loraplex.model.sharding import CUT_BY_INPUT, WHOLE, Shard
+from loraplex.model.sharding import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
-
-_SOURCE_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Load = Callable[[AdapterSpec], LoraWeights]
 Read = Callable[[AdapterSpec], None]
@@ -116,54 +109,6 @@ def read_weights(
 def slab_weights(slab: torch.Tensor, layout: SlabLayout, max_rank: int) -> LoraWeights:
     """A slab in host memory as the CPU's kernels use it."""
     return host_weights(_views(slab, layout), max_rank)
-
-
-def read_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor, shard: Shard = WHOLE) -> None:
-    """Read a version's weights, or a shard of them, into a slab. `layout` is the shard's.
-
-    The files must still be the ones that were hashed: a changed fingerprint is an error, since the
-    weights would not be those of this version.
-    """
-    with FileIO(spec.weights_path) as file:
-        _check_unchanged(spec, file)
-        header = read_header(spec.weights_path, file)
-        for slot in (slot for groups in layout.layers for slots in groups.values() for slot in slots):
-            rank, by_input = slot.lora.rank, slot.lora.module in CUT_BY_INPUT
-            a_RI = _read(file, header.tensors[slot.lora.a_name], header.data_start, WHOLE)
-            if by_input:
-                a_RI = a_RI[:, shard.part(a_RI.shape[1])]
-            _fill(slab[slot.a_start : slot.a_start + a_RI.numel()].view(rank, slot.in_features), a_RI)
-            b_rows = WHOLE if by_input else shard
-            b_OR = _read(file, header.tensors[slot.lora.b_name], header.data_start, b_rows)
-            _fill(slab[slot.b_start : slot.b_start + b_OR.numel()].view(rank, slot.out_features), b_OR.t())
-        _check_unchanged(spec, file)
-
-
-def _check_unchanged(spec: AdapterSpec, file: FileIO) -> None:
-    if not weights_unchanged(spec, os.fstat(file.fileno())):
-        raise AdapterFormatError(
-            "its files changed on disk after it was registered; load it again under its name"
-        )
-
-
-def _read(file: FileIO, info: TensorInfo, data_start: int, shard: Shard) -> torch.Tensor:
-    """A shard's rows of a matrix."""
-    # Read, not mapped: a mapped file that is cut short meanwhile would kill the process.
-    part = shard.part(info.num_bytes)
-    file.seek(data_start + info.begin + part.start)
-    data = bytearray(part.stop - part.start)
-    if file.readinto(data) != len(data):
-        raise AdapterFormatError("its weights file ends too early; it was changed while being read")
-    return torch.frombuffer(data, dtype=_SOURCE_DTYPES[info.dtype]).view(-1, info.shape[1])
-
-
-def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target = source, converted. By numpy where it can: its copy stays on this thread, while torch's
-    would wake the thread team that the running step is using."""
-    if target.dtype == source.dtype == torch.float32:
-        np.copyto(target.numpy(), source.numpy())
-    else:
-        target.copy_(source)
 
 
 def _views(slab: torch.Tensor, layout: SlabLayout) -> tuple[dict[str, LoraGroup], ...]:

@@ -16,7 +16,6 @@ from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.modules import MODULE_INDEX, MODULES
 from loraplex.core.shape import ModelShape
-from loraplex.engine.adapter_loader import read_slab
 from loraplex.kernels.lora import TABLE_COLUMNS
 
 ReadSlab = Callable[[AdapterSpec, SlabLayout, torch.Tensor], object]
@@ -32,7 +31,7 @@ def block_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int
 
 
 def write_block(
-    block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, read: ReadSlab = read_slab
+    block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, read: ReadSlab
 ) -> None:
     """Fill memory of `block_bytes` bytes with an adapter."""
     write_table(block, spec, shape, dtype)

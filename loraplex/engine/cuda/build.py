@@ -12,7 +12,6 @@ import torch
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.shape import ModelShape
-from loraplex.engine.adapter_loader import read_slab
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_block import ReadSlab
@@ -29,6 +28,7 @@ from loraplex.engine.executor import Executor
 from loraplex.engine.machine import available_bytes
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
+from loraplex.engine.slab_reader import read_slab_together
 from loraplex.kernels.triton.triton_kernels import TritonKernels
 from loraplex.model.collective import SOLO, Collective
 from loraplex.model.config import ModelConfig, load_config
@@ -107,7 +107,7 @@ def build_cuda_core(
     weights: ModelWeights,
     options: CudaOptions,
     *,
-    read: ReadSlab = read_slab,
+    read: ReadSlab = read_slab_together,
     host_blocks: HostBlocks | None = None,
     collective: Collective = SOLO,
 ) -> Engine:
@@ -167,7 +167,7 @@ def _build_shard(
     weights = load_weights(folder, config, options.dtype, on_bytes, shard, device)
     report("preparing kernels", 0.9)
     shape = shard.config(config).shape
-    host_blocks = _host_pool(shape, options, device, partial(read_slab, shard=shard))
+    host_blocks = _host_pool(shape, options, device, partial(read_slab_together, shard=shard))
     return _build_executor(shard.config(config), weights, options, plan, host_blocks, collective=collective)
 
 

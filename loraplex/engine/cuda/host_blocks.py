@@ -8,7 +8,6 @@ import torch
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.shape import ModelShape
-from loraplex.engine.adapter_loader import read_slab
 from loraplex.engine.cuda.adapter_block import ReadSlab, block_bytes, write_block
 from loraplex.engine.cuda.host_memory import HostMemory
 
@@ -40,9 +39,7 @@ class HostBlocks(Protocol):
 class HostPool:
     """Blocks read from the adapters' files."""
 
-    def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, memory: HostMemory, read: ReadSlab = read_slab
-    ) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, memory: HostMemory, read: ReadSlab) -> None:
         self._shape = shape
         self._dtype = dtype
         self._memory = memory
