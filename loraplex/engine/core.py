@@ -13,7 +13,7 @@ from pathlib import Path
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
-from loraplex.engine.executor import Executor, Flight, StepResult
+from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -47,8 +47,10 @@ class Engine:
             self._executor.move(plan.moves)
         for read in plan.adapter_reads:
             self._executor.read_adapter(list(self._sources[read.version].values()), read)
-        for load in plan.adapter_loads:
-            self._executor.load_adapter(list(self._sources[load.version].values()), load)
+        if plan.adapter_loads:
+            self._executor.load_adapters(
+                [LoadOrder(list(self._sources[load.version].values()), load) for load in plan.adapter_loads]
+            )
         while plan.waits and self._executor.num_pending_loads > 0:
             self._collect_loads(timeout_s=_LOAD_WAIT_S)
         if plan.chunks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest, TokenLogprob
@@ -60,6 +60,13 @@ class LandedFlight:
         return self.result
 
 
+class LoadOrder(NamedTuple):
+    """A version to load, and the folders that hold it, any of which will do."""
+
+    sources: Sequence[AdapterSpec]
+    load: AdapterLoad
+
+
 class Executor(Protocol):
     """One device's memory and arithmetic."""
 
@@ -84,10 +91,10 @@ class Executor(Protocol):
         """
         ...
 
-    def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
-        """Start to load a version beside the running steps; `poll_adapters` tells when it is there.
+    def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
+        """Start to load versions beside the running steps; `poll_adapters` tells when each is there.
 
-        If it comes from the host's memory, it may be used from now on: steps wait for what they need of it.
+        Those that come from the host's memory may be used from now on: steps wait for what they need of them.
         """
         ...
 

@@ -11,12 +11,12 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
 from loraplex.engine.adapter_loader import Load, read_weights, resident_bytes
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
-from loraplex.engine.executor import AdapterEvent, LandedFlight, StepResult
+from loraplex.engine.executor import AdapterEvent, LandedFlight, LoadOrder, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
 from loraplex.model.decoder import Decoder, KVCache
-from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, Move, StepPlan
+from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
 
 
 class TorchExecutor:
@@ -62,8 +62,9 @@ class TorchExecutor:
     def read_adapter(self, sources: Sequence[AdapterSpec], read: AdapterRead) -> None:
         raise AssertionError("adapters are read to where they are used")
 
-    def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
-        self._adapters.load(sources, self._read)
+    def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
+        for order in loads:
+            self._adapters.load(order.sources, self._read)
 
     def move(self, moves: Sequence[Move]) -> None:
         raise AssertionError("there is no arena on a CPU")

@@ -52,13 +52,15 @@ class AdapterLoad:
 
     `place`: the byte of the arena it goes to; None where each adapter has memory of its own. `source`: the
     byte of the host's memory it was read to; None if it comes straight from disk. `quiet`: no step that is
-    under way looks at the place, so that the load need not wait for any.
+    under way looks at the place, so that the load need not wait for any. `awaited`: the step that is decided
+    with it uses it.
     """
 
     version: str
     place: int | None = None
     source: int | None = None
     quiet: bool = True
+    awaited: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -176,7 +176,8 @@ class Scheduler:
             self._memory.step_decided()
             self._under_way.append([self._advance(chunk) for chunk in chunks])
         reads = () if self._staging is None else self._staging.take_reads()
-        loads = self._pins.take_loads()
+        used = {chunk.adapter for chunk in chunks}
+        loads = tuple(replace(load, awaited=load.version in used) for load in self._pins.take_loads())
         return StepPlan(
             chunks=tuple(chunks),
             adapter_evictions=tuple(self._residency.take_evictions()),

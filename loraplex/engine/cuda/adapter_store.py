@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -36,10 +36,23 @@ class Padding(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arrival:
-    """An adapter that is being copied to the device. `tickets`: the copy that brings the last of its table,
-    and of each layer; `done`: when all are there."""
+class Shipment:
+    """A version to copy from a byte of the host's memory to one of the arena, not before that moment."""
 
+    spec: AdapterSpec
+    source: int
+    place: int
+    after: Moment | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """An adapter that is being copied to the device. Steps that wait for it may use its weights.
+
+    `tickets`: the copy that brings the last of its table, and of each layer; `done`: when all are there.
+    """
+
+    weights: LoraWeights
     tickets: tuple[int, ...]
     done: Moment
 
@@ -79,26 +92,20 @@ class AdapterStore:
         """From its folder to a place in the host's memory; on a reader's thread."""
         self._host_blocks.read(spec, place)
 
-    def start(
-        self, spec: AdapterSpec, source: int, place: int, after: Moment | None
-    ) -> tuple[LoraWeights, Arrival]:
-        """Begin to copy a version from a place in the host's memory to one of the arena, not before that
-        moment. The weights may be used by steps that wait for them."""
-        copies: list[Copy] = []
-        num_copies: list[int] = []  # by part: how many copies there are up to its end
-        begin, wanted_bytes, num_parts = 0, 0, 0
-        ends = self._part_ends(spec)
-        for part, end in enumerate(ends):
-            num_parts += 1
-            if end - begin < wanted_bytes and part + 1 < len(ends):
-                continue
-            copies += self._copies(spec, source, place, begin, end)
-            num_copies += [len(copies)] * num_parts
-            wanted_bytes = min(max(2 * wanted_bytes, _FIRST_COPY_BYTES), _LARGEST_COPY_BYTES)
-            begin, num_parts = end, 0
-        carried = self._bus.carry(copies, after)
-        tickets = tuple(carried.tickets[count - 1] for count in num_copies)
-        return self._weights(spec, place), Arrival(tickets=tickets, done=carried.done)
+    def start(self, shipments: Sequence[Shipment]) -> list[Arrival]:
+        """Begin to copy, the first parts of all of them before the next ones of any."""
+        cuts = [_cut(self._part_ends(shipment.spec)) for shipment in shipments]
+        tickets: list[list[int]] = [[] for _ in shipments]
+        for number in range(max((len(cut) for cut in cuts), default=0)):
+            for shipment, cut, own in zip(shipments, cuts, tickets, strict=True):
+                if number < len(cut):
+                    last = self._bus.carry(self._copies(shipment, cut[number]), shipment.after)
+                    own += [last] * cut[number].num_parts
+        done = self._bus.moment()
+        return [
+            Arrival(weights=self._weights(shipment.spec, shipment.place), tickets=tuple(own), done=done)
+            for shipment, own in zip(shipments, tickets, strict=True)
+        ]
 
     def load(self, spec: AdapterSpec, place: int, after: Moment | None) -> LoraWeights:
         """Copy a version that is not kept in the host's memory to its place, not before that moment, and wait
@@ -128,10 +135,9 @@ class AdapterStore:
             return [self._padding.num_bytes(spec)] * (1 + self._shape.num_layers)
         return [table_bytes(self._shape), *layer_ends(spec, self._shape, self._dtype)]
 
-    def _copies(self, spec: AdapterSpec, source: int, place: int, begin: int, end: int) -> list[Copy]:
-        """Bytes [begin, end) of the block."""
-        copies, cursor = [], place + begin
-        for part in self._host_blocks.parts(spec, source, begin, end):
+    def _copies(self, shipment: Shipment, cut: _Cut) -> list[Copy]:
+        copies, cursor = [], shipment.place + cut.begin
+        for part in self._host_blocks.parts(shipment.spec, shipment.source, cut.begin, cut.end):
             copies.append(Copy(target=self._arena.span(cursor, part.numel()), source=part))
             cursor += part.numel()
         return copies
@@ -148,3 +154,25 @@ class AdapterStore:
     def _table_at(self, place: int) -> torch.Tensor:
         table = self._arena.span(place, table_bytes(self._shape)).view(torch.int64)
         return table.view(self._shape.num_layers, len(MODULES), TABLE_COLUMNS)
+
+
+class _Cut(NamedTuple):
+    """Bytes [begin, end) of a block, which are copied at once, and how many of its parts end there."""
+
+    begin: int
+    end: int
+    num_parts: int
+
+
+def _cut(ends: Sequence[int]) -> list[_Cut]:
+    """`ends`: of the parts, in their order."""
+    cuts: list[_Cut] = []
+    begin, wanted_bytes, num_parts = 0, 0, 0
+    for part, end in enumerate(ends):
+        num_parts += 1
+        if end - begin < wanted_bytes and part + 1 < len(ends):
+            continue
+        cuts.append(_Cut(begin, end, num_parts))
+        wanted_bytes = min(max(2 * wanted_bytes, _FIRST_COPY_BYTES), _LARGEST_COPY_BYTES)
+        begin, num_parts = end, 0
+    return cuts

@@ -1,4 +1,4 @@
-"""Copies from the host to the device, one after the other beside the steps, each with a number.
+"""Copies from the host to the device, one after the other beside the steps, with numbers.
 
 The number of the last one that is complete stands in the device's own memory: a step may wait there for a
 copy that was launched before it (`kernels.triton.gate`), and no thread of the host waits for anything.
@@ -26,14 +26,6 @@ class Copy:
     source: torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Carried:
-    """The numbers that some copies got, and the moment when all of them are complete."""
-
-    tickets: tuple[int, ...]
-    done: Moment
-
-
 class Bus:
     """Used by one thread. `ticket_1`: the number of the last copy that is complete."""
 
@@ -45,15 +37,19 @@ class Bus:
         self._numbers, self._writable = numbers, numbers.numpy()
         self._last = 0
 
-    def carry(self, copies: Sequence[Copy], after: Moment | None) -> Carried:
-        """Copy in this order, not before that moment of another stream; returns at once."""
-        tickets = []
+    def carry(self, copies: Sequence[Copy], after: Moment | None) -> int:
+        """Copy in this order, not before that moment of another stream; returns at once, with the number of
+        the last one."""
         with self._stream.entered():
             self._stream.wait_for(after)
             for copy in copies:
                 copy.target.copy_(copy.source, non_blocking=True)
-                tickets.append(self._publish())
-            return Carried(tickets=tuple(tickets), done=Moment(self._device))
+            return self._publish()
+
+    def moment(self) -> Moment:
+        """When all that was launched so far is complete."""
+        with self._stream.entered():
+            return Moment(self._device)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -21,19 +21,19 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
-from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival
+from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival, Shipment
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment
-from loraplex.engine.executor import AdapterEvent, StepResult
+from loraplex.engine.executor import AdapterEvent, LoadOrder, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
 from loraplex.kernels.triton.lora_step import MAX_RANK
 from loraplex.model.decoder import Decoder
-from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, Move, StepPlan
+from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
 
 _NUM_READS: Final = 2
 """Threads that read adapters, each of which has others to help it."""
@@ -116,15 +116,23 @@ class CudaExecutor:
     def read_adapter(self, sources: Sequence[AdapterSpec], read: AdapterRead) -> None:
         self._adapters.read(sources, partial(self._store.read, place=read.place))
 
-    def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
-        assert load.place is not None
-        after = self._last_moves if load.quiet else Moment(self._device)
-        if load.source is None:
-            self._adapters.load(sources, partial(self._store.load, place=load.place, after=after))
-            return
-        weights, arrival = self._store.start(sources[0], load.source, load.place, after)
-        self._adapters.weights[load.version] = weights
-        self._arrivals[load.version] = arrival
+    def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
+        """Those that the next step uses come first, and their first layers before their last ones."""
+        awaited: list[Shipment] = []
+        others: list[Shipment] = []
+        for sources, load in loads:
+            assert load.place is not None
+            after = self._last_moves if load.quiet else Moment(self._device)
+            if load.source is None:
+                self._adapters.load(sources, partial(self._store.load, place=load.place, after=after))
+                continue
+            shipment = Shipment(spec=sources[0], source=load.source, place=load.place, after=after)
+            (awaited if load.awaited else others).append(shipment)
+        for shipments in (awaited, *([shipment] for shipment in others)):
+            arrivals = self._store.start(shipments)
+            for shipment, arrival in zip(shipments, arrivals, strict=True):
+                self._adapters.weights[shipment.spec.version] = arrival.weights
+                self._arrivals[shipment.spec.version] = arrival
 
     def evict_adapter(self, version: str) -> None:
         """Whoever gets its place comes behind the steps that read it: by the stream, or by `quiet`."""

@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
-from loraplex.engine.executor import AdapterEvent, Executor, Flight, StepResult
+from loraplex.engine.executor import AdapterEvent, Executor, Flight, LoadOrder, StepResult
 from loraplex.engine.parallel.workers import Workers
-from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Move, StepPlan
+from loraplex.scheduling.plan import AdapterRead, Move, StepPlan
 
 _LOCAL: Final = 0
 """The shard of this process."""
@@ -73,9 +73,10 @@ class ParallelExecutor:
         self._loads[_Load(read.version, read=True)] = {}
         self._everywhere("read_adapter", sources, read)
 
-    def load_adapter(self, sources: Sequence[AdapterSpec], load: AdapterLoad) -> None:
-        self._loads[_Load(load.version, read=False)] = {}
-        self._everywhere("load_adapter", sources, load)
+    def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
+        for order in loads:
+            self._loads[_Load(order.load.version, read=False)] = {}
+        self._everywhere("load_adapters", loads)
 
     def move(self, moves: Sequence[Move]) -> None:
         self._everywhere("move", moves)

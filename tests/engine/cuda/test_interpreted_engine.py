@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from cuda_engines import BLOCK_SIZE, CONFIG, SHAPE, fill_slab, interpreted, weights
 from driving import run_to_end
 
-from loraplex.adapters.slab import SlabLayout, slab_layout
+from loraplex.adapters.slab import slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.random_engine import random_specs
 from loraplex.core.cold_start import ColdStart
@@ -23,7 +24,6 @@ from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda import step_sizes
 from loraplex.engine.cuda.adapter_block import block_bytes, table_bytes
-from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.graphs import Recorder, Run
 from loraplex.engine.cuda.host_blocks import HostPool
@@ -34,13 +34,9 @@ from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
 from loraplex.model.decoder import Decoder, KVCache
-from loraplex.model.shapes import config_of_shape, random_weights
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.scheduler import SchedulerConfig
 
-CONFIG = config_of_shape("tiny")
-SHAPE = CONFIG.shape
-BLOCK_SIZE = 16
 SPECS = [
     *random_specs("q", "tiny", num_adapters=2, ranks=[1, 7], modules="q"),
     *random_specs("all", "tiny", num_adapters=1, ranks=[20], modules="all"),
@@ -48,41 +44,11 @@ SPECS = [
 ]
 
 
-def weights() -> object:
-    """Larger than those of benchmarks, so that the likeliest token is clear."""
-    made = random_weights(CONFIG, torch.float32, torch.device("cpu"))
-    for layer in made.layers:
-        for linear in layer.linears.values():
-            linear.mul_(8)
-    return made
-
-
-def fill_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
-    generator = torch.Generator().manual_seed(sum(map(ord, spec.version)))
-    slab.copy_(torch.randn(slab.shape, generator=generator) * 0.3)
-
-
 def read(spec: AdapterSpec) -> LoraWeights:
     layout = slab_layout(spec, SHAPE)
     slab = torch.empty(layout.num_elements)
     fill_slab(spec, layout, slab)
     return slab_weights(slab, layout, spec.max_rank)
-
-
-def interpreted(
-    num_pages: int = 1000, padded_to: int | None = None, cold_start: ColdStart = ColdStart.OVERLAP
-) -> Engine:
-    options = CudaOptions(
-        cold_start=cold_start,
-        host_bytes=1 << 18,
-        padded_to=padded_to,
-        dtype=torch.float32,
-        arena_bytes=num_pages * page_bytes(SHAPE, BLOCK_SIZE, torch.float32),
-        max_step_tokens=24,
-        max_running=6,
-        max_model_len=48,
-    )
-    return build_cuda_core(CONFIG, weights(), options, read=fill_slab)  # type: ignore[arg-type]
 
 
 def plain() -> Engine:

@@ -10,7 +10,7 @@ import pytest
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.executor import AdapterEvent, Executor
+from loraplex.engine.executor import AdapterEvent, Executor, LoadOrder
 from loraplex.engine.parallel.executor import ParallelExecutor
 from loraplex.engine.parallel.workers import Workers
 from loraplex.scheduling.plan import AdapterLoad
@@ -67,9 +67,9 @@ def test_an_adapter_is_there_when_the_last_shard_has_it(
     parts: tuple[ParallelExecutor, FakeLocal, FakeWorkers],
 ) -> None:
     executor, local, workers = parts
-    executor.load_adapter([SPEC], LOAD)
-    assert local.calls == [("load_adapter", [SPEC], LOAD)]
-    assert workers.calls == [(None, "load_adapter", [SPEC], LOAD)]
+    executor.load_adapters([LoadOrder([SPEC], LOAD)])
+    assert local.calls == [("load_adapters", [LoadOrder([SPEC], LOAD)])]
+    assert workers.calls == [(None, "load_adapters", [LoadOrder([SPEC], LOAD)])]
     loaded = AdapterEvent(version="v")
     workers.events = [(2, loaded)]
     assert executor.poll_adapters(0.0) == []
@@ -85,7 +85,7 @@ def test_an_adapter_that_one_shard_cannot_load_is_dropped_by_those_who_have_it(
     parts: tuple[ParallelExecutor, FakeLocal, FakeWorkers],
 ) -> None:
     executor, local, workers = parts
-    executor.load_adapter([SPEC], LOAD)
+    executor.load_adapters([LoadOrder([SPEC], LOAD)])
     local.events = [AdapterEvent(version="v")]
     workers.events = [(1, AdapterEvent(version="v", error="gone")), (2, AdapterEvent(version="v"))]
     assert executor.poll_adapters(0.0) == [AdapterEvent(version="v", error="gone")]

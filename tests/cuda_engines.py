@@ -1,0 +1,64 @@
+"""The GPU's engine over the tiny shape on a CPU, its kernels interpreted."""
+
+from __future__ import annotations
+
+import torch
+
+from loraplex.adapters.slab import SlabLayout
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.cold_start import ColdStart
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
+from loraplex.engine.core import Engine
+from loraplex.engine.cuda.adapter_block import ReadSlab
+from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
+from loraplex.engine.cuda.device_arena import page_bytes
+from loraplex.model.shapes import config_of_shape, random_weights
+from loraplex.model.weights import ModelWeights
+
+CONFIG = config_of_shape("tiny")
+SHAPE = CONFIG.shape
+BLOCK_SIZE = 16
+
+
+def weights() -> ModelWeights:
+    """Larger than those of benchmarks, so that the likeliest token is clear."""
+    made = random_weights(CONFIG, torch.float32, torch.device("cpu"))
+    for layer in made.layers:
+        for linear in layer.linears.values():
+            linear.mul_(8)
+    return made
+
+
+def fill_slab(spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
+    generator = torch.Generator().manual_seed(sum(map(ord, spec.version)))
+    slab.copy_(torch.randn(slab.shape, generator=generator) * 0.3)
+
+
+def interpreted(
+    num_pages: int = 1000,
+    padded_to: int | None = None,
+    cold_start: ColdStart = ColdStart.OVERLAP,
+    host_bytes: int = 1 << 18,
+    read: ReadSlab = fill_slab,
+) -> Engine:
+    options = CudaOptions(
+        cold_start=cold_start,
+        host_bytes=host_bytes,
+        padded_to=padded_to,
+        dtype=torch.float32,
+        arena_bytes=num_pages * page_bytes(SHAPE, BLOCK_SIZE, torch.float32),
+        max_step_tokens=24,
+        max_running=6,
+        max_model_len=48,
+    )
+    return build_cuda_core(CONFIG, weights(), options, read=read)
+
+
+def greedy(request_id: str, adapter: str | None = None, *, prompt: int = 6, tokens: int = 2) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=[(7 * index + len(request_id)) % 256 for index in range(prompt)],
+        params=SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True),
+        adapter=adapter,
+    )

@@ -1,0 +1,323 @@
+"""Requests whose adapter is not on the device yet, in every way they can start; kernels interpreted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_engines import CONFIG, SHAPE, fill_slab, greedy, interpreted
+from driving import run_to_end
+from tiny import save_adapter, save_model
+
+from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.slab import SlabLayout
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.bench.random_engine import random_specs
+from loraplex.core.cold_start import ColdStart
+from loraplex.core.errors import CapacityError
+from loraplex.core.request import FinishReason
+from loraplex.engine.cuda.adapter_block import block_bytes
+from loraplex.engine.cuda.bus import Bus, Copy
+from loraplex.engine.cuda.device_arena import page_bytes
+from loraplex.kernels.triton.gate import Gate
+
+WARM = random_specs("warm", "tiny", num_adapters=1, ranks=[4], modules="all")[0]
+COLD = random_specs("cold", "tiny", num_adapters=3, ranks=[8, 3, 16], modules="all")
+
+
+def text(engine_for: ColdStart, specs: Sequence[AdapterSpec] = (*COLD, WARM)) -> dict[str, list[int]]:
+    """One request for each adapter, all at once."""
+    engine = interpreted(cold_start=engine_for)
+    for spec in specs:
+        engine.add_adapter(spec)
+        engine.add_request(greedy(spec.version, spec.version))
+    done = run_to_end(engine)
+    engine.close()
+    return {name: found.token_ids for name, found in done.items()}
+
+
+class LateBus:
+    """Copies that begin when a step has begun to wait for them, on a thread of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bus: Bus | None = None
+        self.pending: list[tuple[Sequence[Copy], int]] = []
+        self.threads: list[threading.Thread] = []
+        self._number = 0
+        await_tables = Gate.await_tables
+        monkeypatch.setattr(Bus, "carry", lambda bus, copies, after: self.carry(bus, copies))
+
+        def begin_and_wait(gate: Gate) -> None:
+            self.begin()
+            await_tables(gate)
+
+        monkeypatch.setattr(Gate, "await_tables", begin_and_wait)
+
+    def carry(self, bus: Bus, copies: Sequence[Copy]) -> int:
+        self.bus = bus
+        self._number += 1
+        self.pending.append((copies, self._number))
+        return self._number
+
+    def begin(self) -> None:
+        pending, self.pending = self.pending, []
+        if pending:
+            self.threads.append(threading.Thread(target=self._copy, args=(pending,)))
+            self.threads[-1].start()
+
+    def _copy(self, pending: Sequence[tuple[Sequence[Copy], int]]) -> None:
+        assert self.bus is not None
+        for copies, number in pending:
+            for copy in copies:
+                copy.target.copy_(copy.source)
+            self.bus.ticket_1.fill_(number)
+
+
+def test_layers_wait_for_weights_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = text(ColdStart.OVERLAP)
+    late = LateBus(monkeypatch)
+    assert text(ColdStart.PIPELINED) == expected
+    assert late.threads, "nothing was late"
+
+
+def test_without_the_wait_the_text_would_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = text(ColdStart.OVERLAP)
+    late = LateBus(monkeypatch)
+    monkeypatch.setattr(Gate, "await_tables", lambda gate: None)
+    monkeypatch.setattr(Gate, "await_layer", lambda gate, layer: None)
+    assert text(ColdStart.PIPELINED) != expected
+    assert late.pending
+
+
+def staged(cold_start: ColdStart) -> tuple[object, AdapterSpec]:
+    """An engine with one adapter in the host's memory."""
+    engine = interpreted(cold_start=cold_start)
+    engine.add_adapter(COLD[0])
+    engine.stage_adapter(COLD[0].version)
+    run_to_end(engine)
+    assert [adapter.tier for adapter in engine.stats().adapters] == ["host"]
+    return engine, COLD[0]
+
+
+@pytest.mark.parametrize("cold_start", [ColdStart.PIPELINED, ColdStart.OVERLAP])
+def test_who_may_start_before_its_adapter_is_there(cold_start: ColdStart) -> None:
+    engine, spec = staged(cold_start)
+    engine.add_request(greedy("a", spec.version))
+    engine.step()
+    assert engine.stats().num_steps == (1 if cold_start is ColdStart.PIPELINED else 0)
+    run_to_end(engine)
+    engine.close()
+
+
+class SlowDisk:
+    """Reads that end when they are told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun = threading.Event()
+
+    def __call__(self, spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
+        if spec.version != WARM.version:
+            self.begun.set()
+            assert self.go.wait(60)
+        fill_slab(spec, layout, slab)
+
+
+def test_others_go_on_while_an_adapter_is_read() -> None:
+    disk = SlowDisk()
+    engine = interpreted(cold_start=ColdStart.OVERLAP, read=disk)
+    for spec in (WARM, COLD[0]):
+        engine.add_adapter(spec)
+    engine.add_request(greedy("cold", COLD[0].version))
+    engine.add_request(greedy("warm", WARM.version, tokens=4))
+    done: dict[str, list[int]] = {}
+    while len(done.get("warm", ())) < 4:
+        for output in engine.step():
+            done.setdefault(output.request_id, []).extend(output.token_ids)
+    assert disk.begun.is_set()
+    assert "cold" not in done
+    disk.go.set()
+    assert len(run_to_end(engine)["cold"].token_ids) == 2
+    engine.close()
+
+
+def test_on_demand_nobody_goes_on_before_the_adapter_is_there() -> None:
+    disk = SlowDisk()
+    engine = interpreted(cold_start=ColdStart.ON_DEMAND, read=disk)
+    for spec in (WARM, COLD[0]):
+        engine.add_adapter(spec)
+    engine.add_request(greedy("warm", WARM.version, tokens=20))
+    while engine.stats().num_steps < 3:
+        engine.step()
+    engine.add_request(greedy("cold", COLD[0].version))
+    thread = threading.Thread(target=engine.step)
+    thread.start()
+    assert disk.begun.wait(60)
+    num_steps = engine.stats().num_steps
+    assert thread.is_alive()
+    disk.go.set()
+    thread.join(60)
+    assert engine.stats().num_steps == num_steps + 1
+    run_to_end(engine)
+    engine.close()
+
+
+def test_cached_adapters_are_there_before_anybody_asks_and_stay() -> None:
+    engine = interpreted(cold_start=ColdStart.CACHED)
+    for spec in COLD:
+        engine.add_adapter(spec)
+    run_to_end(engine)
+    assert [adapter.tier for adapter in engine.stats().adapters] == ["device"] * 3
+    engine.add_request(greedy("a", COLD[1].version))
+    engine.remove_adapter(COLD[0].version)
+    done = run_to_end(engine)
+    assert len(done["a"].token_ids) == 2
+    assert {adapter.version for adapter in engine.stats().adapters} == {spec.version for spec in COLD[1:]}
+    assert all(adapter.tier == "device" for adapter in engine.stats().adapters)
+    engine.close()
+
+
+def test_cached_needs_memory_for_all() -> None:
+    pages = block_bytes(COLD[0], SHAPE, torch.float32) // page_bytes(SHAPE, 16, torch.float32)
+    engine = interpreted(cold_start=ColdStart.CACHED, num_pages=int(pages * 1.5) + 6)
+    engine.add_adapter(COLD[0])
+    with pytest.raises(CapacityError, match="--cold-start cached needs"):
+        engine.add_adapter(COLD[2])
+    assert len(run_to_end(engine)) == 0
+    engine.close()
+
+
+def test_an_adapter_too_large_for_the_hosts_memory_passes_through() -> None:
+    expected = text(ColdStart.OVERLAP, COLD[:1])
+    engine = interpreted(cold_start=ColdStart.PIPELINED, host_bytes=4096)
+    engine.add_adapter(COLD[0])
+    engine.add_request(greedy(COLD[0].version, COLD[0].version))
+    done = run_to_end(engine)
+    assert {name: found.token_ids for name, found in done.items()} == expected
+    assert engine.stats().host_adapter_bytes == 0
+    engine.close()
+
+
+def test_a_request_cancelled_during_the_read_leaves_nothing_held() -> None:
+    disk = SlowDisk()
+    engine = interpreted(cold_start=ColdStart.PIPELINED, read=disk)
+    engine.add_adapter(COLD[0])
+    engine.add_request(greedy("a", COLD[0].version))
+    engine.step()
+    assert disk.begun.wait(60)
+    engine.cancel("a")
+    engine.remove_adapter(COLD[0].version)
+    engine.take_removed_adapters()
+    engine.check_integrity()
+    disk.go.set()
+    run_to_end(engine)
+    assert engine.stats().host_adapter_bytes == 0
+    assert engine.stats().device_adapter_bytes == 0
+    engine.close()
+
+
+# ---- adapters in files
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    base = save_model(
+        folder / "base",
+        hidden_size=SHAPE.hidden_size,
+        intermediate_size=SHAPE.intermediate_size,
+        num_hidden_layers=SHAPE.num_layers,
+        num_attention_heads=SHAPE.num_heads,
+        num_key_value_heads=SHAPE.num_kv_heads,
+        head_dim=SHAPE.head_dim,
+        vocab_size=SHAPE.vocab_size,
+    )
+    for name in ("good", "bad"):
+        save_adapter(folder / name, base, rank=4, seed=len(name))
+    return folder
+
+
+def with_files(saved: Path, tmp_path: Path) -> tuple[object, AdapterSpec, AdapterSpec]:
+    """An engine that reads from files, with two adapters of which one is to go bad."""
+    from shutil import copytree
+
+    from loraplex.engine.slab_reader import read_slab_together
+
+    good, bad = (
+        read_adapter(copytree(saved / name, tmp_path / name), CONFIG.shape) for name in ("good", "bad")
+    )
+    engine = interpreted(cold_start=ColdStart.PIPELINED, read=read_slab_together)
+    for spec in (good, bad):
+        engine.add_adapter(spec)
+    engine.add_request(greedy("good", good.version, tokens=4))
+    return engine, good, bad
+
+
+def check_only_bad_fails(engine, bad: AdapterSpec, reason: str) -> None:
+    engine.add_request(greedy("bad", bad.version))
+    done = run_to_end(engine)
+    assert done["bad"].finish_reason is FinishReason.ERROR
+    assert reason in (done["bad"].error or "")
+    assert len(done["good"].token_ids) == 4
+    (stats,) = (adapter for adapter in engine.stats().adapters if adapter.version == bad.version)
+    assert stats.tier == "disk"
+    assert engine.stats().host_adapter_bytes > 0, "the good one is not there any more"
+    engine.close()
+
+
+def test_a_file_that_vanished_fails_its_own_requests(saved: Path, tmp_path: Path) -> None:
+    engine, _, bad = with_files(saved, tmp_path)
+    bad.weights_path.unlink()
+    check_only_bad_fails(engine, bad, "cannot be read")
+
+
+def test_a_file_that_changed_fails_its_own_requests(saved: Path, tmp_path: Path) -> None:
+    engine, good, bad = with_files(saved, tmp_path)
+    bad.weights_path.write_bytes(good.weights_path.read_bytes())
+    check_only_bad_fails(engine, bad, "changed on disk")
+
+
+def test_a_file_cut_short_during_the_read_fails_its_own_requests(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loraplex.engine import slab_reader
+
+    engine, _, bad = with_files(saved, tmp_path)
+    matrices = slab_reader._matrices
+
+    def cut_first(layout, header, slab, shard):
+        if bad.weights_path.exists() and cutting:
+            with bad.weights_path.open("r+b") as file:
+                file.truncate(header.data_start + 100)
+        return matrices(layout, header, slab, shard)
+
+    cutting: list[bool] = []
+    monkeypatch.setattr(slab_reader, "_matrices", cut_first)
+    while engine.stats().num_steps == 0:  # the good one is read by then
+        engine.step()
+    cutting.append(True)
+    check_only_bad_fails(engine, bad, "ends too early")
+
+
+def test_a_file_replaced_during_the_read_fails_its_own_requests(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loraplex.engine import slab_reader
+
+    engine, good, bad = with_files(saved, tmp_path)
+    read_part = slab_reader._read_part
+
+    def overwrite_then_read(fd, part):
+        if cutting:
+            bad.weights_path.write_bytes(good.weights_path.read_bytes())
+        read_part(fd, part)
+
+    cutting: list[bool] = []
+    monkeypatch.setattr(slab_reader, "_read_part", overwrite_then_read)
+    while engine.stats().num_steps == 0:
+        engine.step()
+    cutting.append(True)
+    check_only_bad_fails(engine, bad, "changed on disk")
