@@ -9,32 +9,32 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence as Many
+from collections.abc import Set
 from dataclasses import replace
 from itertools import islice
 
 from loraplex.adapters.room import Tier
-from loraplex.core.cold_start import ColdStart
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad
 from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.start_policy import Coming
 
 
 class AdapterPins:
     """`prefetch_depth`: how far down the queue adapters start to load. `refused`: the request for whose
     adapter there was no room just now, if any; nobody behind it may take what it waits for."""
 
-    def __init__(
-        self, memory: Memory, *, cold_start: ColdStart, prefetch_depth: int, max_running: int
-    ) -> None:
+    def __init__(self, memory: Memory, *, streams: bool, prefetch_depth: int, max_running: int) -> None:
+        """`streams`: adapters can be counted on while they are on their way from the host's memory."""
         self._memory = memory
         self._residency = memory.residency
         self._staging = memory.staging
-        self._cold_start = cold_start
+        self._streams = streams
         self._prefetch_depth = prefetch_depth
         self._max_running = max_running
         self._to_keep: deque[str] = deque()
         self._loads: list[AdapterLoad] = []
-        self._arriving: set[str] = set()  # on their way, and can be counted on already
+        self._arriving: dict[str, int] = {}  # on their way, and can be counted on already; bytes
         self.refused: Sequence | None = None
 
     def keep(self, version: str) -> None:
@@ -80,9 +80,30 @@ class AdapterPins:
             return True
         return sequence.pinned and (self._residency.is_resident(version) or version in self._arriving)
 
+    def is_arriving(self, sequence: Sequence) -> bool:
+        """Whether it would wait for its adapter as it runs."""
+        return sequence.adapter in self._arriving
+
+    def coming_for(self, versions: Set[str | None]) -> Coming:
+        """What a step that uses these would wait for. Of what is on its way since earlier steps, nobody knows
+        how much has come: all of it is counted."""
+        started = {load.version for load in self._loads}
+        awaited = {version for version in self._arriving if version in versions}
+        return Coming(
+            awaited_bytes=sum(self._arriving[version] for version in awaited),
+            # What was started for this step and is not awaited by it goes behind.
+            backlog_bytes=0
+            if not awaited
+            else sum(
+                size
+                for version, size in self._arriving.items()
+                if version not in awaited and version not in started
+            ),
+        )
+
     def loaded(self, version: str) -> None:
         """A load is complete, or came to nothing."""
-        self._arriving.discard(version)
+        self._arriving.pop(version, None)
         if self._staging is not None:
             self._staging.release(version)
 
@@ -122,8 +143,8 @@ class AdapterPins:
     def _load(self, version: str) -> None:
         source = None if self._staging is None else self._staging.hold(version)
         self._loads.append(replace(self._memory.load_of(version), source=source))
-        if source is not None and self._cold_start is ColdStart.PIPELINED:
-            self._arriving.add(version)
+        if source is not None and self._streams:
+            self._arriving[version] = self._residency.num_bytes(version)
 
     def _follow_moves(self, running: Many[Sequence]) -> None:
         """Blocks may have had to make way for the adapter; those who hold them look for them elsewhere."""

@@ -23,23 +23,27 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError, UnknownModelError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.adapter_pins import AdapterPins
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.start_policy import StartPolicy
 from loraplex.scheduling.work import StepWork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
     """Limits of a step. `prefetch_depth`: how far down the queue adapters start to load. `cold_start`: what
-    requests do until then."""
+    requests do until then; `costs`: what things take, for `auto`."""
 
     max_model_len: int
     work: StepWork = field(default_factory=StepWork)
     max_running: int = 256
     prefetch_depth: int = 64
     cold_start: ColdStart = ColdStart.OVERLAP
+    costs: CostModel | None = None
 
 
 class _ChunkUnderWay(NamedTuple):
@@ -62,9 +66,10 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self._staging = memory.staging
+        self._starts = StartPolicy(config.cold_start, config.costs)
         self._pins = AdapterPins(
             memory,
-            cold_start=config.cold_start,
+            streams=self._starts.streams,
             prefetch_depth=config.prefetch_depth,
             max_running=config.max_running,
         )
@@ -302,6 +307,9 @@ class Scheduler:
                 if self._memory.shared and sequence is self._pins.refused:
                     break  # it waits for memory, which whoever overtook it would take
                 continue
+            if self._pins.is_arriving(sequence) and not self._may_join(sequence, chunks):
+                passed_over.append(sequence)
+                continue
             num_tokens = self._start(sequence, budget)
             if num_tokens == 0:
                 passed_over.append(sequence)
@@ -310,6 +318,40 @@ class Scheduler:
             chunks.append(self._chunk(sequence, num_tokens))
             budget -= self._config.work.cost(sequence.num_computed, num_tokens)
         self._waiting.extendleft(reversed(passed_over))
+
+    def _may_join(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
+        """Whether a request whose adapter is on its way may run in a step with these."""
+        own = Chunk(
+            request_id=sequence.request_id,
+            adapter=sequence.adapter,
+            start=0,
+            token_ids=sequence.token_ids,
+            block_ids=[],
+            samples=True,
+        )
+        used = {chunk.adapter for chunk in chunks}
+        return self._starts.may_join(
+            num_others=len(chunks),
+            before=self._features(chunks),
+            after=self._features([*chunks, own]),
+            coming_before=self._pins.coming_for(used),
+            coming_after=self._pins.coming_for(used | {sequence.adapter}),
+        )
+
+    def _features(self, chunks: list[Chunk]) -> StepFeatures:
+        """Of a step, as its cost is predicted from them."""
+        decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
+        prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
+        sizes = {c.adapter: self._residency.num_bytes(c.adapter) for c in chunks if c.adapter is not None}
+        return StepFeatures(
+            num_decodes=len(decodes),
+            num_prompt_tokens=sum(chunk.num_tokens for chunk in prompts),
+            decode_positions=sum(chunk.end for chunk in decodes),
+            prompt_pairs=sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in prompts),
+            num_adapters=len(sizes),
+            adapter_bytes=sum(sizes.values()),
+            row_adapter_bytes=sum(sizes.get(chunk.adapter, 0) * chunk.num_tokens for chunk in chunks),
+        )
 
     def _start(self, sequence: Sequence, budget: float) -> int:
         """Blocks for a first chunk, on top of what the prefix cache has; 0 if memory is short."""
