@@ -16,8 +16,8 @@ from itertools import accumulate
 
 from loraplex.perf.line import Line
 
-_PRECISION = 0.01
-"""Of the stall with one copy for all, down to which stalls are told apart."""
+_HALVINGS = 8
+"""Stalls are told apart down to that of a single copy, halved so often: half a per cent of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +67,9 @@ def plan_groups(bus: Bus, layer_bytes: Sequence[int], step_s: float) -> tuple[in
         return (len(layer_bytes),) if layer_bytes else ()
     low_s, high_s = 0.0, stall_s(arrivals_s(bus, layer_bytes, (len(layer_bytes),)), step_s)
     best = plan.groups_within(high_s) or (len(layer_bytes),)
-    precision_s = max(_PRECISION * high_s, bus.launch_s / 4)
-    while high_s - low_s > precision_s:
+    for _ in range(_HALVINGS):
+        if high_s - low_s <= bus.launch_s / 4:
+            break
         middle_s = (low_s + high_s) / 2
         groups = plan.groups_within(middle_s)
         low_s, high_s, best = (low_s, middle_s, groups) if groups else (middle_s, high_s, best)
