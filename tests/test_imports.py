@@ -24,7 +24,8 @@ def modules_after_importing(packages: str) -> set[str]:
 
 
 def test_deciding_code_imports_no_tensors() -> None:
-    loaded = modules_after_importing("loraplex.core,loraplex.scheduling,loraplex.adapters,loraplex.workload")
+    packages = "loraplex.core,loraplex.scheduling,loraplex.adapters,loraplex.perf,loraplex.workload"
+    loaded = modules_after_importing(packages)
     assert loaded.isdisjoint({"torch", "triton", "ray", "numba", "transformers"})
 
 

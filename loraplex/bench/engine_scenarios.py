@@ -8,15 +8,14 @@ serve    a workload file, replayed in real time
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from loraplex.bench.alternating import quiet_collector
 from loraplex.bench.distribution import Distribution
 from loraplex.bench.records import RequestRecord
 from loraplex.core.request import EngineRequest
@@ -43,7 +42,7 @@ def measure_decode(engine: Engine, load: Load, repeats: int) -> Distribution:
     """Milliseconds between tokens, while all requests of the batch decode."""
     bring_in(engine, load.adapters, load.vocab_size)
     gaps_ms: list[float] = []
-    with _quiet_collector():
+    with quiet_collector():
         for repeat in range(repeats + 1):  # the first captures graphs
             found = _decode_gaps(engine, load, seed=repeat)
             gaps_ms += found if repeat > 0 else []
@@ -56,11 +55,11 @@ def measure_prefill(engine: Engine, load: Load, repeats: int) -> Distribution:
     """Milliseconds from handing over the batch to the last of its first tokens."""
     bring_in(engine, load.adapters, load.vocab_size)
     times_ms: list[float] = []
-    with _quiet_collector():
+    with quiet_collector():
         for repeat in range(repeats + 1):
             started = time.perf_counter()
             _add_all(engine, load, output_tokens=1, seed=repeat)
-            _run_dry(engine)
+            run_dry(engine)
             times_ms += [(time.perf_counter() - started) * 1e3] if repeat > 0 else []
     distribution = Distribution.of(times_ms)
     assert distribution is not None
@@ -75,7 +74,7 @@ def measure_cold(
     The first finds the adapter in host memory, the second on the device.
     """
     cold_ms, warm_ms = [], []
-    with _quiet_collector():
+    with quiet_collector():
         _first_token_ms(engine, None, prompt_tokens, vocab_size, seed=0)
         _first_token_ms(engine, versions[0], prompt_tokens, vocab_size, seed=1)  # captures and compiles
         for index, version in enumerate(versions[1:]):
@@ -92,7 +91,7 @@ def replay(
     prompts = [_prompt(request.prompt_tokens, vocab_size, seed=i) for i, request in enumerate(requests)]
     times: list[list[float]] = [[] for _ in requests]
     errors: dict[int, str] = {}
-    with _quiet_collector():
+    with quiet_collector():
         started = time.perf_counter()
         while waiting or engine.has_work():
             now = time.perf_counter() - started
@@ -128,7 +127,7 @@ def bring_in(engine: Engine, versions: Sequence[str], vocab_size: int) -> None:
     for version in dict.fromkeys(versions):
         prompt = _prompt(2, vocab_size, seed=1)
         engine.add_request(_request(f"bring-in-{version}", prompt, 1, version))
-    _run_dry(engine)
+    run_dry(engine)
 
 
 def _decode_gaps(engine: Engine, load: Load, seed: int) -> list[float]:
@@ -154,13 +153,27 @@ def _first_token_ms(
     prompt = _prompt(prompt_tokens, vocab_size, seed)
     started = time.perf_counter()
     engine.add_request(_request("one", prompt, 1, version))
-    _run_dry(engine)
+    run_dry(engine)
     return (time.perf_counter() - started) * 1e3
 
 
-def _run_dry(engine: Engine) -> None:
+def run_dry(engine: Engine) -> None:
+    """Step until nothing is left to do."""
     while engine.has_work():
         engine.step()
+
+
+def new_request(
+    request_id: str,
+    prompt_tokens: int,
+    output_tokens: int,
+    version: str | None,
+    *,
+    vocab_size: int,
+    seed: int,
+) -> EngineRequest:
+    """With a random prompt, another one for every seed."""
+    return _request(request_id, _prompt(prompt_tokens, vocab_size, seed), output_tokens, version)
 
 
 def _request(request_id: str, prompt: list[int], output_tokens: int, version: str | None) -> EngineRequest:
@@ -172,16 +185,3 @@ def _prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
     """Random, so that no prompt finds another's prefix in the cache."""
     generator = random.Random(seed)
     return [generator.randrange(vocab_size) for _ in range(num_tokens)]
-
-
-@contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """No collection of garbage in the middle of a step; what is built by now is not looked at again."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()

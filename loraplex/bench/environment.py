@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from loraplex.engine.machine import cpu_model, num_cores
+
 CLIENT_PACKAGES = ("loraplex", "aiohttp", "numpy", "uvloop")
 ENGINE_PACKAGES = ("loraplex", "torch", "triton", "numpy", "numba")
 
@@ -30,7 +32,7 @@ def environment(packages: Sequence[str] = CLIENT_PACKAGES) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "arch": platform.machine(),
         **gpu(),
         "os": f"{platform.system()} {platform.release()}",
@@ -44,19 +46,6 @@ def gpu() -> dict[str, Any]:
         return {}
     properties = torch.cuda.get_device_properties(0)
     return {"gpu": properties.name, "gpu_memory_mib": properties.total_memory >> 20}
-
-
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:  # not Linux
-        lines = []
-    fields = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
-    # ARM kernels name no model, only the implementer's part number.
-    name = fields.get("model name") or (
-        f"ARM part {part.strip()}" if (part := fields.get("CPU part")) else ""
-    )
-    return name.strip() or platform.processor() or platform.machine()
 
 
 def package_version(name: str) -> str | None:

@@ -22,9 +22,11 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
+from loraplex.engine.cpu_build import choose_kernels
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
+from loraplex.model.config import ModelConfig
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.shapes import config_of_shape, random_weights
 from loraplex.scheduling.memory import SeparateMemory
@@ -43,7 +45,7 @@ class RandomEngineOptions:
     """What a benchmark may choose of its engine. `distinct`: adapters have weights of their own, also on the
     host; for small shapes. `memory_bytes`: for adapters, on a GPU together with the KV
     cache; None: a gigabyte, or what a GPU has. `padded_to`: on a GPU, pad adapters to the largest rank of
-    their batch, up to this one."""
+    their batch, up to this one. `compiled`: on a CPU, the kernels that `serve` has, not plain torch."""
 
     shape: str
     device: str
@@ -53,15 +55,20 @@ class RandomEngineOptions:
     padded_to: int | None = None
     distinct: bool = False
     cold_start: ColdStart = ColdStart.OVERLAP
+    compiled: bool = False
 
 
-def build_random_engine(options: RandomEngineOptions) -> Engine:
-    config = config_of_shape(options.shape)
+def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None = None) -> Engine:
+    """`config`: of a model that is not among the named shapes; `options.shape` is then not looked at."""
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("there is no CUDA device here; give --device cpu")
-    if device.type == "cpu" and config.shape.linear_flops > 1e9:
-        raise CapacityError(f"the shape {options.shape!r} is too large for --device cpu; try --shape tiny")
+    if config is None:
+        config = config_of_shape(options.shape)
+        if device.type == "cpu" and config.shape.linear_flops > 1e9:
+            raise CapacityError(
+                f"the shape {options.shape!r} is too large for --device cpu; try --shape tiny"
+            )
     weights = random_weights(config, options.dtype, device)
     if device.type == "cuda":
         from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
@@ -79,7 +86,8 @@ def build_random_engine(options: RandomEngineOptions) -> Engine:
             return build_cuda_core(config, weights, cuda_options, read=_fill_distinctly)
         blocks = _RandomBlocks(config.shape, options.dtype)
         return build_cuda_core(config, weights, cuda_options, host_blocks=blocks)
-    shape, kernels = config.shape, TorchKernels()
+    shape = config.shape
+    kernels = choose_kernels(config, options.dtype) if options.compiled else TorchKernels()
     return Engine(
         config=SchedulerConfig(
             max_model_len=shape.max_position, work=StepWork(max_tokens=options.max_step_tokens)
@@ -106,13 +114,14 @@ def random_specs(
 ) -> list[AdapterSpec]:
     """Adapters without files, their ranks in turn, on these modules of every layer."""
     return [
-        _random_spec(f"{name}-{index:04d}", config_of_shape(shape).shape, ranks[index % len(ranks)], names)
+        random_spec(f"{name}-{index:04d}", config_of_shape(shape).shape, ranks[index % len(ranks)], names)
         for names in (module_names(modules),)
         for index in range(num_adapters)
     ]
 
 
-def _random_spec(name: str, shape: ModelShape, rank: int, modules: Sequence[str]) -> AdapterSpec:
+def random_spec(name: str, shape: ModelShape, rank: int, modules: Sequence[str]) -> AdapterSpec:
+    """An adapter without files, on these modules of every layer."""
     loras = tuple(
         LoraModule(layer=layer, module=module, rank=rank, scale=1.0 / rank, a_name="", b_name="")
         for layer in range(shape.num_layers)

@@ -9,6 +9,7 @@ import typer
 
 import loraplex
 from loraplex.cli import adapter, bench
+from loraplex.cli.profile import profile
 from loraplex.cli.serve import demo, serve
 from loraplex.core.errors import LoraplexError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(demo)
+app.command()(profile)
 # The command groups import what they need when a command runs, so mounting them costs nothing.
 app.add_typer(adapter.app, name="adapter")
 app.add_typer(bench.app, name="bench")

@@ -46,11 +46,11 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
     report = progress or (lambda phase, fraction: None)
     if options.tensor_parallel < 1:
         raise ModelError(f"--tensor-parallel must be at least 1, not {options.tensor_parallel}")
-    device = _choose_device(options)
+    device = choose_device(options)
     folder = resolve_model(options.model)
     config = load_config(folder)
     options = replace(options, model=str(folder))
-    dtype = _choose_dtype(options.dtype, device, config)
+    dtype = choose_dtype(options.dtype, device, config)
     # Each device's own parts are imported only where it is used: Triton is not everywhere, nor is numba.
     if device == "cuda":
         from loraplex.engine.cuda.build import build_cuda_engine
@@ -64,7 +64,7 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
     return engine
 
 
-def _choose_device(options: EngineOptions) -> str:
+def choose_device(options: EngineOptions) -> str:
     """ "cpu" or "cuda", and that the other options go with it."""
     device = options.device
     if device not in ("auto", "cpu", "cuda"):
@@ -91,7 +91,7 @@ def _choose_device(options: EngineOptions) -> str:
     return device
 
 
-def _choose_dtype(name: str, device: str, config: ModelConfig) -> torch.dtype:
+def choose_dtype(name: str, device: str, config: ModelConfig) -> torch.dtype:
     """Unless asked otherwise: on a CPU float32, which has compiled kernels and is exact; on a GPU the type of
     the checkpoint if it is a short one, else bfloat16."""
     if name == "auto" and device == "cpu":

@@ -92,7 +92,7 @@ def _build_shard(
     folder = Path(options.model)
     config = load_config(folder)
     local = shard.config(config)
-    kernels = _choose_kernels(local, dtype)
+    kernels = choose_kernels(local, dtype)
 
     def on_bytes(done: int, total: int) -> None:
         report("reading weights", 0.9 * done / max(total, 1))
@@ -118,7 +118,8 @@ def _threads_of_each(options: EngineOptions) -> int:
     return max(num_threads // options.tensor_parallel, 1)
 
 
-def _choose_kernels(config: ModelConfig, dtype: torch.dtype) -> Kernels:
+def choose_kernels(config: ModelConfig, dtype: torch.dtype) -> Kernels:
+    """Compiled ones for the type that has them."""
     if dtype is torch.float32:
         from loraplex.kernels.cpu.numba_kernels import NumbaKernels
 

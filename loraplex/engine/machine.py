@@ -1,14 +1,34 @@
-"""How much memory this process may take: the machine's, within the limits of its container."""
+"""The machine: how much memory this process may take, within its container's limits, and its processor."""
 
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory to be had without swapping or meeting a container's limit."""
     return min([_machine_bytes(proc), *_container_bytes(cgroup)])
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Its name, or whatever there is of one."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    fields = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
+    # ARM kernels name no model, only the implementer's part number.
+    name = fields.get("model name") or (
+        f"ARM part {part.strip()}" if (part := fields.get("CPU part")) else ""
+    )
+    return name.strip() or platform.processor() or platform.machine()
 
 
 def _machine_bytes(proc: Path) -> int:

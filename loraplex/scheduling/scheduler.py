@@ -350,7 +350,7 @@ class Scheduler:
             prompt_pairs=sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in prompts),
             num_adapters=len(sizes),
             adapter_bytes=sum(sizes.values()),
-            row_adapter_bytes=sum(sizes.get(chunk.adapter, 0) * chunk.num_tokens for chunk in chunks),
+            row_adapter_bytes=sum(sizes[c.adapter] * c.num_tokens for c in chunks if c.adapter is not None),
         )
 
     def _start(self, sequence: Sequence, budget: float) -> int:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from loraplex.bench.distribution import Distribution
-from loraplex.bench.environment import cpu_model, environment, git_commit
+from loraplex.bench.environment import environment, git_commit
 from loraplex.bench.plots import plot_cdfs
 from loraplex.bench.records import RequestRecord
 from loraplex.bench.report import latencies, render, summarize
@@ -110,15 +110,6 @@ def test_the_environment_names_machine_and_versions_but_no_host() -> None:
     assert found["machine"]["cpu"]
     assert found["packages"]["aiohttp"]
     assert socket.gethostname() not in json.dumps(found) or len(socket.gethostname()) < 4
-
-
-def test_cpu_model_reads_both_kinds_of_cpuinfo(tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n\n")
-    assert cpu_model(cpuinfo) == "Some CPU @ 2 GHz"
-    cpuinfo.write_text("processor\t: 0\nCPU part\t: 0xd0c\n")
-    assert cpu_model(cpuinfo) == "ARM part 0xd0c"
-    assert cpu_model(tmp_path / "absent")
 
 
 def test_git_commit_is_none_outside_a_repository_and_marks_changes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How much memory there is to plan with."""
+"""How much memory there is to plan with, and what the processor is called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.engine.machine import available_bytes
+from loraplex.engine.machine import available_bytes, cpu_model
 
 MEMINFO = "MemTotal: 1000 kB\nMemAvailable: 800 kB\n"
 
@@ -37,3 +37,12 @@ def test_the_container_limits_the_machine(tmp_path: Path, files: dict[str, str],
 
 def test_a_system_without_proc_still_has_memory(tmp_path: Path) -> None:
     assert available_bytes(proc=tmp_path / "none", cgroup=tmp_path / "none") > 2**20
+
+
+def test_cpu_model_reads_both_kinds_of_cpuinfo(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n\n")
+    assert cpu_model(cpuinfo) == "Some CPU @ 2 GHz"
+    cpuinfo.write_text("processor\t: 0\nCPU part\t: 0xd0c\n")
+    assert cpu_model(cpuinfo) == "ARM part 0xd0c"
+    assert cpu_model(tmp_path / "absent")

@@ -1,0 +1,215 @@
+"""What `loraplex profile` measures beside the engine: the bus, files, and LoRA products on CPU cores."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Final
+
+import torch
+
+from loraplex.bench.alternating import time_alternating
+from loraplex.core.errors import StorageError
+from loraplex.core.shape import ModelShape
+from loraplex.engine.cuda.streams import SideStream
+from loraplex.perf.assist_cost import AssistCost, AssistSample, fit_assist_cost
+from loraplex.perf.layer_pipeline import Bus
+from loraplex.perf.line import Line, fit_line
+from loraplex.perf.read_cost import ReadCost, fit_read_cost
+
+Report = Callable[[float], None]
+
+_MIB: Final = 1 << 20
+_COPY_SIZES: Final = tuple(num_kib << 10 for num_kib in (64, 256, 1024, 4096, 16384, 65536, 131072))
+_NUM_CUTS: Final = 32
+_READ_SIZES: Final = tuple(num_kib << 10 for num_kib in (1024, 4096, 16384, 65536))
+_FILE_BYTES: Final = 2 * _READ_SIZES[-1]
+_THREADS: Final = (1, 2, 4, 8, 16)
+_PRODUCT_TOKENS: Final = (8, 32, 128, 256)
+_PRODUCT_RANKS: Final = (8, 64)
+_PRODUCTS_AT_A_TIME: Final = 3
+
+
+def measure_bus(device: torch.device, repeats: int, report: Report) -> Bus:
+    """Copies from pinned memory on a stream of their own, as adapters are loaded."""
+    largest = _COPY_SIZES[-1]
+    host = torch.zeros(largest, dtype=torch.uint8, pin_memory=True)
+    target = torch.zeros(largest, dtype=torch.uint8, device=device)
+    stream = SideStream(device)
+    torch.cuda.synchronize()
+
+    def copy(num_bytes: int, num_copies: int) -> float:
+        parts = list(
+            zip(target[:num_bytes].chunk(num_copies), host[:num_bytes].chunk(num_copies), strict=True)
+        )
+        started = time.perf_counter()
+        with stream.entered():
+            for to, source in parts:
+                to.copy_(source, non_blocking=True)
+        stream.synchronize()
+        return time.perf_counter() - started
+
+    whole = [partial(copy, size, 1) for size in _COPY_SIZES]
+    *copied_s, cut_s = time_alternating(
+        [*whole, partial(copy, largest, _NUM_CUTS)], repeats=repeats, report=report
+    )
+    return Bus(
+        copy=fit_line(list(zip(_COPY_SIZES, copied_s, strict=True))),
+        launch_s=max(cut_s - copied_s[-1], 0.0) / (_NUM_CUTS - 1),
+    )
+
+
+def measure_reads(folder: Path, *, num_cores: int, pinned: bool, repeats: int, report: Report) -> ReadCost:
+    """A file that the page cache holds, into memory that is there already. Each read takes another part of
+    both: what was read last would come from the processor's own caches."""
+    numbers = [number for number in _THREADS if number <= num_cores]
+    with _file(folder, _FILE_BYTES) as file, ThreadPoolExecutor(numbers[-1]) as pool:
+        buffer = torch.zeros(_FILE_BYTES, dtype=torch.uint8, pin_memory=pinned).numpy().data
+        list(pool.map(time.sleep, [0.01] * numbers[-1]))  # starts its threads
+        begin = 0
+
+        def read(num_bytes: int, num_readers: int) -> float:
+            nonlocal begin
+            begin = begin if begin + num_bytes <= _FILE_BYTES else 0
+            end, part = begin + num_bytes, -(-num_bytes // num_readers)
+            starts = range(begin, end, part)
+            views = [buffer[start : min(start + part, end)] for start in starts]
+            begin = end
+            started = time.perf_counter()
+            if num_readers == 1:
+                _read_part(file, views[0], starts[0])
+            else:
+                list(pool.map(partial(_read_part, file), views, starts))
+            return time.perf_counter() - started
+
+        cases = [(number, size) for number in numbers for size in _READ_SIZES]
+        took_s = time_alternating(
+            [partial(read, size, number) for number, size in cases], repeats=repeats, report=report
+        )
+    samples: dict[int, list[tuple[float, float]]] = {number: [] for number in numbers}
+    for (number, size), seconds in zip(cases, took_s, strict=True):
+        samples[number].append((size, seconds))
+    return fit_read_cost(samples)
+
+
+def measure_disk(folder: Path, *, repeats: int, report: Report) -> Line:
+    """A file that was dropped from the page cache; where that cannot be, what the cache gives."""
+    with _file(folder, _READ_SIZES[-1]) as file:
+        buffer = memoryview(bytearray(_READ_SIZES[-1]))
+
+        def read(num_bytes: int) -> float:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            started = time.perf_counter()
+            _read_part(file, buffer[:num_bytes], 0)
+            return time.perf_counter() - started
+
+        took_s = time_alternating(
+            [partial(read, size) for size in _READ_SIZES], repeats=repeats, report=report
+        )
+    return fit_line(list(zip(_READ_SIZES, took_s, strict=True)))
+
+
+def measure_assist(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    *,
+    device: torch.device,
+    num_cores: int,
+    repeats: int,
+    report: Report,
+) -> AssistCost:
+    """x A B of one linear on CPU cores. Workers that wait for a device may do better or worse than torch's
+    own threads do here; drift tells."""
+    in_features, out_features = shape.hidden_size, shape.q_size
+    sizes = [
+        (num_tokens, rank, number)
+        for number in _THREADS
+        if number <= num_cores
+        for num_tokens in _PRODUCT_TOKENS
+        for rank in _PRODUCT_RANKS
+    ]
+    num_threads = torch.get_num_threads()
+
+    def product(num_tokens: int, rank: int, number: int) -> Callable[[], float]:
+        x_TI = torch.ones(num_tokens, in_features, dtype=dtype)
+        a_IR, b_RO = torch.ones(in_features, rank, dtype=dtype), torch.ones(rank, out_features, dtype=dtype)
+
+        def timed() -> float:
+            torch.set_num_threads(number)
+            torch.mm(torch.mm(x_TI, a_IR), b_RO)  # wakes the threads
+            started = time.perf_counter()
+            for _ in range(_PRODUCTS_AT_A_TIME):
+                torch.mm(torch.mm(x_TI, a_IR), b_RO)
+            return (time.perf_counter() - started) / _PRODUCTS_AT_A_TIME
+
+        return timed
+
+    try:
+        took_s = time_alternating([product(*size) for size in sizes], repeats=repeats, report=report)
+    finally:
+        torch.set_num_threads(num_threads)
+    samples = [
+        AssistSample(
+            num_tokens=num_tokens,
+            rank=rank,
+            in_features=in_features,
+            out_features=out_features,
+            num_cores=number,
+            seconds=seconds,
+        )
+        for (num_tokens, rank, number), seconds in zip(sizes, took_s, strict=True)
+    ]
+    return fit_assist_cost(samples, round_trip_s=_round_trip_s(device, repeats))
+
+
+def _round_trip_s(device: torch.device, repeats: int) -> float:
+    """A word from the device, and one back to it; none where the cores are the device."""
+    if device.type != "cuda":
+        return 0.0
+    word, host = torch.zeros(1, device=device), torch.zeros(1, pin_memory=True)
+    stream = SideStream(device)
+
+    def there_and_back() -> float:
+        started = time.perf_counter()
+        with stream.entered():
+            host.copy_(word, non_blocking=True)
+            stream.synchronize()
+            word.copy_(host, non_blocking=True)
+            stream.synchronize()
+        return time.perf_counter() - started
+
+    return time_alternating([there_and_back], repeats=10 * repeats)[0]
+
+
+@contextmanager
+def _file(folder: Path, num_bytes: int) -> Iterator[int]:
+    """A file of random bytes that is on the disk, open for reading; it is gone afterwards."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix="profile-") as file:
+            content = os.urandom(_MIB)
+            for start in range(0, num_bytes, _MIB):
+                file.write(content[: num_bytes - start])
+            file.flush()
+            os.fsync(file.fileno())
+            yield file.fileno()
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: a file of {num_bytes:,} bytes cannot be written and read there ({error.strerror}); "
+            "make room, or name another folder with LORAPLEX_CACHE"
+        ) from error
+
+
+def _read_part(file: int, into: memoryview, start: int) -> None:
+    done = 0
+    while done < len(into):
+        num_read = os.preadv(file, [into[done:]], start + done)
+        assert num_read > 0, "the file was cut short"
+        done += num_read

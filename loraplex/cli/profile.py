@@ -1,0 +1,149 @@
+"""`loraplex profile`: measure this machine once, so that the engine knows what things cost on it.
+
+Imports of torch wait until the command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loraplex.cli.json_out import check_writable
+
+if TYPE_CHECKING:
+    import torch
+
+    from loraplex.model.config import ModelConfig
+    from loraplex.perf.cost_model import CostModel
+    from loraplex.perf.least_squares import FitQuality
+    from loraplex.perf.line import Line
+
+
+def profile(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hugging Face id; of its weights nothing but the sizes is used."),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of --model: llama-2-7b, ... or tiny. Default: llama-2-7b on a GPU, or tiny."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16, float32; auto: what `serve` would take.")
+    ] = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each kind.")] = 5,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the profile here, not where `serve` looks for it.")
+    ] = None,
+) -> None:
+    """Measure copies, reads, engine steps and CPU LoRA, and fit the cost model to them."""
+    from loraplex.bench.environment import ENGINE_PACKAGES, environment
+    from loraplex.bench.profile_scenarios import ProfileOptions, profile_machine
+    from loraplex.engine.profile_subject import profile_path
+    from loraplex.perf.profile_json import write_profile
+
+    if model is not None and shape is not None:
+        raise typer.BadParameter("give --model or --shape, not both", param_hint="--shape")
+    check_writable(json_out)
+    config, device, chosen = _resolve(model, shape, device, dtype)
+    with _bar(model or shape or "a random model") as progress:
+        found = profile_machine(
+            ProfileOptions(config=config, device=device, dtype=chosen, repeats=repeats), progress
+        )
+    _show(found)
+    path = json_out or profile_path(found.subject)
+    write_profile(path, found, environment(ENGINE_PACKAGES))
+    typer.echo(f"wrote {path}")
+
+
+def _resolve(
+    model: str | None, shape: str | None, device: str, dtype: str
+) -> tuple[ModelConfig, str, torch.dtype]:
+    """What is measured: options that stand for something else, as `serve` understands them."""
+    from loraplex.engine.build import EngineOptions, choose_device, choose_dtype
+    from loraplex.model.config import load_config
+    from loraplex.model.shapes import config_of_shape
+    from loraplex.model.source import resolve_model
+
+    device = choose_device(EngineOptions(model=model or "", device=device))
+    if model is not None:
+        config = load_config(resolve_model(model))
+    else:
+        config = config_of_shape(shape or ("llama-2-7b" if device == "cuda" else "tiny"))
+    return config, device, choose_dtype(dtype, device, config)
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Callable[[str, float], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"measuring {name}", total=1.0)
+        yield lambda phase, done: bar.update(task, description=f"measuring {name}: {phase}", completed=done)
+
+
+def _show(model: CostModel) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    subject = model.subject
+    table = Table(title=f"{subject.model}, {subject.dtype}, on {subject.machine}", title_justify="left")
+    for heading in ("cost", "fitted", "samples", "R²", "worst error"):
+        table.add_column(heading, justify="left" if heading in ("cost", "fitted") else "right")
+    for name, figures, quality in _rows(model):
+        table.add_row(name, figures, *_quality(quality))
+    Console(highlight=False).print(table)
+
+
+def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:
+    if model.bus is not None:
+        launch = f", {model.bus.launch_s * 1e6:.1f} µs a copy more"
+        yield "copy to the device", _line(model.bus.copy) + launch, model.bus.copy.quality
+    for number, line in model.read.by_readers:
+        readers = "1 reader" if number == 1 else f"{number} readers"
+        yield f"cached file, {readers}", _line(line), line.quality
+    yield "file from disk", _line(model.disk), model.disk.quality
+    few, many = model.step.curve.rows[0], model.step.curve.rows[-1]
+    curve = model.step.curve.seconds_at
+    rows = f"{curve[0] * 1e3:.2f} ms for {few} rows, {curve[-1] * 1e3:.2f} ms for {many}"
+    if few == 1:
+        rows = rows.replace("1 rows", "1 row", 1)
+    yield "engine step", rows, model.step.quality
+    terms = model.step.terms
+    yield (
+        "  adapters in it",
+        (
+            f"{terms.lora_s * 1e3:.3f} ms for any, {terms.adapter_s * 1e6:.1f} µs each, "
+            f"{terms.adapter_byte_s * 1e15:.1f} µs a GB"
+        ),
+        None,
+    )
+    yield "  1,000 positions", f"{terms.decode_position_s * 1e9:.2f} µs decoding", None
+    assist = model.assist
+    per_core = (assist.serial_s + assist.shared_s) * 1e12
+    yield (
+        "CPU LoRA product",
+        (f"{assist.call_s * 1e6:.1f} µs + {per_core:.1f} µs a million weights and token on one core"),
+        assist.quality,
+    )
+
+
+def _line(line: Line) -> str:
+    rate = line.units_per_s
+    speed = "any amount" if rate is None else f"{rate / 1e9:.2f} GB/s"
+    return f"{line.latency_s * 1e6:.1f} µs + {speed}"
+
+
+def _quality(quality: FitQuality | None) -> tuple[str, str, str]:
+    if quality is None:
+        return "", "", ""
+    return str(quality.num_samples), f"{quality.r_squared:.3f}", f"{quality.worst_error:.0%}"

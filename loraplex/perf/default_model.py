@@ -1,0 +1,91 @@
+"""A cost model for a machine that nobody has measured: cautious guesses, which drift then corrects.
+
+Cautious means slow: a load that is predicted too slow is begun early, one that is predicted too fast is
+waited for. The figures were chosen, not measured: an order of magnitude to begin with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from loraplex.core.shape import ModelShape
+from loraplex.perf.assist_cost import AssistCost
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.layer_pipeline import Bus
+from loraplex.perf.line import Line
+from loraplex.perf.read_cost import ReadCost
+from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
+from loraplex.perf.subject import Subject
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Speeds:
+    """Of a device, or of one core: memory, arithmetic, and what a step takes beside both."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    step_overhead_s: float
+
+
+_GPU: Final = _Speeds(bytes_per_s=300e9, flops_per_s=20e12, step_overhead_s=2e-3)
+_CORE: Final = _Speeds(bytes_per_s=5e9, flops_per_s=10e9, step_overhead_s=2e-3)
+_BUS: Final = Bus(copy=Line(latency_s=30e-6, unit_s=1 / 6e9), launch_s=10e-6)
+_READ: Final = Line(latency_s=100e-6, unit_s=1 / 1e9)
+_DISK: Final = Line(latency_s=5e-3, unit_s=1 / 100e6)
+_ROUND_TRIP_S: Final = 100e-6
+_ADAPTER_S: Final = 10e-6
+_CURVE_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+def default_cost_model(
+    subject: Subject, shape: ModelShape, *, element_bytes: int, num_cores: int
+) -> CostModel:
+    """`element_bytes`: of a weight in the subject's dtype."""
+    on_gpu = subject.device == "cuda"
+    speeds = _GPU if on_gpu else _times(_CORE, num_cores)
+    core_s = 2 / _CORE.flops_per_s
+    return CostModel(
+        subject=subject,
+        measured=False,
+        bus=_BUS if on_gpu else None,
+        read=ReadCost(by_readers=((1, _READ),)),
+        disk=_DISK,
+        step=_step_cost(shape, speeds, element_bytes),
+        assist=AssistCost(
+            round_trip_s=_ROUND_TRIP_S if on_gpu else 0.0,
+            call_s=20e-6,
+            weight_s=element_bytes / _CORE.bytes_per_s,
+            serial_s=0.2 * core_s,
+            shared_s=0.8 * core_s,
+        ),
+    )
+
+
+def _times(core: _Speeds, num_cores: int) -> _Speeds:
+    return _Speeds(
+        bytes_per_s=core.bytes_per_s * num_cores,
+        flops_per_s=core.flops_per_s * num_cores,
+        step_overhead_s=core.step_overhead_s,
+    )
+
+
+def _step_cost(shape: ModelShape, speeds: _Speeds, element_bytes: int) -> StepCost:
+    """Reading the weights and computing with them, one after the other: slower than either bound."""
+    num_weights = shape.linear_flops / 2 + shape.vocab_size * shape.hidden_size
+    fixed_s = speeds.step_overhead_s + num_weights * element_bytes / speeds.bytes_per_s
+    row_s = 2 * num_weights / speeds.flops_per_s
+    position_bytes = 2 * shape.num_layers * shape.kv_size * element_bytes
+    return StepCost(
+        curve=RowCurve(rows=_CURVE_ROWS, seconds_at=tuple(fixed_s + rows * row_s for rows in _CURVE_ROWS)),
+        terms=StepTerms(
+            decode_position_s=max(
+                position_bytes / speeds.bytes_per_s, shape.attention_flops / speeds.flops_per_s
+            ),
+            prompt_pair_s=shape.attention_flops / speeds.flops_per_s,
+            lora_s=shape.num_layers * _ADAPTER_S,
+            adapter_s=_ADAPTER_S,
+            adapter_byte_s=1 / speeds.bytes_per_s,
+            row_adapter_byte_s=2 / element_bytes / speeds.flops_per_s,
+        ),
+    )

@@ -1,0 +1,260 @@
+"""Cost models as JSON files, read strictly: a figure misread would be wrong in every prediction.
+
+    {"version": 1, "subject": {...}, "measured": true, "bus": {...} or null, "read": [...], "disk": {...},
+     "step": {...}, "assist": {...}, "corrections": {...}, "environment": {...}}
+
+`environment` is for people: when it was measured, and with which packages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Final
+
+from loraplex.core.errors import StorageError, UserError
+from loraplex.perf.assist_cost import AssistCost
+from loraplex.perf.cost_model import Corrections, CostModel
+from loraplex.perf.layer_pipeline import Bus
+from loraplex.perf.least_squares import FitQuality
+from loraplex.perf.line import Line
+from loraplex.perf.read_cost import ReadCost
+from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
+from loraplex.perf.subject import Subject
+
+VERSION: Final = 1
+_MAX_FILE_BYTES: Final = 1 << 20
+
+
+class ProfileError(UserError):
+    """A profile that cannot be used as it is; the message names the file and what to run."""
+
+
+def write_profile(path: Path, model: CostModel, environment: Mapping[str, Any] | None = None) -> None:
+    """Replaces the file in one go: whoever reads it meanwhile finds the old or the new one."""
+    text = profile_to_json(model, environment)
+    unfinished = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path}: the profile cannot be written ({error.strerror})") from error
+
+
+def read_profile(path: Path, subject: Subject | None = None) -> CostModel:
+    """`subject`: what it must have been measured for."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {_MAX_FILE_BYTES:,} bytes, so it is no profile")
+        model = profile_from_json(content.decode("utf-8"))
+        if subject is not None and (differences := model.subject.differences(subject)):
+            raise ValueError(f"it was measured for {', '.join(differences)}")
+    except OSError as error:
+        raise ProfileError(
+            f"{path}: the profile cannot be read ({error.strerror}); run `loraplex profile` to make one"
+        ) from error
+    except ValueError as error:
+        raise ProfileError(f"{path}: {error}; run `loraplex profile` again") from error
+    return model
+
+
+def profile_to_json(model: CostModel, environment: Mapping[str, Any] | None = None) -> str:
+    """The text of a file; never with a number that JSON does not have."""
+    document = {
+        "version": VERSION,
+        **asdict(model),
+        "read": [{"readers": number, "line": asdict(line)} for number, line in model.read.by_readers],
+        "environment": dict(environment or {}),
+    }
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
+
+
+def profile_from_json(text: str) -> CostModel:
+    """The inverse of `profile_to_json`. ValueError with the place of what is wrong."""
+    try:
+        document = json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} in line {error.lineno}") from error
+    except RecursionError:
+        raise ValueError("nested too deeply to be a profile") from None
+    top = _Object(document, "the profile")
+    if (version := top.take("version")) != VERSION:
+        raise ValueError(f"its format is of version {version!r}, this loraplex reads version {VERSION}")
+    model = CostModel(
+        subject=_subject(top.child("subject")),
+        measured=top.flag("measured"),
+        bus=None if (bus := top.optional("bus")) is None else _bus(bus),
+        read=_read_cost(top),
+        disk=_line(top.child("disk")),
+        step=_step_cost(top.child("step")),
+        assist=_assist_cost(top.child("assist")),
+        corrections=_corrections(top.child("corrections")),
+    )
+    top.child("environment")
+    top.end()
+    return model
+
+
+class _Object:
+    """A JSON object whose every field is taken once, and which has no others."""
+
+    def __init__(self, value: object, place: str) -> None:
+        if not isinstance(value, dict):
+            raise ValueError(f"{place} is not an object")
+        self._fields = dict(value)
+        self.place = place
+
+    def take(self, key: str) -> object:
+        if key not in self._fields:
+            raise ValueError(f"{self.place} has no {key!r}")
+        return self._fields.pop(key)
+
+    def child(self, key: str) -> _Object:
+        return _Object(self.take(key), key)
+
+    def optional(self, key: str) -> _Object | None:
+        value = self.take(key)
+        return None if value is None else _Object(value, key)
+
+    def items(self, key: str) -> list[object]:
+        value = self.take(key)
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{self.place}: {key} is not a list with something in it")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self.take(key)
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{self.place}: {key} is not a text")
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self.take(key)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.place}: {key} is neither true nor false")
+        return value
+
+    def number(self, key: str) -> float:
+        return _number(self.take(key), f"{self.place}: {key}")
+
+    def count(self, key: str) -> int:
+        return _count(self.take(key), f"{self.place}: {key}")
+
+    def end(self) -> None:
+        if self._fields:
+            raise ValueError(f"{self.place} has an unknown {', '.join(map(repr, self._fields))}")
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+def _number(value: object, place: str, *, least: float = 0.0) -> float:
+    # bool is an int to Python, and NaN and Infinity are numbers to its JSON reader.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{place} is {value!r}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number < least:
+        raise ValueError(f"{place} is {number}, not a finite number of at least {least:g}")
+    return number
+
+
+def _count(value: object, place: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{place} is {value!r}, not a whole number of at least 1")
+    return value
+
+
+def _quality(parent: _Object) -> FitQuality | None:
+    found = parent.optional("quality")
+    if found is None:
+        return None
+    quality = FitQuality(
+        num_samples=found.count("num_samples"),
+        # A bad fit explains less than the mean would.
+        r_squared=_number(found.take("r_squared"), f"{parent.place}: r_squared", least=-math.inf),
+        worst_error=found.number("worst_error"),
+    )
+    found.end()
+    return quality
+
+
+def _subject(found: _Object) -> Subject:
+    subject = Subject(
+        machine=found.text("machine"),
+        device=found.text("device"),
+        model=found.text("model"),
+        dtype=found.text("dtype"),
+        num_layers=found.count("num_layers"),
+    )
+    found.end()
+    return subject
+
+
+def _line(found: _Object) -> Line:
+    line = Line(latency_s=found.number("latency_s"), unit_s=found.number("unit_s"), quality=_quality(found))
+    found.end()
+    return line
+
+
+def _bus(found: _Object) -> Bus:
+    bus = Bus(copy=_line(found.child("copy")), launch_s=found.number("launch_s"))
+    found.end()
+    return bus
+
+
+def _read_cost(top: _Object) -> ReadCost:
+    lines: list[tuple[int, Line]] = []
+    for value in top.items("read"):
+        entry = _Object(value, "read")
+        lines.append((entry.count("readers"), _line(entry.child("line"))))
+        entry.end()
+    numbers = [number for number, _ in lines]
+    if numbers != sorted(set(numbers)):
+        raise ValueError("read: numbers of readers are not in rising order")
+    return ReadCost(by_readers=tuple(lines))
+
+
+def _step_cost(found: _Object) -> StepCost:
+    curve, terms = found.child("curve"), found.child("terms")
+    rows = tuple(_count(value, "curve: rows") for value in curve.items("rows"))
+    seconds_at = tuple(_number(value, "curve: seconds_at") for value in curve.items("seconds_at"))
+    if len(rows) != len(seconds_at):
+        raise ValueError("curve: there are not as many seconds_at as rows")
+    if list(rows) != sorted(set(rows)) or list(seconds_at) != sorted(seconds_at):
+        raise ValueError("curve: rows and seconds_at are not in rising order")
+    cost = StepCost(
+        curve=RowCurve(rows=rows, seconds_at=seconds_at),
+        terms=StepTerms(**{field.name: terms.number(field.name) for field in fields(StepTerms)}),
+        quality=_quality(found),
+    )
+    for each in (curve, terms, found):
+        each.end()
+    return cost
+
+
+def _assist_cost(found: _Object) -> AssistCost:
+    names = ("round_trip_s", "call_s", "weight_s", "serial_s", "shared_s")
+    cost = AssistCost(**{name: found.number(name) for name in names}, quality=_quality(found))
+    found.end()
+    return cost
+
+
+def _corrections(found: _Object) -> Corrections:
+    factors = {field.name: found.number(field.name) for field in fields(Corrections)}
+    if min(factors.values()) <= 0:
+        raise ValueError("corrections: a factor is zero")
+    found.end()
+    return Corrections(**factors)

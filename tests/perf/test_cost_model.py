@@ -1,0 +1,106 @@
+"""The questions a policy asks, with the figures of a known machine; corrections and the default model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cost_models import MIB, PREFILL_S, RANK_64_LAYERS, SUBJECT, h200_model
+
+from loraplex.core.shape import ModelShape
+from loraplex.perf.cost_model import Corrections, CostKind
+from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.step_cost import StepFeatures
+from loraplex.perf.subject import Subject, shape_key
+
+SHAPE = ModelShape(
+    family="llama",
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    vocab_size=32000,
+    max_position=4096,
+)
+PREFILL = StepFeatures(num_prompt_tokens=128, prompt_pairs=128 * 64)
+
+
+def test_costs_are_multiplied_with_their_own_correction() -> None:
+    model = h200_model()
+    slower = replace(model, corrections=Corrections(copy=2.0, read=3.0, disk=4.0, step=5.0, assist=6.0))
+    work = {"num_tokens": 64, "weights_of_groups": [64 * 8192 * 3], "num_cores": 4}
+    assert slower.copy_s(MIB) == 2 * model.copy_s(MIB) > 0
+    assert slower.read_s(MIB, 4) == 3 * model.read_s(MIB, 4) > 0
+    assert slower.disk_s(MIB) == 4 * model.disk_s(MIB) > 0
+    assert slower.step_s(PREFILL) == 5 * model.step_s(PREFILL) > 0
+    assert slower.layer_s(PREFILL) == slower.step_s(PREFILL) / 32
+    assert slower.assist_layer_s(**work) == pytest.approx(6 * model.assist_layer_s(**work))
+    assert [slower.corrections.of(kind) for kind in CostKind] == [2.0, 3.0, 4.0, 5.0, 6.0]
+    assert slower.arrivals_s([MIB], [1])[0] == pytest.approx(2 * model.arrivals_s([MIB], [1])[0])
+
+
+def test_workers_wait_for_what_the_bus_brings_them() -> None:
+    model = h200_model()
+    work = {"num_tokens": 64, "weights_of_groups": [1000], "num_cores": 1}
+    extra = model.assist_layer_s(**work, activation_bytes=MIB) - model.assist_layer_s(**work)
+    assert extra == pytest.approx(model.copy_s(MIB))
+
+
+def test_a_load_from_files_goes_at_the_pace_of_the_slower() -> None:
+    model = h200_model()
+    from_host = model.arrivals_s(RANK_64_LAYERS, (32,))[-1]
+    by_one = model.arrivals_s(RANK_64_LAYERS, (32,), num_readers=1)[-1]
+    by_many = model.arrivals_s(RANK_64_LAYERS, (32,), num_readers=16)[-1]
+    assert from_host == pytest.approx(1.94e-3, rel=0.01)
+    assert by_one == pytest.approx(22e-3, rel=0.05)
+    assert from_host < by_many < by_one / 5
+
+
+def test_a_slow_source_makes_workers_worth_while() -> None:
+    model = h200_model()
+    assist_s = model.assist_layer_s(num_tokens=128, weights_of_groups=[64 * 8192 * 3], num_cores=8)
+    step_s = model.step_s(PREFILL)
+    assert step_s == pytest.approx(PREFILL_S, rel=0.05)
+    assert model.assist_layers(RANK_64_LAYERS, step_s, assist_s, num_readers=1).num_layers > 0
+    assert model.assist_layers(RANK_64_LAYERS, step_s, assist_s).num_layers == 0
+    groups = model.plan_groups(RANK_64_LAYERS, step_s)
+    assert model.stall_s(model.arrivals_s(RANK_64_LAYERS, groups), step_s) < 0.2e-3
+
+
+def test_without_a_bus_layers_are_there_at_once() -> None:
+    model = replace(h200_model(), bus=None)
+    assert model.copy_s(MIB) == 0
+    assert model.arrivals_s([MIB, MIB], [2]) == [0.0, 0.0]
+    assert model.arrivals_s([MIB], [1], num_readers=1)[0] == pytest.approx(model.read_s(MIB))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_default_model_is_marked_and_more_cautious_than_a_measured_one(device: str) -> None:
+    subject = replace(SUBJECT, device=device)
+    model = default_cost_model(subject, SHAPE, element_bytes=2, num_cores=4)
+    assert not model.measured
+    assert (model.bus is None) == (device == "cpu")
+    measured = h200_model()
+    adapters = StepFeatures(num_decodes=32, decode_positions=4096, num_adapters=32, adapter_bytes=3.2e9)
+    for step in (PREFILL, adapters, StepFeatures(num_decodes=1, decode_positions=1)):
+        assert model.step_s(step) > measured.step_s(step)
+    assert model.read_s(MIB) > measured.read_s(MIB)
+    assert model.disk_s(MIB) > measured.disk_s(MIB)
+
+
+def test_subjects_of_other_models_have_other_files() -> None:
+    keys = {
+        shape_key(SHAPE),
+        shape_key(replace(SHAPE, num_kv_heads=8)),
+        shape_key(replace(SHAPE, num_layers=2)),
+    }
+    assert len(keys) == 3
+    name = replace(SUBJECT, machine="Intel(R) Xeon(R) / 2 cores", model=shape_key(SHAPE)).file_name
+    assert name == (
+        "intel-r-xeon-r-2-cores--cuda--llama-32x4096-mlp11008-heads32.32x128-vocab32000--bfloat16.json"
+    )
+    other = Subject(machine="m", device="cuda", model="llama-32x4096", dtype="float16", num_layers=32)
+    assert [text.split()[0] for text in SUBJECT.differences(other)] == ["machine", "dtype"]
+    assert SUBJECT.differences(SUBJECT) == []

@@ -1,0 +1,111 @@
+"""Profiles on disk: written whole, read strictly, refused with what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cost_models import SUBJECT, h200_model
+
+from loraplex.core.errors import StorageError
+from loraplex.perf.cost_model import Corrections
+from loraplex.perf.profile_json import ProfileError, profile_to_json, read_profile, write_profile
+
+
+def test_a_model_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "profile.json"
+    models = (h200_model(), replace(h200_model(), bus=None, corrections=Corrections(step=1.5)))
+    for model in models:
+        write_profile(path, model, {"date": "today"})
+        assert read_profile(path, SUBJECT) == model
+    assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda p: p.update(version=2), "version 2, this loraplex reads version 1"),
+        (lambda p: p.pop("version"), "has no 'version'"),
+        (lambda p: p.pop("disk"), "the profile has no 'disk'"),
+        (lambda p: p.update(speed=1), "unknown 'speed'"),
+        (lambda p: p["disk"].pop("unit_s"), "disk has no 'unit_s'"),
+        (lambda p: p["disk"].update(latency_s=float("nan")), "disk: latency_s is nan"),
+        (lambda p: p["disk"].update(latency_s=float("inf")), "disk: latency_s is inf"),
+        (lambda p: p["disk"].update(latency_s=10**400), "disk: latency_s is inf"),
+        (lambda p: p["disk"].update(latency_s=-1e-9), "disk: latency_s is -1e-09"),
+        (lambda p: p["disk"].update(latency_s=True), "disk: latency_s is True, not a number"),
+        (lambda p: p["disk"].update(latency_s="1"), "disk: latency_s is '1', not a number"),
+        (lambda p: p.update(disk=[1]), "disk is not an object"),
+        (lambda p: p.update(measured=1), "measured is neither true nor false"),
+        (lambda p: p["bus"].update(launch_s=-1), "bus: launch_s is -1"),
+        (lambda p: p["bus"]["copy"].update(more=1), "copy has an unknown 'more'"),
+        (lambda p: p.update(read=[]), "read is not a list with something in it"),
+        (lambda p: p["read"].reverse(), "not in rising order"),
+        (lambda p: p["read"][0].update(readers=1.5), "readers is 1.5, not a whole number"),
+        (lambda p: p["step"]["terms"].pop("lora_s"), "terms has no 'lora_s'"),
+        (lambda p: p["step"]["terms"].update(x=0), "terms has an unknown 'x'"),
+        (lambda p: p["step"]["curve"]["rows"].pop(), "not as many seconds_at as rows"),
+        (lambda p: p["step"]["curve"]["seconds_at"].reverse(), "not in rising order"),
+        (lambda p: p["step"]["curve"]["rows"].__setitem__(0, 0), "rows is 0, not a whole number"),
+        (lambda p: p["assist"].update(shared_s=None), "assist: shared_s is None"),
+        (lambda p: p["corrections"].update(step=0), "a factor is zero"),
+        (lambda p: p["corrections"].pop("disk"), "corrections has no 'disk'"),
+        (lambda p: p["subject"].update(machine=""), "subject: machine is not a text"),
+        (lambda p: p["subject"].update(machine="another"), "measured for machine 'another' instead of"),
+        (lambda p: p["subject"].update(num_layers=31), "measured for num_layers 31 instead of 32"),
+        (lambda p: p.pop("environment"), "has no 'environment'"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, change: Change, reason: str) -> None:
+    profile = json.loads(profile_to_json(h200_model()))
+    change(profile)
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile))
+    with pytest.raises(ProfileError) as found:
+        read_profile(path, SUBJECT)
+    assert reason in str(found.value)
+    assert str(found.value).startswith(str(path))
+    assert str(found.value).endswith("run `loraplex profile` again")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "can't decode"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"version": 1, "version": 1}', "a key is given twice"),
+        (b"null", "the profile is not an object"),
+        (b" " * (2 << 20), "no profile"),
+    ],
+    ids=["empty", "cut short", "not text", "nested", "twice", "null", "huge"],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with pytest.raises(ProfileError, match=reason):
+        read_profile(path)
+
+
+def test_a_profile_that_is_not_there_is_to_be_made(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="run `loraplex profile` to make one"):
+        read_profile(tmp_path / "absent.json")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        write_profile(tmp_path / "file" / "profile.json", h200_model())
+
+
+def test_a_number_that_json_does_not_have_is_never_written() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        profile_to_json(replace(h200_model(), corrections=Corrections(step=float("nan"))))
