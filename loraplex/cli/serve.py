@@ -14,6 +14,7 @@ from typing import Annotated, Final
 import typer
 
 from loraplex.cli.sizes import parse_size
+from loraplex.core.cold_start import ColdStart
 
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 _AllowedDirs = Annotated[
@@ -51,6 +52,10 @@ def serve(
         int,
         typer.Option(min=1, help="Processes that share the model; memory is what each of them may take."),
     ] = 1,
+    cold_start: Annotated[
+        ColdStart,
+        typer.Option(help="What a request does whose adapter is not on the device yet."),
+    ] = ColdStart.OVERLAP,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the base model; --model as given by default.")
     ] = None,
@@ -83,6 +88,7 @@ def serve(
                 host_adapter_memory_bytes=adapter_bytes,
                 max_model_len=max_model_len,
                 tensor_parallel=tensor_parallel,
+                cold_start=cold_start,
             ),
             served_model_name=served_model_name,
             adapter_dirs=tuple(adapters or ()),

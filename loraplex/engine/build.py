@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import ModelError
 from loraplex.engine.core import Engine
 from loraplex.engine.parallel.messages import Progress
@@ -23,7 +24,9 @@ class EngineOptions:
 
     `kv_memory_bytes` is for a CPU, `memory_fraction` for a GPU, whose memory KV cache and adapters share.
     `tensor_parallel`: processes that share the model, each with a part of it, of every adapter and of the KV
-    cache. Memory is what each of them may take; `num_threads` is for all of them together.
+    cache. Memory is what each of them may take; `num_threads` is for all of them together. `cold_start`: what
+    requests do whose adapter is not loaded; on a CPU, where adapters are used where they are read to, nothing
+    can be pipelined, and `auto` is `overlap`.
     """
 
     model: str
@@ -39,6 +42,7 @@ class EngineOptions:
     num_threads: int | None = None
     runs_ahead: bool | None = None
     tensor_parallel: int = 1
+    cold_start: ColdStart = ColdStart.OVERLAP
 
 
 def build_core(options: EngineOptions, progress: Progress | None = None) -> Engine:
@@ -74,6 +78,8 @@ def choose_device(options: EngineOptions) -> str:
     if device == "cpu":
         if options.memory_fraction is not None:
             raise ModelError("--memory-fraction is for a GPU; on a CPU, give --kv-memory")
+        if options.cold_start is ColdStart.PIPELINED:
+            raise ModelError("--cold-start pipelined needs a GPU; on a CPU, choose overlap")
         return device
     if not torch.cuda.is_available():
         raise ModelError("there is no CUDA device here; start it with --device cpu")

@@ -6,34 +6,56 @@ the device never waits for Python.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
 from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
+from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
 
 _LOAD_WAIT_S = 0.001
 """How long a step with nothing to compute waits for a load, before it looks for new requests again."""
+_OBSERVED_STEPS = 8
+"""Of so many steps, one is compared with what it was predicted to take."""
+
+
+class _Launched(NamedTuple):
+    """A step under way."""
+
+    plan: StepPlan
+    flight: Flight
+    launched_s: float
 
 
 class Engine:
     """`engine.interface.EngineCore` over any executor."""
 
-    def __init__(self, *, config: SchedulerConfig, memory: Memory, executor: Executor) -> None:
+    def __init__(
+        self,
+        *,
+        config: SchedulerConfig,
+        memory: Memory,
+        executor: Executor,
+        costs: DriftWatch | None = None,
+    ) -> None:
+        """`costs`: what things take on this machine, corrected by what they are found to take."""
         self.max_model_len = config.max_model_len
         self._residency = memory.residency
-        self._scheduler = Scheduler(config, memory)
+        self._scheduler = Scheduler(config, memory, costs)
         self._executor = executor
         # A version may lie in several folders, under as many names; any of them will do to load it.
         self._sources: dict[str, dict[Path, AdapterSpec]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
-        self._flights: deque[tuple[StepPlan, Flight]] = deque()
+        self._flights: deque[_Launched] = deque()
+        self._landed_s = 0.0
         self._num_steps = 0
 
     def step(self) -> Sequence[EngineOutput]:
@@ -54,19 +76,23 @@ class Engine:
         while plan.waits and self._executor.num_pending_loads > 0:
             self._collect_loads(timeout_s=_LOAD_WAIT_S)
         if plan.chunks:
-            self._flights.append((plan, self._executor.launch(plan)))
+            launched_s = time.perf_counter()
+            self._flights.append(_Launched(plan, self._executor.launch(plan), launched_s))
             self._num_steps += 1
         elif not self._flights:
             self._collect_loads(timeout_s=_LOAD_WAIT_S)
-        outputs = self._land(keep=1 if plan.chunks and self._flights[-1][1].runs_ahead else 0)
+        outputs = self._land(keep=1 if plan.chunks and self._flights[-1].flight.runs_ahead else 0)
         return outputs + [self._output(failure, StepResult()) for failure in self._scheduler.take_failures()]
 
     def _land(self, keep: int) -> list[EngineOutput]:
         """Collect the steps under way, but for the last `keep`."""
         outputs: list[EngineOutput] = []
         while len(self._flights) > keep:
-            plan, flight = self._flights.popleft()
+            plan, flight, launched_s = self._flights.popleft()
             result = flight.land()
+            begun_s, self._landed_s = max(launched_s, self._landed_s), time.perf_counter()
+            if self._num_steps % _OBSERVED_STEPS == 0:
+                self._scheduler.observe_step(plan, self._landed_s - begun_s)
             self._collect_prompt_logprobs(self._scheduler.live_chunks(plan), result)
             updates = self._scheduler.update(plan, result.tokens, result.failures)
             outputs += [self._output(update, result) for update in updates]

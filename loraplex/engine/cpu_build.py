@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_loader import read_weights
@@ -72,6 +73,7 @@ def build_cpu_engine(
             max_model_len=max_model_len,
             work=_plan_work(options, local.shape, num_threads),
             max_running=options.max_running,
+            cold_start=ColdStart.OVERLAP if options.cold_start is ColdStart.AUTO else options.cold_start,
         ),
         memory=SeparateMemory(num_blocks=num_blocks, block_size=options.block_size, adapter_bytes=budget),
         executor=executor,

@@ -21,6 +21,7 @@ from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.names import validate_adapter_name
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import CONFIG_FILE
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import AdapterConflictError, InvalidRequestError, UnknownModelError
 from loraplex.core.request import FinishReason
 from loraplex.core.sampling import SamplingParams
@@ -95,6 +96,7 @@ class LLM:
         max_model_len: int | None = None,
         num_threads: int | None = None,
         tensor_parallel: int = 1,
+        cold_start: str = ColdStart.OVERLAP,
         parts: EngineParts | None = None,
     ) -> None:
         if parts is None:
@@ -111,6 +113,7 @@ class LLM:
                 max_model_len=max_model_len,
                 num_threads=num_threads,
                 tensor_parallel=tensor_parallel,
+                cold_start=ColdStart(cold_start),
             )
             parts = _build(options)
         self._shape = parts.shape

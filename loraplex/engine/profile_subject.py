@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -9,7 +10,12 @@ import torch
 from loraplex.core.paths import cache_dir
 from loraplex.core.shape import ModelShape
 from loraplex.engine.machine import cpu_model, num_cores
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.profile_json import ProfileError, read_profile
 from loraplex.perf.subject import Subject, shape_key
+
+logger = logging.getLogger(__name__)
 
 
 def subject_of(shape: ModelShape, device: str, dtype: torch.dtype) -> Subject:
@@ -24,6 +30,18 @@ def subject_of(shape: ModelShape, device: str, dtype: torch.dtype) -> Subject:
         dtype=str(dtype).removeprefix("torch."),
         num_layers=shape.num_layers,
     )
+
+
+def known_costs(shape: ModelShape, device: str, dtype: torch.dtype) -> CostModel:
+    """What `loraplex profile` measured for this engine, or guesses if it never did."""
+    subject = subject_of(shape, device, dtype)
+    path = profile_path(subject)
+    if path.exists():
+        try:
+            return read_profile(path, subject)
+        except ProfileError as error:
+            logger.warning("%s", error)
+    return default_cost_model(subject, shape, element_bytes=dtype.itemsize, num_cores=num_cores())
 
 
 def profile_path(subject: Subject) -> Path:

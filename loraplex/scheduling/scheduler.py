@@ -14,7 +14,7 @@ ended by then is passed over.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError, UnknownModelError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
-from loraplex.perf.cost_model import CostModel
+from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.adapter_pins import AdapterPins
 from loraplex.scheduling.memory import Memory
@@ -36,14 +36,13 @@ from loraplex.scheduling.work import StepWork
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
     """Limits of a step. `prefetch_depth`: how far down the queue adapters start to load. `cold_start`: what
-    requests do until then; `costs`: what things take, for `auto`."""
+    requests do until then."""
 
     max_model_len: int
     work: StepWork = field(default_factory=StepWork)
     max_running: int = 256
     prefetch_depth: int = 64
     cold_start: ColdStart = ColdStart.OVERLAP
-    costs: CostModel | None = None
 
 
 class _ChunkUnderWay(NamedTuple):
@@ -57,7 +56,8 @@ class _ChunkUnderWay(NamedTuple):
 class Scheduler:
     """Owns the queues; shares the memory's books with nobody."""
 
-    def __init__(self, config: SchedulerConfig, memory: Memory) -> None:
+    def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None = None) -> None:
+        """`costs`: what things take, which `ColdStart.AUTO` decides by."""
         self._config = config
         self._memory = memory
         self._pool = memory.pool
@@ -66,7 +66,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self._staging = memory.staging
-        self._starts = StartPolicy(config.cold_start, config.costs)
+        self._starts = StartPolicy(config.cold_start, costs)
         self._pins = AdapterPins(
             memory,
             streams=self._starts.streams,
@@ -192,6 +192,12 @@ class Scheduler:
             waits=self._config.cold_start is ColdStart.ON_DEMAND and bool(reads or loads),
             preempted=tuple(sequence.request_id for sequence in preempted),
         )
+
+    def observe_step(self, plan: StepPlan, seconds: float) -> None:
+        """Told of some steps: how long this one took."""
+        known = all(chunk.adapter is None or chunk.adapter in self._residency for chunk in plan.chunks)
+        if known and not any(load.awaited for load in plan.adapter_loads):
+            self._starts.observe_step(self._features(plan.chunks), seconds)
 
     def live_chunks(self, plan: StepPlan) -> list[Chunk]:
         """Of the oldest step under way, the chunks whose requests have not ended in between."""
@@ -338,8 +344,9 @@ class Scheduler:
             coming_after=self._pins.coming_for(used | {sequence.adapter}),
         )
 
-    def _features(self, chunks: list[Chunk]) -> StepFeatures:
+    def _features(self, chunks: Iterable[Chunk]) -> StepFeatures:
         """Of a step, as its cost is predicted from them."""
+        chunks = tuple(chunks)
         decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
         prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
         sizes = {c.adapter: self._residency.num_bytes(c.adapter) for c in chunks if c.adapter is not None}

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.cold_start import ColdStart
-from loraplex.perf.cost_model import CostModel
+from loraplex.perf.cost_model import CostKind, CostModel
+from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 
 _MAX_DECODE_STALL: Final = 0.05
@@ -26,17 +27,17 @@ class Coming:
 
 
 class StartPolicy:
-    """`costs`: for `auto`, which asks them."""
+    """`costs`: what things take; asked by `auto` alone."""
 
-    def __init__(self, cold_start: ColdStart, costs: CostModel | None = None) -> None:
-        assert costs is not None or cold_start is not ColdStart.AUTO
-        self.cold_start = cold_start
-        self._costs = costs
+    def __init__(self, cold_start: ColdStart, costs: DriftWatch | None = None) -> None:
+        assert costs is not None or cold_start is not ColdStart.AUTO, "auto has to know what things take"
+        self._cold_start = cold_start
+        self._costs = costs if cold_start is ColdStart.AUTO else None
 
     @property
     def streams(self) -> bool:
         """Whether requests may start before their adapter is there."""
-        return self.cold_start in (ColdStart.PIPELINED, ColdStart.AUTO)
+        return self._cold_start in (ColdStart.PIPELINED, ColdStart.AUTO)
 
     def may_join(
         self,
@@ -53,21 +54,28 @@ class StartPolicy:
             return self.streams
         if num_others == 0:
             return True  # nobody waits but itself
-        step_s = self._costs.step_s(after)
-        stall_s = self._stall_s(coming_after, step_s)
+        model = self._costs.model
+        step_s = model.step_s(after)
+        stall_s = _stall_s(model, coming_after, step_s)
         if before.num_decodes > 0 and stall_s > _MAX_DECODE_STALL * step_s:
             return False
-        added_s = stall_s - self._stall_s(coming_before, self._costs.step_s(before))
+        added_s = stall_s - _stall_s(model, coming_before, model.step_s(before))
         return added_s * num_others <= step_s
 
-    def _stall_s(self, coming: Coming, step_s: float) -> float:
-        """Layers are taken to be alike."""
-        assert self._costs is not None
-        if coming.awaited_bytes == 0:
-            return 0.0
-        num_layers = self._costs.subject.num_layers
-        arrivals = [
-            self._costs.copy_s(coming.backlog_bytes + coming.awaited_bytes * (layer + 1) / num_layers)
-            for layer in range(num_layers)
-        ]
-        return self._costs.stall_s(arrivals, step_s)
+    def observe_step(self, step: StepFeatures, seconds: float) -> None:
+        """What a step took that waited for nothing."""
+        if self._costs is not None:
+            predicted_s = self._costs.model.step_s(step)
+            self._costs.observe(CostKind.STEP, predicted_s=predicted_s, measured_s=seconds)
+
+
+def _stall_s(model: CostModel, coming: Coming, step_s: float) -> float:
+    """Layers are taken to be alike."""
+    if coming.awaited_bytes == 0:
+        return 0.0
+    num_layers = model.subject.num_layers
+    arrivals = [
+        model.copy_s(coming.backlog_bytes + coming.awaited_bytes * (layer + 1) / num_layers)
+        for layer in range(num_layers)
+    ]
+    return model.stall_s(arrivals, step_s)

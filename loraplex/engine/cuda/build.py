@@ -28,6 +28,7 @@ from loraplex.engine.executor import Executor
 from loraplex.engine.machine import available_bytes
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
+from loraplex.engine.profile_subject import known_costs
 from loraplex.engine.slab_reader import read_slab_together
 from loraplex.kernels.triton.triton_kernels import TritonKernels
 from loraplex.model.collective import SOLO, Collective
@@ -35,6 +36,7 @@ from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.decoder import Decoder
 from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import ModelWeights, load_weights, weight_bytes
+from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.staging import Staging
@@ -88,6 +90,7 @@ def build_cuda_engine(
         max_step_tokens=options.max_step_tokens or _MAX_STEP_TOKENS,
         max_running=options.max_running,
         block_size=options.block_size,
+        cold_start=options.cold_start,
     )
     # Of the first device; the others are taken to be like it.
     plan = _plan_memory(cuda_options, local.shape, torch.device("cuda", 0), weight_bytes(local, dtype))
@@ -99,7 +102,7 @@ def build_cuda_engine(
         executor = start_parallel(
             build, count=num_shards, device="cuda", num_threads=torch.get_num_threads(), report=report
         )
-    return _engine(cuda_options, plan, local.shape, executor)
+    return _engine(cuda_options, plan, local.shape, executor, "cuda")
 
 
 def build_cuda_core(
@@ -118,7 +121,7 @@ def build_cuda_core(
     plan = _plan_memory(options, config.shape, weights.embedding_VH.device)
     host_blocks = host_blocks or _host_pool(config.shape, options, weights.embedding_VH.device, read)
     executor = _build_executor(config, weights, options, plan, host_blocks, collective=collective)
-    return _engine(options, plan, config.shape, executor)
+    return _engine(options, plan, config.shape, executor, weights.embedding_VH.device.type)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +132,9 @@ class _MemoryPlan:
     max_model_len: int
 
 
-def _engine(options: CudaOptions, plan: _MemoryPlan, shape: ModelShape, executor: Executor) -> Engine:
+def _engine(
+    options: CudaOptions, plan: _MemoryPlan, shape: ModelShape, executor: Executor, device: str
+) -> Engine:
     return Engine(
         config=SchedulerConfig(
             max_model_len=plan.max_model_len,
@@ -146,6 +151,7 @@ def _engine(options: CudaOptions, plan: _MemoryPlan, shape: ModelShape, executor
             block_size=options.block_size,
             staging=Staging(options.host_bytes),
         ),
+        costs=DriftWatch(known_costs(shape, device, options.dtype)),
         executor=executor,
     )
 
