@@ -9,21 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.scheduling.arena import Arena, units_per_page
-from loraplex.scheduling.plan import AdapterLoad, Move, StepPlan
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Move, StepPlan
 from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
 
 UNIT = 256
+HOST_PAGE = 4096
 PAGE = 8 * UNIT
 BLOCK_SIZE = 4
 
 
-def arena_of(num_pages: int) -> Arena:
-    return Arena(num_pages=num_pages, page_bytes=PAGE, block_size=BLOCK_SIZE)
+def arena_of(num_pages: int, staging: Staging | None = None) -> Arena:
+    return Arena(num_pages=num_pages, page_bytes=PAGE, block_size=BLOCK_SIZE, staging=staging)
 
 
 def bring_in(arena: Arena, version: str, num_units: int) -> None:
@@ -258,10 +261,24 @@ class TrackedMemory:
 
 
 class World:
-    """A scheduler over tracked memory; steps land one later than they are decided."""
+    """A scheduler over tracked memory; steps land one later than they are decided, reads and loads whenever.
 
-    def __init__(self, num_pages: int, sizes: list[int], max_running: int, seed: int) -> None:
-        self.arena = arena_of(num_pages)
+    `host_units`: the host's memory that adapters come by way of, in pages of its own; None for without.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        sizes: list[int],
+        max_running: int,
+        seed: int,
+        host_units: int | None = None,
+        cold_start: ColdStart = ColdStart.OVERLAP,
+    ) -> None:
+        staging = None if host_units is None else Staging(host_units * HOST_PAGE)
+        self.arena = arena_of(num_pages, staging)
+        self.host: dict[int, str] = {}  # by page
+        self.reading: list[AdapterRead] = []
         self.memory = TrackedMemory(num_pages)
         self.random = random.Random(seed)
         config = SchedulerConfig(
@@ -269,12 +286,13 @@ class World:
             work=StepWork(max_tokens=12),
             max_running=max_running,
             prefetch_depth=4,
+            cold_start=cold_start,
         )
         self.max_len = config.max_model_len
         self.scheduler = Scheduler(config, self.arena)
         self.versions = [f"v{index}" for index in range(len(sizes))]
         for version, size in zip(self.versions, sizes, strict=True):
-            self.arena.residency.add(version, size * UNIT)
+            self.scheduler.add_adapter(version, size * UNIT)
         self.sizes = dict(zip(self.versions, sizes, strict=True))
         self.places: dict[str, int] = {}
         self.loading: list[AdapterLoad] = []
@@ -307,9 +325,15 @@ class World:
             if self.random.random() < 0.5:
                 self.loading.append(load)
             else:
-                assert load.place is not None
-                self.memory.units[load.place // UNIT] = load.version
+                self._copy(load)
                 self.scheduler.adapter_loaded(load.version)
+        reading, self.reading = self.reading, []
+        for read in reading:
+            if self.random.random() < 0.5:
+                self.reading.append(read)
+            else:
+                self._write_host(read, read.version)
+                self.scheduler.adapter_read(read.version)
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         self.seats.difference_update(plan.preempted)
@@ -319,6 +343,9 @@ class World:
             self.memory.move(move)
             if move.version in self.places:
                 self.places[move.version] = move.target_byte
+        for read in plan.adapter_reads:
+            self._write_host(read, "half of an adapter")
+            self.reading.append(read)
         for load in plan.adapter_loads:
             assert load.place is not None
             self.places[load.version] = load.place
@@ -340,6 +367,10 @@ class World:
         sampled = {}
         for chunk in plan.chunks:
             adapter, text = chunk.adapter, self.texts[chunk.request_id]
+            for load in self.loading:
+                if load.version == adapter:  # the step waits for it
+                    assert load.source is not None, "a step counts on what it cannot wait for"
+                    self._copy(load)
             if adapter is not None:
                 assert self.memory.units[self.places[adapter] // UNIT] == adapter, (
                     "an adapter was overwritten"
@@ -355,6 +386,20 @@ class World:
                 sampled[chunk.request_id] = self.random.randrange(20)
                 self.texts[chunk.request_id] = [*text[: chunk.end], sampled[chunk.request_id]]
         return sampled
+
+    def _copy(self, load: AdapterLoad) -> None:
+        assert load.place is not None
+        if load.source is not None:
+            found = {self.host[page] for page in self._host_pages(load.version, load.source)}
+            assert found == {load.version}, "the host's copy was overwritten under a load"
+        self.memory.units[load.place // UNIT] = load.version
+
+    def _write_host(self, read: AdapterRead, what: str) -> None:
+        self.host |= dict.fromkeys(self._host_pages(read.version, read.place), what)
+
+    def _host_pages(self, version: str, place: int) -> range:
+        first = place // HOST_PAGE
+        return range(first, first - (-self.sizes[version] * UNIT // HOST_PAGE))
 
     def _touched(self, plan: StepPlan) -> set[int]:
         """Units that a step reads or writes."""
@@ -374,18 +419,26 @@ class World:
         self.scheduler.check_integrity()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     num_pages=st.integers(6, 20),
     sizes=st.lists(st.integers(1, 24), min_size=1, max_size=8),
     max_running=st.integers(1, 6),
     num_requests=st.integers(1, 14),
     seed=st.integers(0, 1 << 16),
+    host_units=st.none() | st.integers(0, 12),
+    cold_start=st.sampled_from([ColdStart.OVERLAP, ColdStart.PIPELINED]),
 )
 def test_whatever_moves_everybody_finds_what_they_left(
-    num_pages: int, sizes: list[int], max_running: int, num_requests: int, seed: int
+    num_pages: int,
+    sizes: list[int],
+    max_running: int,
+    num_requests: int,
+    seed: int,
+    host_units: int | None,
+    cold_start: ColdStart,
 ) -> None:
-    world = World(num_pages, sizes, max_running, seed)
+    world = World(num_pages, sizes, max_running, seed, host_units, cold_start)
     for index in range(num_requests):
         world.add(str(index))
         for _ in range(world.random.randint(0, 3)):

@@ -1,0 +1,166 @@
+"""Who joins a step while its adapter is still on its way: nobody whom the others would have to wait for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from loraplex.core.cold_start import ColdStart
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
+from loraplex.model.shapes import config_of_shape
+from loraplex.perf.cost_model import CostKind, CostModel
+from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.drift import DriftWatch
+from loraplex.perf.layer_pipeline import Bus
+from loraplex.perf.line import Line
+from loraplex.perf.step_cost import RowCurve, StepCost, StepFeatures, StepTerms
+from loraplex.perf.subject import Subject
+from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.plan import StepPlan
+from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+from loraplex.scheduling.staging import Staging
+from loraplex.scheduling.start_policy import Coming, StartPolicy
+
+MB = 1 << 20
+
+
+def costs(*, step_s: float = 5e-3, bytes_per_s: float = 50e9) -> CostModel:
+    """Every step takes as long, copies nothing but their bytes."""
+    subject = Subject(machine="m", device="cuda", model="tiny", dtype="bfloat16", num_layers=32)
+    model = default_cost_model(subject, config_of_shape("tiny").shape, element_bytes=2, num_cores=8)
+    return replace(
+        model,
+        bus=Bus(copy=Line(latency_s=0.0, unit_s=1 / bytes_per_s), launch_s=0.0),
+        step=StepCost(curve=RowCurve(rows=(1, 4096), seconds_at=(step_s, step_s)), terms=StepTerms()),
+    )
+
+
+DECODES = StepFeatures(num_decodes=8)
+PROMPTS = StepFeatures(num_prompt_tokens=256)
+
+
+def joins(
+    policy: StartPolicy,
+    step: StepFeatures,
+    *,
+    others: int,
+    awaited_mb: int = 0,
+    own_mb: int,
+    backlog_mb: int = 0,
+) -> bool:
+    return policy.may_join(
+        num_others=others,
+        before=step,
+        after=replace(step, num_prompt_tokens=step.num_prompt_tokens + 128),
+        coming_before=Coming(awaited_bytes=awaited_mb * MB, backlog_bytes=backlog_mb * MB),
+        coming_after=Coming(awaited_bytes=(awaited_mb + own_mb) * MB, backlog_bytes=backlog_mb * MB),
+    )
+
+
+def test_a_copy_that_is_faster_than_the_step_holds_nobody_up() -> None:
+    auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs()))
+    assert joins(auto, DECODES, others=8, own_mb=100)  # 2 ms of copies in a step of 5
+
+
+def test_those_who_decode_do_not_wait_for_a_slow_copy() -> None:
+    auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs()))
+    assert not joins(auto, DECODES, others=8, own_mb=1000)
+    assert not joins(auto, DECODES, others=8, own_mb=100, backlog_mb=100)
+
+
+def test_alone_it_starts_at_once_however_slow() -> None:
+    auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs()))
+    assert joins(auto, StepFeatures(), others=0, own_mb=10_000)
+
+
+def test_prompts_wait_together_as_long_as_that_is_the_lesser_delay() -> None:
+    auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs()))
+    assert joins(auto, PROMPTS, others=1, own_mb=400)  # 3 ms more for one, or 5 for the other
+    assert not joins(auto, PROMPTS, others=4, own_mb=400)
+
+
+def test_what_steps_are_found_to_take_changes_the_answer() -> None:
+    watch = DriftWatch(costs())
+    auto = StartPolicy(ColdStart.AUTO, watch)
+    assert not joins(auto, DECODES, others=8, own_mb=400)
+    for _ in range(200):
+        auto.observe_step(DECODES, 40e-3)
+    assert watch.model.corrections.of(CostKind.STEP) > 2
+    assert joins(auto, DECODES, others=8, own_mb=400)
+
+
+@pytest.mark.parametrize(
+    ("cold_start", "expected"), [(ColdStart.PIPELINED, True), (ColdStart.OVERLAP, False)]
+)
+def test_the_others_ask_nobody(cold_start: ColdStart, expected: bool) -> None:
+    policy = StartPolicy(cold_start, DriftWatch(costs()))
+    assert policy.streams is expected
+    assert joins(policy, DECODES, others=8, own_mb=10_000) is expected
+
+
+# ---- in the scheduler
+
+
+def scheduler_of(model: CostModel) -> Scheduler:
+    arena = Arena(num_pages=100, page_bytes=MB, block_size=16, staging=Staging(1 << 40))
+    config = SchedulerConfig(max_model_len=200, cold_start=ColdStart.AUTO)
+    return Scheduler(config, arena, DriftWatch(model))
+
+
+def add(scheduler: Scheduler, request_id: str, adapter: str | None = None) -> None:
+    scheduler.add(
+        EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=list(range(20)),
+            params=SamplingParams(max_tokens=50, ignore_eos=True),
+            adapter=adapter,
+        )
+    )
+
+
+def stage(scheduler: Scheduler, version: str, num_bytes: int) -> None:
+    scheduler.add_adapter(version, num_bytes)
+    scheduler.stage_ahead(version)
+    assert [read.version for read in scheduler.schedule().adapter_reads] == [version]
+    scheduler.adapter_read(version)
+
+
+def land(scheduler: Scheduler, plan: StepPlan) -> None:
+    scheduler.update(plan, {chunk.request_id: 5 for chunk in plan.chunks if chunk.samples})
+
+
+def test_a_request_runs_in_the_step_that_its_load_is_decided_with() -> None:
+    scheduler = scheduler_of(costs())
+    stage(scheduler, "v", MB)
+    add(scheduler, "a", "v")
+    plan = scheduler.schedule()
+    assert [(load.version, load.awaited) for load in plan.adapter_loads] == [("v", True)]
+    assert [chunk.request_id for chunk in plan.chunks] == ["a"]
+
+
+def test_beside_others_a_slow_load_is_waited_for_by_its_own_request_alone() -> None:
+    scheduler = scheduler_of(costs(bytes_per_s=1e9))
+    stage(scheduler, "v", 50 * MB)
+    add(scheduler, "base")
+    land(scheduler, scheduler.schedule())
+    add(scheduler, "a", "v")
+    plan = scheduler.schedule()
+    assert [(load.version, load.awaited) for load in plan.adapter_loads] == [("v", False)]
+    assert [chunk.request_id for chunk in plan.chunks] == ["base"]
+    land(scheduler, plan)
+    scheduler.adapter_loaded("v")
+    assert {chunk.request_id for chunk in scheduler.schedule().chunks} == {"a", "base"}
+
+
+def test_what_a_step_took_is_not_asked_of_adapters_that_are_gone() -> None:
+    scheduler = scheduler_of(costs())
+    stage(scheduler, "v", MB)
+    add(scheduler, "a", "v")
+    plan = scheduler.schedule()
+    scheduler.cancel("a")
+    scheduler.remove_adapter("v")
+    scheduler.adapter_loaded("v")
+    scheduler.take_removed_adapters()
+    scheduler.observe_step(plan, 1.0)
