@@ -140,7 +140,7 @@ def kernels(workloads: Path) -> dict[str, Any]:
 
 
 def cold(workloads: Path) -> dict[str, Any]:
-    """From the start of a process to its first token, and an adapter's first use on an idle engine."""
+    """From the start of a process to its first token."""
     found: dict[str, Any] = in_process(_cold, time.time())
     return found
 
@@ -149,24 +149,20 @@ def _cold(started_at: float) -> dict[str, Any]:
     """`started_at`: when the process was asked for, by the clock on the wall."""
     import torch
 
-    from loraplex.bench.engine_scenarios import bring_in, measure_cold
+    from loraplex.bench.engine_scenarios import bring_in
 
     engine = build()
     free_bytes, _ = torch.cuda.mem_get_info()
-    versions = register(engine, "cold", 21, (64,), QKV)
-    bring_in(engine, versions[:1], VOCAB_SIZE)
+    bring_in(engine, register(engine, "cold", 1, (64,), QKV), VOCAB_SIZE)
     first_token_s = time.time() - started_at
     engine.warm_up()
     ready_s = time.time() - started_at
     graphs_gb = (free_bytes - torch.cuda.mem_get_info()[0]) / 1e9
-    found = measure_cold(engine, versions[1:], PROMPT_TOKENS, VOCAB_SIZE)
-    result = {where: rounded(distribution) for where, distribution in found.items() if distribution}
-    print(first_token_s, ready_s, graphs_gb, result, flush=True)
+    print(first_token_s, ready_s, graphs_gb, flush=True)
     return {
         "start_to_first_token_s": round(first_token_s, 2),
         "start_to_all_graphs_s": round(ready_s, 2),
         "graphs_gb": round(graphs_gb, 2),
-        "ttft_ms": result,
     }
 
 
@@ -226,12 +222,10 @@ def release() -> None:
 
 
 def register(engine: Engine, name: str, count: int, ranks: Sequence[int], modules: str) -> tuple[str, ...]:
-    from loraplex.bench.random_engine import random_specs
+    from loraplex.bench import random_engine
 
-    specs = random_specs(name, SHAPE, num_adapters=count, ranks=ranks, modules=modules)
-    for spec in specs:
-        engine.add_adapter(spec)
-    return tuple(spec.version for spec in specs)
+    specs = random_engine.random_specs(name, SHAPE, num_adapters=count, ranks=ranks, modules=modules)
+    return random_engine.register(engine, specs)
 
 
 def rounded(distribution: Distribution) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 decode   the time between tokens of a full batch, every request decoding
 prefill  the time from a batch of prompts to all their first tokens
-cold     the first token of a request on an idle engine: adapter on the device, or still in host memory
 serve    a workload file, replayed in real time
 """
 
@@ -64,23 +63,6 @@ def measure_prefill(engine: Engine, load: Load, repeats: int) -> Distribution:
     distribution = Distribution.of(times_ms)
     assert distribution is not None
     return distribution
-
-
-def measure_cold(
-    engine: Engine, versions: Sequence[str], prompt_tokens: int, vocab_size: int
-) -> dict[str, Distribution | None]:
-    """Time to first token on an idle engine, of each adapter's first request and of a second one.
-
-    The first finds the adapter in host memory, the second on the device.
-    """
-    cold_ms, warm_ms = [], []
-    with quiet_collector():
-        _first_token_ms(engine, None, prompt_tokens, vocab_size, seed=0)
-        _first_token_ms(engine, versions[0], prompt_tokens, vocab_size, seed=1)  # captures and compiles
-        for index, version in enumerate(versions[1:]):
-            cold_ms.append(_first_token_ms(engine, version, prompt_tokens, vocab_size, seed=2 * index))
-            warm_ms.append(_first_token_ms(engine, version, prompt_tokens, vocab_size, seed=2 * index + 1))
-    return {"host_memory": Distribution.of(cold_ms), "device_memory": Distribution.of(warm_ms)}
 
 
 def replay(
@@ -147,7 +129,7 @@ def _add_all(engine: Engine, load: Load, output_tokens: int, seed: int) -> None:
         engine.add_request(_request(f"{seed}-{index}", prompt, output_tokens, version))
 
 
-def _first_token_ms(
+def first_token_ms(
     engine: Engine, version: str | None, prompt_tokens: int, vocab_size: int, seed: int
 ) -> float:
     prompt = _prompt(prompt_tokens, vocab_size, seed)

@@ -36,7 +36,7 @@ from loraplex.scheduling.work import StepWork
 _CPU_BLOCKS = 512
 _CPU_ADAPTER_BYTES = 1 << 30
 _BLOCK_SIZE = 16
-_HOST_BYTES = 1 << 30
+_HOST_BYTES = 4 << 30
 _COUNTED_HOST_BYTES = 1 << 40
 
 
@@ -56,6 +56,7 @@ class RandomEngineOptions:
     distinct: bool = False
     cold_start: ColdStart = ColdStart.OVERLAP
     compiled: bool = False
+    from_files: bool = False
 
 
 def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None = None) -> Engine:
@@ -79,9 +80,11 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
             padded_to=options.padded_to,
             max_step_tokens=options.max_step_tokens,
             # Of random blocks only one of a kind is there, however many are counted.
-            host_bytes=_HOST_BYTES if options.distinct else _COUNTED_HOST_BYTES,
+            host_bytes=_HOST_BYTES if options.distinct or options.from_files else _COUNTED_HOST_BYTES,
             cold_start=options.cold_start,
         )
+        if options.from_files:
+            return build_cuda_core(config, weights, cuda_options)
         if options.distinct:
             return build_cuda_core(config, weights, cuda_options, read=_fill_distinctly)
         blocks = _RandomBlocks(config.shape, options.dtype)
@@ -104,9 +107,21 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
             ],
             builder=BatchBuilder(kernels, _BLOCK_SIZE),
             dtype=options.dtype,
-            read=lambda spec: _random_weights(spec, shape, options.dtype),
+            read=None if options.from_files else lambda spec: _random_weights(spec, shape, options.dtype),
         ),
     )
+
+
+def register(engine: Engine, specs: Sequence[AdapterSpec], *, staged: bool = True) -> tuple[str, ...]:
+    """Make adapters known; where they come by way of the host's memory, all are there when this returns. With
+    `ColdStart.CACHED` they are on the device."""
+    for spec in specs:
+        engine.add_adapter(spec)
+        if staged:
+            engine.stage_adapter(spec.version)
+    while engine.has_work():
+        engine.step()
+    return tuple(spec.version for spec in specs)
 
 
 def random_specs(

@@ -34,30 +34,30 @@ class Adapters(StrEnum):
     DISTINCT = "distinct"
 
 
-_Shape = Annotated[
+Shape = Annotated[
     str,
     typer.Option(
         help="llama-2-7b, llama-3-8b, qwen2.5-7b, ... or tiny. auto: llama-2-7b on a GPU, tiny on a CPU."
     ),
 ]
-_Device = Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")]
-_Dtype = Annotated[str, typer.Option(help="bfloat16, float16, float32; auto: float32 on a CPU.")]
+Device = Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16, float32; auto: float32 on a CPU.")]
 _Batch = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 _Adapters = Annotated[Adapters, typer.Option(help="One for all requests, or one each.")]
-_Rank = Annotated[int, typer.Option(min=1, max=512, help="Rank of every adapter.")]
+Rank = Annotated[int, typer.Option(min=1, max=512, help="Rank of every adapter.")]
 _Ranks = Annotated[str, typer.Option(help="Ranks in turn, e.g. 8,16,32,64; instead of --rank.")]
-_Modules = Annotated[str, typer.Option(help="Targeted linears: q,k,v or all.")]
+Modules = Annotated[str, typer.Option(help="Targeted linears: q,k,v or all.")]
 _Padded = Annotated[
     bool, typer.Option(help="For comparison: pad every adapter to the largest rank of its batch. GPU only.")
 ]
-_Prompt = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
+Prompt = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 _Output = Annotated[int, typer.Option(min=16, help="Tokens of each answer.")]
 _Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after one that is not.")]
-_Json = Annotated[Path | None, typer.Option("--json", help="Write figures, machine and parameters here.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write figures, machine and parameters here.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bench:
+class Bench:
     """An engine, its adapters, and what they were made of."""
 
     engine: Engine
@@ -69,24 +69,24 @@ class _Bench:
 
 @app.command()
 def decode(
-    shape: _Shape = "auto",
-    device: _Device = "auto",
-    dtype: _Dtype = "auto",
+    shape: Shape = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     batch: _Batch = 32,
     adapters: _Adapters = Adapters.NONE,
-    rank: _Rank = 64,
+    rank: Rank = 64,
     ranks: _Ranks = "",
-    modules: _Modules = "q,k,v",
+    modules: Modules = "q,k,v",
     padded: _Padded = False,
-    prompt_tokens: _Prompt = 128,
+    prompt_tokens: Prompt = 128,
     output_tokens: _Output = 256,
     repeats: _Repeats = 3,
-    json_out: _Json = None,
+    json_out: Json = None,
 ) -> None:
     """Time between tokens of a full batch."""
     from loraplex.bench.engine_scenarios import Load, measure_decode
 
-    bench = _set_up(locals(), num_adapters=_num_adapters(adapters, batch))
+    bench = set_up(locals(), num_adapters=_num_adapters(adapters, batch))
     load = Load(
         batch=batch,
         prompt_tokens=prompt_tokens,
@@ -99,23 +99,23 @@ def decode(
 
 @app.command()
 def prefill(
-    shape: _Shape = "auto",
-    device: _Device = "auto",
-    dtype: _Dtype = "auto",
+    shape: Shape = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     batch: _Batch = 1,
     adapters: _Adapters = Adapters.NONE,
-    rank: _Rank = 64,
+    rank: Rank = 64,
     ranks: _Ranks = "",
-    modules: _Modules = "q,k,v",
+    modules: Modules = "q,k,v",
     padded: _Padded = False,
-    prompt_tokens: _Prompt = 512,
+    prompt_tokens: Prompt = 512,
     repeats: _Repeats = 10,
-    json_out: _Json = None,
+    json_out: Json = None,
 ) -> None:
     """Time from a batch of prompts to the last of their first tokens."""
     from loraplex.bench.engine_scenarios import Load, measure_prefill
 
-    bench = _set_up(locals(), num_adapters=_num_adapters(adapters, batch))
+    bench = set_up(locals(), num_adapters=_num_adapters(adapters, batch))
     load = Load(
         batch=batch,
         prompt_tokens=prompt_tokens,
@@ -127,26 +127,6 @@ def prefill(
 
 
 @app.command()
-def cold(
-    shape: _Shape = "auto",
-    device: _Device = "auto",
-    dtype: _Dtype = "auto",
-    num_adapters: Annotated[int, typer.Option(min=2, help="Adapters tried, after the first.")] = 20,
-    rank: _Rank = 64,
-    ranks: _Ranks = "",
-    modules: _Modules = "q,k,v",
-    prompt_tokens: _Prompt = 128,
-    json_out: _Json = None,
-) -> None:
-    """Time to first token on an idle engine: adapter in host memory, and on the device."""
-    from loraplex.bench.engine_scenarios import measure_cold
-
-    bench = _set_up(locals(), num_adapters=num_adapters)
-    found = measure_cold(bench.engine, bench.versions, prompt_tokens, bench.vocab_size)
-    _publish(bench, json_out, **{f"ttft_{where}_ms": distribution for where, distribution in found.items()})
-
-
-@app.command()
 def serve(
     workload: Annotated[
         Path,
@@ -155,17 +135,17 @@ def serve(
             '{"arrival_s": 0.5, "prompt_tokens": 20, "output_tokens": 50, "adapter": 0}. Adapter 7 of 5 is 2.'
         ),
     ],
-    shape: _Shape = "auto",
-    device: _Device = "auto",
-    dtype: _Dtype = "auto",
+    shape: Shape = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     num_adapters: Annotated[int, typer.Option(min=0, help="Registered adapters; 0: base model only.")] = 200,
-    rank: _Rank = 64,
+    rank: Rank = 64,
     ranks: _Ranks = "",
-    modules: _Modules = "q,k,v",
+    modules: Modules = "q,k,v",
     padded: _Padded = False,
     max_step_tokens: Annotated[int, typer.Option(min=16, help="Prompt tokens in one step.")] = 2048,
     warm_up: Annotated[bool, typer.Option(help="Capture graphs and compile kernels before.")] = True,
-    json_out: _Json = None,
+    json_out: Json = None,
 ) -> None:
     """Replay a workload in real time; latency and throughput. Adapters start in host memory."""
     from rich.console import Console
@@ -175,8 +155,8 @@ def serve(
     from loraplex.workload.jsonl import read_workload
 
     requests = read_workload(workload)
-    bench = _set_up(locals(), num_adapters=num_adapters)
-    _check_lengths(requests, workload, bench.engine.max_model_len)
+    bench = set_up(locals(), num_adapters=num_adapters)
+    check_lengths(requests, workload, bench.engine.max_model_len)
     bench.parameters["workload"] = workload.name
     started = time.perf_counter()
     if warm_up:
@@ -184,14 +164,14 @@ def serve(
         typer.echo(f"warm-up took {time.perf_counter() - started:.1f} s")
     report = summarize(replay(bench.engine, requests, bench.versions, bench.vocab_size))
     Console().print(render(report, title=f"{workload.name}, {num_adapters} adapters"))
-    _write(bench, json_out, report.as_json())
+    write(bench, json_out, report.as_json())
 
 
 def _num_adapters(adapters: Adapters, batch: int) -> int:
     return {Adapters.NONE: 0, Adapters.ONE: 1, Adapters.DISTINCT: batch}[adapters]
 
 
-def _set_up(options: dict[str, Any], num_adapters: int) -> _Bench:
+def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
     """Build the engine and register the adapters, from a command's own arguments."""
     import torch
 
@@ -199,6 +179,7 @@ def _set_up(options: dict[str, Any], num_adapters: int) -> _Bench:
         RandomEngineOptions,
         build_random_engine,
         random_specs,
+        register,
     )
     from loraplex.engine.build import DTYPES
     from loraplex.kernels.lora import padded_rank
@@ -221,22 +202,22 @@ def _set_up(options: dict[str, Any], num_adapters: int) -> _Bench:
             dtype=DTYPES[options["dtype"]],
             max_step_tokens=options.get("max_step_tokens", 2048),
             padded_to=padded_rank(max(ranks)) if padded else None,
+            from_files=options.get("from_files", False),
         )
     )
     specs = random_specs(
         "adapter", options["shape"], num_adapters=num_adapters, ranks=ranks, modules=options["modules"]
     )
-    for spec in specs:
-        engine.add_adapter(spec)
+    versions = register(engine, specs)
     if options["device"] == "cuda":
         torch.cuda.synchronize()
     unused = "rank" if options["ranks"] else "ranks"
     parameters = {
         key: value for key, value in options.items() if isinstance(value, int | float | str) and key != unused
     }
-    return _Bench(
+    return Bench(
         engine=engine,
-        versions=tuple(spec.version for spec in specs),
+        versions=versions,
         vocab_size=config_of_shape(options["shape"]).shape.vocab_size,
         parameters=parameters | {"num_adapters": num_adapters},
         build_s=time.perf_counter() - started,
@@ -268,7 +249,7 @@ def _check_context(options: dict[str, Any], max_position: int) -> None:
         )
 
 
-def _check_lengths(requests: Sequence[WorkloadRequest], workload: Path, max_model_len: int) -> None:
+def check_lengths(requests: Sequence[WorkloadRequest], workload: Path, max_model_len: int) -> None:
     for number, request in enumerate(requests, start=1):
         if request.prompt_tokens + request.output_tokens > max_model_len:
             raise typer.BadParameter(
@@ -288,7 +269,7 @@ def _rank_list(text: str) -> list[int]:
     return ranks
 
 
-def _publish(bench: _Bench, json_out: Path | None, **found: Distribution | None) -> None:
+def _publish(bench: Bench, json_out: Path | None, **found: Distribution | None) -> None:
     for name, distribution in found.items():
         assert distribution is not None
         figures = ", ".join(f"{key} {value:.2f}" for key, value in asdict(distribution).items())
@@ -298,10 +279,10 @@ def _publish(bench: _Bench, json_out: Path | None, **found: Distribution | None)
         for name, distribution in found.items()
         if distribution is not None
     }
-    _write(bench, json_out, rounded)
+    write(bench, json_out, rounded)
 
 
-def _write(bench: _Bench, json_out: Path | None, results: dict[str, Any]) -> None:
+def write(bench: Bench, json_out: Path | None, results: dict[str, Any]) -> None:
     from loraplex.bench.environment import ENGINE_PACKAGES, environment
 
     if json_out is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
 from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
@@ -115,6 +116,10 @@ class Engine:
         self._scheduler.add_adapter(spec.version, self._executor.adapter_bytes(spec))
         self._sources.setdefault(spec.version, {})[spec.path] = spec
         self._executor.expect(spec)
+
+    def choose_cold_start(self, cold_start: ColdStart) -> None:
+        """For adapters that are loaded from now on."""
+        self._scheduler.choose_cold_start(cold_start)
 
     def prepare(self) -> bool:
         return self._executor.prepare()

@@ -22,20 +22,20 @@ from loraplex.scheduling.start_policy import Coming
 
 class AdapterPins:
     """`prefetch_depth`: how far down the queue adapters start to load. `refused`: the request for whose
-    adapter there was no room just now, if any; nobody behind it may take what it waits for."""
+    adapter there was no room just now, if any; nobody behind it may take what it waits for. `streams`:
+    adapters can be counted on while they are on their way from the host's memory."""
 
-    def __init__(self, memory: Memory, *, streams: bool, prefetch_depth: int, max_running: int) -> None:
-        """`streams`: adapters can be counted on while they are on their way from the host's memory."""
+    def __init__(self, memory: Memory, *, prefetch_depth: int, max_running: int) -> None:
         self._memory = memory
         self._residency = memory.residency
         self._staging = memory.staging
-        self._streams = streams
         self._prefetch_depth = prefetch_depth
         self._max_running = max_running
         self._to_keep: deque[str] = deque()
         self._loads: list[AdapterLoad] = []
         self._arriving: dict[str, int] = {}  # on their way, and can be counted on already; bytes
         self.refused: Sequence | None = None
+        self.streams = False
 
     def keep(self, version: str) -> None:
         """Bring it in as soon as may be, and never let it go."""
@@ -143,7 +143,7 @@ class AdapterPins:
     def _load(self, version: str) -> None:
         source = None if self._staging is None else self._staging.hold(version)
         self._loads.append(replace(self._memory.load_of(version), source=source))
-        if source is not None and self._streams:
+        if source is not None and self.streams:
             self._arriving[version] = self._residency.num_bytes(version)
 
     def _follow_moves(self, running: Many[Sequence]) -> None:

@@ -66,18 +66,20 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self._staging = memory.staging
-        self._starts = StartPolicy(config.cold_start, costs)
-        self._pins = AdapterPins(
-            memory,
-            streams=self._starts.streams,
-            prefetch_depth=config.prefetch_depth,
-            max_running=config.max_running,
-        )
+        self._costs = costs
+        self._pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
+        self.choose_cold_start(config.cold_start)
         self._failures: list[TokenUpdate] = []
         self._under_way: deque[list[_ChunkUnderWay]] = deque()
         self._num_preemptions = 0
 
     # ---- what callers tell it
+
+    def choose_cold_start(self, cold_start: ColdStart) -> None:
+        """For adapters that are loaded from now on."""
+        self._cold_start = cold_start
+        self._starts = StartPolicy(cold_start, self._costs)
+        self._pins.streams = self._starts.streams
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raises if it could never run."""
@@ -113,7 +115,7 @@ class Scheduler:
 
     def add_adapter(self, version: str, num_bytes: int) -> None:
         """Make a version known. Raises CapacityError if there could never be room for it."""
-        if self._config.cold_start is ColdStart.CACHED and version not in self._residency:
+        if self._cold_start is ColdStart.CACHED and version not in self._residency:
             self._check_room_beside_kept(num_bytes)
             self._pins.keep(version)
         self._residency.add(version, num_bytes)
@@ -189,7 +191,7 @@ class Scheduler:
             moves=tuple(self._memory.take_moves()),
             adapter_reads=reads,
             adapter_loads=loads,
-            waits=self._config.cold_start is ColdStart.ON_DEMAND and bool(reads or loads),
+            waits=self._cold_start is ColdStart.ON_DEMAND and bool(reads or loads),
             preempted=tuple(sequence.request_id for sequence in preempted),
         )
 
