@@ -15,6 +15,7 @@ def step_features(plan: StepPlan, adapter_bytes: Mapping[str, int]) -> StepFeatu
     versions = {chunk.adapter for chunk in plan.chunks if chunk.adapter is not None}
     return StepFeatures(
         num_decodes=len(decodes),
+        num_prompts=len(prompts),
         num_prompt_tokens=sum(chunk.num_tokens for chunk in prompts),
         decode_positions=sum(chunk.end for chunk in decodes),
         prompt_pairs=sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in prompts),
