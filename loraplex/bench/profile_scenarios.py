@@ -7,7 +7,8 @@ be read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -28,8 +29,8 @@ Progress = Callable[[str, float], None]
 
 _RANKS: Final = (8, 64)
 _MODULES: Final = ("q_proj", "k_proj", "v_proj")
-_CPU_TOKENS: Final = 8192
-"""In the KV cache of a random engine on a CPU."""
+_BLOCK_SIZE: Final = 16
+"""Tokens of a KV block of a random engine."""
 _SHARES: Final = {"engine": 0.1, "steps": 0.6, "copies": 0.1, "reads": 0.1, "disk": 0.05, "CPU LoRA": 0.05}
 """Of the time, by phase; roughly, for the progress bar."""
 
@@ -92,11 +93,14 @@ def _profile_steps(options: ProfileOptions, report: _Phases) -> StepCost:
         RandomEngineOptions(shape="", device=options.device, dtype=options.dtype, compiled=True), config
     )
     try:
+        # Half of the memory for each side: whatever were evicted would be loaded again within a step's time.
+        stats = engine.stats()
+        memory_bytes = max(stats.device_arena_bytes, stats.host_adapter_budget_bytes) // 2
         cases = step_cases(
-            _add_adapters(engine, options, num_each=128 if on_gpu else 16),
+            _add_adapters(engine, options, memory_bytes, most_each=128 if on_gpu else 16),
             on_gpu=on_gpu,
             max_context=engine.max_model_len,
-            max_tokens=_CPU_TOKENS if not on_gpu else 1 << 20,
+            max_tokens=stats.num_kv_blocks * _BLOCK_SIZE // 2,
         )
         return measure_steps(
             engine,
@@ -109,13 +113,19 @@ def _profile_steps(options: ProfileOptions, report: _Phases) -> StepCost:
         engine.close()
 
 
-def _add_adapters(engine: Engine, options: ProfileOptions, num_each: int) -> list[StepAdapter]:
-    shape = options.config.shape
+def _add_adapters(
+    engine: Engine, options: ProfileOptions, memory_bytes: int, most_each: int
+) -> list[StepAdapter]:
+    """Of each rank as many as fit this memory together, and one at the least."""
+    shape, element_bytes = options.config.shape, options.dtype.itemsize
+    kinds = {rank: random_spec(f"rank{rank}", shape, rank, _MODULES) for rank in _RANKS}
+    bytes_of_one_each = sum(spec.num_params for spec in kinds.values()) * element_bytes
+    num_each = max(min(most_each, memory_bytes // bytes_of_one_each), 1)
     found = []
-    for rank in _RANKS:
+    for rank, kind in kinds.items():
         for index in range(num_each):
-            spec = random_spec(f"rank{rank}-{index:03d}", shape, rank, _MODULES)
-            engine.add_adapter(spec)
-            num_bytes = spec.num_params * options.dtype.itemsize
-            found.append(StepAdapter(version=spec.version, rank=rank, num_bytes=num_bytes))
+            version = f"{kind.version}-{index:03d}"
+            engine.add_adapter(replace(kind, version=version, path=Path(version)))
+            num_bytes = kind.num_params * element_bytes
+            found.append(StepAdapter(version=version, rank=rank, num_bytes=num_bytes))
     return found

@@ -73,6 +73,7 @@ class StepCase:
         distinct = {adapter.version: adapter.num_bytes for _, adapter in used}
         return StepFeatures(
             num_decodes=self.num_decodes,
+            num_prompts=len(self.prompts),
             num_prompt_tokens=sum(self.prompts),
             decode_positions=self.num_decodes * (self.context + self.decode_tokens / 2),
             prompt_pairs=sum(n * n / 2 for n in self.prompts),

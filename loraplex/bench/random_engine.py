@@ -66,10 +66,7 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
         raise ModelError("there is no CUDA device here; give --device cpu")
     if config is None:
         config = config_of_shape(options.shape)
-        if device.type == "cpu" and config.shape.linear_flops > 1e9:
-            raise CapacityError(
-                f"the shape {options.shape!r} is too large for --device cpu; try --shape tiny"
-            )
+        check_shape(options.shape, options.device)
     weights = random_weights(config, options.dtype, device)
     if device.type == "cuda":
         from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
@@ -122,6 +119,12 @@ def register(engine: Engine, specs: Sequence[AdapterSpec], *, staged: bool = Tru
     while engine.has_work():
         engine.step()
     return tuple(spec.version for spec in specs)
+
+
+def check_shape(name: str, device: str) -> None:
+    """That a CPU would come to an end with it."""
+    if device == "cpu" and config_of_shape(name).shape.linear_flops > 1e9:
+        raise CapacityError(f"the shape {name!r} is too large for --device cpu; try --shape tiny")
 
 
 def random_specs(

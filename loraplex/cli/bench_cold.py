@@ -214,7 +214,8 @@ def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[st
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    typer.echo(f"\n{title}")
+    table = Table()
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number == 0 else "right")
     for row in rows:

@@ -67,6 +67,7 @@ def _resolve(
     model: str | None, shape: str | None, device: str, dtype: str
 ) -> tuple[ModelConfig, str, torch.dtype]:
     """What is measured: options that stand for something else, as `serve` understands them."""
+    from loraplex.bench.random_engine import check_shape
     from loraplex.engine.build import EngineOptions, choose_device, choose_dtype
     from loraplex.model.config import load_config
     from loraplex.model.shapes import config_of_shape
@@ -76,7 +77,9 @@ def _resolve(
     if model is not None:
         config = load_config(resolve_model(model))
     else:
-        config = config_of_shape(shape or ("llama-2-7b" if device == "cuda" else "tiny"))
+        shape = shape or ("llama-2-7b" if device == "cuda" else "tiny")
+        check_shape(shape, device)
+        config = config_of_shape(shape)
     return config, device, choose_dtype(dtype, device, config)
 
 
@@ -96,17 +99,20 @@ def _show(model: CostModel) -> None:
     from rich.table import Table
 
     subject = model.subject
-    table = Table(title=f"{subject.model}, {subject.dtype}, on {subject.machine}", title_justify="left")
+    console = Console(highlight=False)
+    console.print(f"{subject.model}, {subject.dtype}, on {subject.machine}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("cost", "fitted", "samples", "R²", "worst error"):
-        table.add_column(heading, justify="left" if heading in ("cost", "fitted") else "right")
+        is_text = heading in ("cost", "fitted")
+        table.add_column(heading, justify="left" if is_text else "right")
     for name, figures, quality in _rows(model):
         table.add_row(name, figures, *_quality(quality))
-    Console(highlight=False).print(table)
+    console.print(table)
 
 
 def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:
     if model.bus is not None:
-        launch = f", {model.bus.launch_s * 1e6:.1f} µs a copy more"
+        launch = f", each copy more {model.bus.launch_s * 1e6:.1f} µs"
         yield "copy to the device", _line(model.bus.copy) + launch, model.bus.copy.quality
     for number, line in model.read.by_readers:
         readers = "1 reader" if number == 1 else f"{number} readers"
@@ -114,25 +120,23 @@ def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:
     yield "file from disk", _line(model.disk), model.disk.quality
     few, many = model.step.curve.rows[0], model.step.curve.rows[-1]
     curve = model.step.curve.seconds_at
-    rows = f"{curve[0] * 1e3:.2f} ms for {few} rows, {curve[-1] * 1e3:.2f} ms for {many}"
-    if few == 1:
-        rows = rows.replace("1 rows", "1 row", 1)
+    rows = f"{curve[0] * 1e3:.2f} ms (rows: {few}) to {curve[-1] * 1e3:.2f} ms ({many})"
     yield "engine step", rows, model.step.quality
     terms = model.step.terms
     yield (
         "  adapters in it",
         (
             f"{terms.lora_s * 1e3:.3f} ms for any, {terms.adapter_s * 1e6:.1f} µs each, "
-            f"{terms.adapter_byte_s * 1e15:.1f} µs a GB"
+            f"{terms.adapter_byte_s * 1e12:.1f} ms a GB"
         ),
         None,
     )
-    yield "  1,000 positions", f"{terms.decode_position_s * 1e9:.2f} µs decoding", None
+    yield "  1,000 positions", f"{terms.decode_position_s * 1e9:.2f} µs of every decode behind them", None
     assist = model.assist
     per_core = (assist.serial_s + assist.shared_s) * 1e12
     yield (
         "CPU LoRA product",
-        (f"{assist.call_s * 1e6:.1f} µs + {per_core:.1f} µs a million weights and token on one core"),
+        f"{assist.call_s * 1e6:.1f} µs, {per_core:.1f} µs a million weights and token",
         assist.quality,
     )
 
@@ -140,7 +144,7 @@ def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:
 def _line(line: Line) -> str:
     rate = line.units_per_s
     speed = "any amount" if rate is None else f"{rate / 1e9:.2f} GB/s"
-    return f"{line.latency_s * 1e6:.1f} µs + {speed}"
+    return f"{line.latency_s * 1e6:.1f} µs, then {speed}"
 
 
 def _quality(quality: FitQuality | None) -> tuple[str, str, str]:

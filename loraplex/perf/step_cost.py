@@ -27,6 +27,7 @@ class StepFeatures:
     """
 
     num_decodes: int = 0
+    num_prompts: int = 0
     num_prompt_tokens: int = 0
     decode_positions: float = 0
     prompt_pairs: float = 0
@@ -65,9 +66,11 @@ class RowCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTerms:
-    """Seconds that a step takes beside its rows. `prompt_s`: for having any prompt, `lora_s`: any adapter."""
+    """Seconds that a step takes beside its rows. `prompt_s`: for having any prompt, `lora_s`: any adapter.
+    `request_s`: of each decode and prompt, for its logits and its sampling."""
 
     prompt_s: float = 0.0
+    request_s: float = 0.0
     decode_position_s: float = 0.0
     prompt_pair_s: float = 0.0
     lora_s: float = 0.0
@@ -123,6 +126,7 @@ def _amounts(step: StepFeatures) -> tuple[float, ...]:
     """What each of `StepTerms` is multiplied with, in their order."""
     return (
         float(step.num_prompt_tokens > 0),
+        step.num_decodes + step.num_prompts,
         step.decode_positions,
         step.prompt_pairs,
         float(step.num_adapters > 0),

@@ -14,7 +14,7 @@ ended by then is passed over.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -24,12 +24,12 @@ from loraplex.core.errors import CapacityError, ContextLengthError, InvalidReque
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
-from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.adapter_pins import AdapterPins
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.sequence import Sequence
 from loraplex.scheduling.start_policy import StartPolicy
+from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
 
 
@@ -199,7 +199,7 @@ class Scheduler:
         """Told of some steps: how long this one took."""
         known = all(chunk.adapter is None or chunk.adapter in self._residency for chunk in plan.chunks)
         if known and not any(load.awaited for load in plan.adapter_loads):
-            self._starts.observe_step(self._features(plan.chunks), seconds)
+            self._starts.observe_step(step_features(plan.chunks, self._residency.num_bytes), seconds)
 
     def live_chunks(self, plan: StepPlan) -> list[Chunk]:
         """Of the oldest step under way, the chunks whose requests have not ended in between."""
@@ -339,27 +339,10 @@ class Scheduler:
         )
         used = {chunk.adapter for chunk in chunks}
         return self._starts.may_join(
-            num_others=len(chunks),
-            before=self._features(chunks),
-            after=self._features([*chunks, own]),
+            before=step_features(chunks, self._residency.num_bytes),
+            after=step_features([*chunks, own], self._residency.num_bytes),
             coming_before=self._pins.coming_for(used),
             coming_after=self._pins.coming_for(used | {sequence.adapter}),
-        )
-
-    def _features(self, chunks: Iterable[Chunk]) -> StepFeatures:
-        """Of a step, as its cost is predicted from them."""
-        chunks = tuple(chunks)
-        decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
-        prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
-        sizes = {c.adapter: self._residency.num_bytes(c.adapter) for c in chunks if c.adapter is not None}
-        return StepFeatures(
-            num_decodes=len(decodes),
-            num_prompt_tokens=sum(chunk.num_tokens for chunk in prompts),
-            decode_positions=sum(chunk.end for chunk in decodes),
-            prompt_pairs=sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in prompts),
-            num_adapters=len(sizes),
-            adapter_bytes=sum(sizes.values()),
-            row_adapter_bytes=sum(sizes[c.adapter] * c.num_tokens for c in chunks if c.adapter is not None),
         )
 
     def _start(self, sequence: Sequence, budget: float) -> int:

@@ -42,16 +42,15 @@ class StartPolicy:
     def may_join(
         self,
         *,
-        num_others: int,
         before: StepFeatures,
         after: StepFeatures,
         coming_before: Coming,
         coming_after: Coming,
     ) -> bool:
-        """Whether a request may join a step of so many others, which is `after` with it and `before`
-        without."""
+        """Whether a request may join a step, which is `after` with it and `before` without."""
         if self._costs is None:
             return self.streams
+        num_others = before.num_decodes + before.num_prompts
         if num_others == 0:
             return True  # nobody waits but itself
         model = self._costs.model

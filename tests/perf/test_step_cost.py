@@ -22,6 +22,7 @@ REAL = StepCost(
     ),
     terms=StepTerms(
         prompt_s=0.4e-3,
+        request_s=3e-6,
         decode_position_s=3e-8,
         prompt_pair_s=4e-10,
         lora_s=0.15e-3,
@@ -45,6 +46,7 @@ def decodes(rows: int, context: int = 128, adapters: int = 0, rank: int = 64) ->
 
 def prompts(number: int, tokens: int, adapters: int = 0) -> StepFeatures:
     return StepFeatures(
+        num_prompts=number,
         num_prompt_tokens=number * tokens,
         prompt_pairs=number * tokens * tokens / 2,
         num_adapters=adapters,
@@ -60,7 +62,7 @@ GRID = [
     *(prompts(1, tokens) for tokens in (16, 64, 128, 512, 2048)),
     *(prompts(number, 512 // number) for number in (2, 4)),
     *(prompts(1, tokens, adapters=1) for tokens in (128, 512)),
-    replace(decodes(32), num_prompt_tokens=128, prompt_pairs=128 * 64),
+    replace(decodes(32), num_prompts=1, num_prompt_tokens=128, prompt_pairs=128 * 64),
 ]
 
 
@@ -123,8 +125,9 @@ def test_the_features_of_a_plan() -> None:
     plan = StepPlan(
         chunks=(chunk("a", "x", 9, 1), chunk("b", "x", 19, 0), chunk("c", "y", 10, 4), chunk("d", None, 0, 6))
     )
-    assert step_features(plan, {"x": 100, "y": 1000, "idle": 7}) == StepFeatures(
+    assert step_features(plan.chunks, {"x": 100, "y": 1000, "idle": 7}.__getitem__) == StepFeatures(
         num_decodes=2,  # one of them with a token that is still being sampled
+        num_prompts=2,
         num_prompt_tokens=10,
         decode_positions=30,
         prompt_pairs=4 * 12 + 6 * 3,

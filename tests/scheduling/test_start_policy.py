@@ -51,9 +51,8 @@ def joins(
     backlog_mb: int = 0,
 ) -> bool:
     return policy.may_join(
-        num_others=others,
-        before=step,
-        after=replace(step, num_prompt_tokens=step.num_prompt_tokens + 128),
+        before=replace(step, num_prompts=others - step.num_decodes),
+        after=replace(step, num_prompts=1, num_prompt_tokens=step.num_prompt_tokens + 128),
         coming_before=Coming(awaited_bytes=awaited_mb * MB, backlog_bytes=backlog_mb * MB),
         coming_after=Coming(awaited_bytes=(awaited_mb + own_mb) * MB, backlog_bytes=backlog_mb * MB),
     )

@@ -1,0 +1,110 @@
+"""`loraplex bench engine cold` on a CPU, and the figures it makes of a replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from loraplex.bench.adapter_files import save_random_adapters
+from loraplex.bench.cold_scenarios import figures_of
+from loraplex.bench.records import RequestRecord
+from loraplex.cli.main import app
+from loraplex.core.cold_start import ColdStart
+from loraplex.model.shapes import config_of_shape
+from loraplex.workload.jsonl import WorkloadRequest, write_workload
+
+SMALL = (
+    "cold", "--device", "cpu", "--shape", "tiny", "--num-adapters", "2", "--prompt-tokens", "8",
+    "--rank", "4",
+)  # fmt: skip
+
+
+def bench(*args: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "engine", *SMALL, *args])
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "w.jsonl"
+    write_workload(
+        path,
+        [WorkloadRequest(arrival_s=0.01 * i, prompt_tokens=5, output_tokens=4, adapter=0) for i in range(5)],
+    )
+    return path
+
+
+@pytest.mark.parametrize("files", ["--files", "--no-files"])
+def test_every_policy_is_compared_with_cached(workload: Path, tmp_path: Path, files: str) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    result = bench(
+        files, "--workload", str(workload), "--burst", "3", "--json", str(out), "--plot", str(plot)
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())["results"]
+    policies = {"cached", "on-demand", "overlap"}
+    assert found["idle_ttft_ms"].keys() == found["burst"].keys() == found["workload"].keys() == policies
+    assert found["idle_ttft_ms"]["cached"].keys() == {"ready"}
+    assert found["idle_ttft_ms"]["overlap"].keys() == {"disk", "ready"}
+    assert found["workload"]["cached"]["over_cached"]["ttft_ms"] == {"mean": 0.0, "p95": 0.0}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_policy_is_compared_with_cached_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert bench("--policy", "on-demand", "--json", str(out)).exit_code == 0
+    assert json.loads(out.read_text())["results"]["idle_ttft_ms"].keys() == {"cached", "on-demand"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--policy", "pipelined"), "needs a GPU"),
+        (("--policy", "magic"), "magic"),
+        (("--plot", "a.png"), "--workload"),
+        (("--json", "/nonexistent/a.json"), "name a file in a folder that exists"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options: tuple[str, ...], message: str) -> None:
+    result = bench(*options)
+    assert result.exit_code != 0
+    assert message in " ".join((result.output + str(result.exception)).split())
+
+
+def record(first_ms: float, gaps_ms: list[float]) -> RequestRecord:
+    times = [first_ms / 1e3]
+    for gap in gaps_ms:
+        times.append(times[-1] + gap / 1e3)
+    return RequestRecord(
+        model="m", prompt_tokens=1, output_tokens=len(times), arrival_s=0.0, token_times_s=tuple(times),
+        finish_s=times[-1], error=None,
+    )  # fmt: skip
+
+
+def test_overheads_and_pauses_are_told_by_what_cached_takes() -> None:
+    found = figures_of(
+        {
+            ColdStart.CACHED: [record(10, [5, 5, 5, 5])] * 2,
+            ColdStart.OVERLAP: [record(15, [5, 5, 5, 5]), record(15, [5, 20, 5, 8])],
+        }
+    )
+    overlap = found[ColdStart.OVERLAP]
+    assert overlap.overheads["ttft_ms"]["mean"] == pytest.approx(0.5)
+    assert overlap.overheads["e2e_ms"]["mean"] == pytest.approx(((35 + 53) / 2) / 30 - 1)
+    assert overlap.interruptions_per_request == pytest.approx(1.0)  # two gaps above 7.5 ms, two requests
+    assert found[ColdStart.CACHED].interruptions_per_request == 0
+
+
+def test_saved_adapters_differ_and_are_whole(tmp_path: Path) -> None:
+    import torch
+
+    shape = config_of_shape("tiny").shape
+    specs = save_random_adapters(
+        tmp_path, shape, torch.bfloat16, count=2, rank=3, modules=("q_proj", "down_proj")
+    )
+    assert len({spec.version for spec in specs}) == 2
+    assert {lora.module for lora in specs[0].modules} == {"q_proj", "down_proj"}
+    assert specs[0].max_rank == 3

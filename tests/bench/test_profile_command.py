@@ -1,0 +1,121 @@
+"""`loraplex profile` on a CPU with a tiny model: what it measures, writes, shows and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from loraplex.bench.alternating import time_alternating
+from loraplex.bench.profile_steps import StepAdapter, StepCase, step_cases
+from loraplex.cli.main import app
+from loraplex.core.errors import LoraplexError
+from loraplex.engine.profile_subject import profile_path, subject_of
+from loraplex.model.shapes import config_of_shape
+from loraplex.perf.profile_json import read_profile
+from loraplex.perf.step_cost import StepFeatures
+
+TINY = config_of_shape("tiny").shape
+
+
+def profile(*args: str) -> Result:
+    return CliRunner().invoke(app, ["profile", *args])
+
+
+def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path))
+    num_threads = torch.get_num_threads()
+    result = profile("--shape", "tiny", "--device", "cpu", "--repeats", "1")
+    assert result.exit_code == 0, result.output
+    subject = subject_of(TINY, "cpu", torch.float32)
+    model = read_profile(profile_path(subject), subject)
+    assert str(tmp_path) in result.output.replace("\n", "")
+    assert model.measured
+    assert model.bus is None
+    assert model.step_s(StepFeatures(num_decodes=4, decode_positions=100)) > 0
+    assert model.read_s(1 << 20) > 0
+    assert model.step.quality is not None
+    assert model.step.quality.num_samples > 30
+    assert "engine step" in result.output
+    assert "worst error" in result.output
+    assert torch.get_num_threads() == num_threads
+    assert [file.suffix for file in (tmp_path / "profiles").iterdir()] == [".json"], "no other file is left"
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (("--shape", "tiny", "--model", "x"), "give --model or --shape, not both"),
+        (("--json", "/nonexistent/a.json"), "name a file in a folder that exists"),
+        (("--repeats", "0"), "greater than or equal to 1"),
+    ],
+)
+def test_bad_usage_says_what_would_be_good(args: tuple[str, ...], reason: str) -> None:
+    result = profile("--device", "cpu", *args)
+    assert result.exit_code == 2
+    assert reason in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (("--shape", "llama-9"), "known are tiny, llama-2-7b"),
+        (("--shape", "llama-2-7b"), "too large for --device cpu"),
+        (("--device", "tpu"), "choose auto, cpu or cuda"),
+        (("--dtype", "int8"), "choose auto, float32"),
+        (("--model", "/nonexistent/model"), "/nonexistent/model"),
+    ],
+    ids=["shape", "large shape", "device", "dtype", "model"],
+)
+def test_what_does_not_exist_is_answered_with_what_does(args: tuple[str, ...], reason: str) -> None:
+    result = profile("--device", "cpu", *args)
+    assert isinstance(result.exception, LoraplexError)
+    assert reason in str(result.exception)
+
+
+ADAPTERS = [
+    StepAdapter(version=f"{rank}-{index}", rank=rank, num_bytes=100 * rank)
+    for rank in (8, 64)
+    for index in range(128)
+]
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_cases_fit_the_engine_and_tell_every_cost_apart(on_gpu: bool) -> None:
+    cases = step_cases(ADAPTERS, on_gpu=on_gpu, max_context=2048, max_tokens=40_000)
+    assert all(case.max_context <= 2048 and case.num_tokens <= 40_000 for case in cases)
+    features = [case.features() for case in cases]
+    base = [step for step in features if step.num_adapters == 0]
+    assert len({step.decode_positions / step.num_decodes for step in base if step.num_decodes}) > 2
+    assert len({step.num_prompts for step in base}) > 2
+    assert len({step.num_adapters for step in features}) > 4
+    assert any(step.num_decodes and step.num_prompts and step.num_adapters for step in features)
+
+
+def test_the_features_of_a_case_count_each_adapter_once() -> None:
+    case = StepCase(num_decodes=3, context=100, prompts=(10,), adapters=tuple(ADAPTERS[:2]))
+    step = case.features()
+    assert (step.num_adapters, step.adapter_bytes) == (2, 1600)
+    assert step.row_adapter_bytes == (3 + 10) * 800
+    assert (step.num_decodes, step.num_prompts, step.num_prompt_tokens, step.prompt_pairs) == (3, 1, 10, 50)
+    assert 300 < step.decode_positions < 3 * case.max_context
+
+
+def test_things_are_timed_in_turn_and_the_first_time_does_not_count() -> None:
+    calls: list[str] = []
+    shares: list[float] = []
+    took = {"a": [100.0, 1.0, 3.0, 2.0], "b": [100.0, 5.0, 5.0, 6.0]}
+
+    def case(name: str) -> float:
+        calls.append(name)
+        return took[name].pop(0)
+
+    found = time_alternating([lambda: case("a"), lambda: case("b")], repeats=3, report=shares.append)
+    assert found == [2.0, 5.0]
+    assert "".join(calls) == "abbaabba"
+    assert shares == pytest.approx([n / 8 for n in range(1, 9)])
