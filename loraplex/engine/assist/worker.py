@@ -60,7 +60,7 @@ class Worker:
             task, bounds = self._control.read(ticket)
             start, end = bounds[self._slot : self._slot + 2]
             if start < end:
-                while max(part.weights for part in task.parts) >= len(self._weights):
+                while any(part.weights >= len(self._weights) for part in task.parts):
                     if not self._listen():  # they were sent before the task was written
                         return
                 self._product.compute(task, self._weights, start, end)
