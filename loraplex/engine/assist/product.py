@@ -1,11 +1,13 @@
-"""The LoRA product of some rows on one core.
+"""The LoRA product of some rows on one core: by matrix tiles where the core has them, by torch otherwise.
 
-Libraries compile a kernel for every new number of rows, which takes longer than the product itself by far. So
-rows are computed in tiles of a few sizes, the last one filled up with rows that nobody looks at.
+Torch's libraries compile a kernel for every new number of rows, which takes longer than the product itself
+by far. So rows are given to them in blocks of a few sizes, the last one filled up with rows of no use.
 """
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -13,24 +15,70 @@ from typing import Final
 import torch
 
 from loraplex.engine.assist.tasks import AssistPart, AssistTask
+from loraplex.kernels.cpu import amx_lora
 
 TILE_ROWS: Final = 32
 PROFILED_ROWS: Final = (8, 16, 32, 64, 128)
 _PROFILE_REPEATS: Final = 5
+_LINE_BYTES: Final = 64
 
 
 class Product:
     """Computes slices of tasks over blocks of one dtype. Used by one thread."""
 
-    def __init__(self, dtype: torch.dtype, x: torch.Tensor, y: torch.Tensor) -> None:
-        """`x` and `y`: the bytes of the blocks that tasks point into."""
+    def __init__(
+        self, dtype: torch.dtype, x: torch.Tensor, y: torch.Tensor, *, has_tiles: bool | None = None
+    ) -> None:
+        """`x` and `y`: the bytes of the blocks that tasks point into. `has_tiles`: None to find out."""
         self._dtype = dtype
         self._x = x.view(dtype)
         self._y = y.view(dtype)
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
+        self._tiles = amx_lora.amx_lora() if dtype == torch.bfloat16 and has_tiles is not False else None
 
     def compute(self, task: AssistTask, weights: Sequence[torch.Tensor], start: int, end: int) -> None:
         """y of rows [start, end). `weights`: bytes of the blocks of weights."""
+        if not task.parts:
+            return
+        if self._tiles is not None and all(
+            amx_lora.takes(task.in_features, part.out_features) for part in task.parts
+        ):
+            self._tiles(self._tile_arguments(task, weights, start, end))
+        else:
+            self._compute_by_torch(task, weights, start, end)
+
+    def _tile_arguments(
+        self, task: AssistTask, weights: Sequence[torch.Tensor], start: int, end: int
+    ) -> ctypes.Array[ctypes.c_int64]:
+        size = self._dtype.itemsize
+        max_rank = max(part.rank for part in task.parts)
+        scratch = self._scratch_bytes(amx_lora.scratch_bytes(task.in_features, max_rank))
+        x = self._x.data_ptr() + (task.x_start + start * task.x_stride) * size
+        y = self._y.data_ptr() + (task.y_start + start * task.y_stride) * size
+        words = [x, task.x_stride * size, end - start, task.in_features, len(task.parts), scratch, 0]
+        for part in task.parts:
+            address = weights[part.weights].data_ptr()
+            words += [
+                address + part.a_offset_bytes,
+                address + part.b_offset_bytes,
+                part.rank,
+                struct.unpack("i", struct.pack("f", part.scale))[0],
+                y + part.out_start * size,
+                task.y_stride * size,
+                part.out_features,
+            ]
+        return (ctypes.c_int64 * len(words))(*words)
+
+    def _scratch_bytes(self, num_bytes: int) -> int:
+        """The address of at least so many bytes, at the beginning of a cache line."""
+        found = self._scratch.get(("tiles", 0))
+        if found is None or found.numel() < num_bytes + _LINE_BYTES:
+            found = self._scratch["tiles", 0] = torch.zeros(num_bytes + _LINE_BYTES, dtype=torch.uint8)
+        return -(-found.data_ptr() // _LINE_BYTES) * _LINE_BYTES
+
+    def _compute_by_torch(
+        self, task: AssistTask, weights: Sequence[torch.Tensor], start: int, end: int
+    ) -> None:
         matrices = [self._matrices(part, weights[part.weights], task.in_features) for part in task.parts]
         for first in range(start, end, TILE_ROWS):
             num_rows = min(TILE_ROWS, end - first)
