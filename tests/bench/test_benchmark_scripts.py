@@ -255,4 +255,4 @@ def test_cpu_lora_workers_are_measured_against_torch(tmp_path: Path) -> None:
         assert 0 < found[dtype]["round_trip_us"]["p50"] <= found[dtype]["round_trip_us"]["p99"]
         [row] = found[dtype]["products"]
         assert (row["tokens"], row["rank"]) == (16, 8)
-        assert row["speedup"] == pytest.approx(row["torch_us"]["p50"] / row["workers_us"]["p50"], rel=0.1)
+        assert row["speedup"] == pytest.approx(row["torch_us"]["p50"] / row["workers_us"]["p50"], abs=0.05)

@@ -30,6 +30,8 @@ from loraplex.engine.assist.tasks import AssistTask
 logger = logging.getLogger(__name__)
 
 _STAND_IN_SPINS: Final = 2_000
+_STAND_IN_SLICES: Final = 8
+"""How many slices are computed in others' stead before their processes are looked after again."""
 _LEAVE_S: Final = 2.0
 """How long workers may take to leave when asked to."""
 
@@ -137,6 +139,7 @@ class Crew:
             self._arm()
 
     def submit(self, task: AssistTask) -> int:
+        self.raise_if_failed()
         with self._changed:
             assert not self._closing, "the pool is closed"
             ticket = self._last_ticket + 1
@@ -268,7 +271,10 @@ class Crew:
 
     def _stand_in(self) -> None:
         """Compute what slots without a worker owe, as far as it may start."""
-        while owing := [slot for slot in self._slots if slot.owed is not None]:
+        for _ in range(_STAND_IN_SLICES):
+            owing = [slot for slot in self._slots if slot.owed is not None]
+            if not owing:
+                return
             slot = min(owing, key=lambda slot: self._control.done(slot.index))
             ticket = self._control.done(slot.index) + 1
             if not self._control.wait_signal(ticket, _STAND_IN_SPINS):
@@ -347,5 +353,7 @@ class Crew:
         for process in processes:
             if not process.wait(max(until - time.monotonic(), 0.0)):
                 process.kill()
-        for slot in self._slots:
+        if self._failure is None and not self._control.wait_done(self._last_ticket, 1):
+            self._failure = "CPU LoRA workers were ended before all their tasks were done"
+        for slot in self._slots:  # whoever waits need not wait any longer
             self._control.set_done(slot.index, FOREVER)

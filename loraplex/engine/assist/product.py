@@ -55,7 +55,7 @@ class Product:
         scratch = self._scratch_bytes(amx_lora.scratch_bytes(task.in_features, max_rank))
         x = self._x.data_ptr() + (task.x_start + start * task.x_stride) * size
         y = self._y.data_ptr() + (task.y_start + start * task.y_stride) * size
-        words = [x, task.x_stride * size, end - start, task.in_features, len(task.parts), scratch, 0]
+        words = [x, task.x_stride * size, end - start, task.in_features, len(task.parts), scratch]
         for part in task.parts:
             address = weights[part.weights].data_ptr()
             words += [

@@ -70,19 +70,22 @@ class Worker:
     def _await(self, ticket: int) -> bool:
         """Return when the task may start; False if it is time to leave."""
         while not self._control.wait_signal(ticket, _SPINS):
-            if self._control.is_stopped or os.getppid() != self._parent_pid:
+            if self._is_over():
                 return False
             if not self._control.is_armed and not self._listen():
                 return False
             os.sched_yield()
         return True
 
+    def _is_over(self) -> bool:
+        return self._control.is_stopped or os.getppid() != self._parent_pid
+
     def _listen(self) -> bool:
         """Sleep until there is a message; False when there are no more to come."""
         readable = select.poll()
         readable.register(self._channel, select.POLLIN)
         while not readable.poll(_LOOK_AROUND_MS):
-            if os.getppid() != self._parent_pid:
+            if self._is_over():
                 return False
         message = receive(self._channel)
         if isinstance(message, Weights):

@@ -5,7 +5,7 @@ rows hold pairs: row k has elements 2k and 2k + 1 of every column side by side. 
 tile.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type,misc"
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numba
 from llvmlite import binding, ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 TILE_BYTES = 1024
@@ -24,11 +24,20 @@ _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
 
-_LEFT = 4
+# Tiles 0 to 3 hold sums: of the left tiles 4 and 5 with the right tiles 6 and 7 each.
+_SUMS = ((0, 1), (2, 3))
+_LEFT = (4, 5)
 _RIGHT = (6, 7)
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _VOID = ir.VoidType()
 _BYTES = _I8.as_pointer()
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat16, which llvmlite has no name for."""
+
+    def _to_string(self):
+        return "bfloat"
 
 
 @lru_cache(maxsize=1)
@@ -83,29 +92,33 @@ def release_tiles(typingctx):
 
 @intrinsic
 def zero_sums(typingctx):
-    """Both tiles of sums."""
+    """All four tiles of sums."""
 
     def codegen(context, builder, signature, args):
-        for number in (0, 1):
+        for number in (*_SUMS[0], *_SUMS[1]):
             _instruction(builder, "tilezero", [_tile(number)])
         return context.get_dummy_value()
 
     return types.void(), codegen
 
 
-def _accumulate(num_right):
+def _accumulate(num_left, num_right):
     @intrinsic
     def accumulate(typingctx, left, left_stride, right):
-        """sums[i] += left @ right[i], with the right tiles one after the other in memory."""
+        """sums[i][j] += left[i] @ right[j]. Left tiles are 16 rows apart, right ones follow each other."""
 
         def codegen(context, builder, signature, args):
             left, left_stride, right = args
-            _instruction(builder, "tileloadd64", [_tile(_LEFT), _pointer(builder, left), left_stride])
-            for index in range(num_right):
-                address = builder.add(right, ir.Constant(_I64, index * TILE_BYTES))
-                loaded = [_tile(_RIGHT[index]), _pointer(builder, address), ir.Constant(_I64, 64)]
+            sixteen = ir.Constant(_I64, 16)
+            for tile in _LEFT[:num_left]:
+                _instruction(builder, "tileloadd64", [_tile(tile), _pointer(builder, left), left_stride])
+                left = builder.add(left, builder.mul(left_stride, sixteen))
+            for j, tile in enumerate(_RIGHT[:num_right]):
+                address = builder.add(right, ir.Constant(_I64, j * TILE_BYTES))
+                loaded = [_tile(tile), _pointer(builder, address), ir.Constant(_I64, 64)]
                 _instruction(builder, "tileloadd64", loaded)
-                _instruction(builder, "tdpbf16ps", [_tile(index), _tile(_LEFT), _tile(_RIGHT[index])])
+                for i in range(num_left):
+                    _instruction(builder, "tdpbf16ps", [_tile(_SUMS[i][j]), _tile(_LEFT[i]), _tile(tile)])
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64), codegen
@@ -113,18 +126,37 @@ def _accumulate(num_right):
     return accumulate
 
 
-accumulate_one = _accumulate(1)
-accumulate_two = _accumulate(2)
+_accumulate_1_1 = _accumulate(1, 1)
+_accumulate_1_2 = _accumulate(1, 2)
+_accumulate_2_1 = _accumulate(2, 1)
+_accumulate_2_2 = _accumulate(2, 2)
+
+
+@njit(inline="always")
+def accumulate(num_left, num_right, left, left_stride, right):
+    """sums[i][j] += left[i] @ right[j] for one or two of each."""
+    if num_left > 1:
+        if num_right > 1:
+            _accumulate_2_2(left, left_stride, right)
+        else:
+            _accumulate_2_1(left, left_stride, right)
+    elif num_right > 1:
+        _accumulate_1_2(left, left_stride, right)
+    else:
+        _accumulate_1_1(left, left_stride, right)
 
 
 @intrinsic
 def store_sums(typingctx, address, stride):
-    """Both tiles of sums side by side, as float32."""
+    """All four tiles of sums, as float32: those of a left tile side by side, the others 16 rows below."""
 
     def codegen(context, builder, signature, args):
-        for number in (0, 1):
-            to = builder.add(args[0], ir.Constant(_I64, 64 * number))
-            _instruction(builder, "tilestored64", [_tile(number), _pointer(builder, to), args[1]])
+        address, stride = args
+        for tiles in _SUMS:
+            for j, tile in enumerate(tiles):
+                to = builder.add(address, ir.Constant(_I64, 64 * j))
+                _instruction(builder, "tilestored64", [_tile(tile), _pointer(builder, to), stride])
+            address = builder.add(address, builder.mul(stride, ir.Constant(_I64, 16)))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -167,39 +199,44 @@ def _exchange(builder, rows, step):
 
 @intrinsic
 def interleave(typingctx, even, odd, target):
-    """16 elements of 16 bits from each of two addresses, in turn."""
+    """32 elements of 16 bits from each of two addresses, in turn: to two tiles, 16 of each."""
 
     def codegen(context, builder, signature, args):
-        narrow, wide = ir.VectorType(_I16, 16), ir.VectorType(_I32, 16)
-        low, high = (
-            builder.zext(builder.load(_pointer(builder, address, narrow), align=1), wide)
-            for address in args[:2]
-        )
-        pairs = builder.or_(low, builder.shl(high, ir.Constant(wide, [16] * 16)))
-        builder.store(pairs, _pointer(builder, args[2], wide), align=1)
+        row = ir.VectorType(_I16, 32)
+        pair = [builder.load(_pointer(builder, address, row), align=1) for address in args[:2]]
+        for half in (0, 1):
+            mask = [16 * half + index // 2 + 32 * (index % 2) for index in range(32)]
+            mixed = builder.shuffle_vector(*pair, ir.Constant(ir.VectorType(_I32, 32), mask))
+            address = builder.add(args[2], ir.Constant(_I64, half * TILE_BYTES))
+            builder.store(mixed, _pointer(builder, address, row), align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic
-def scale_and_round(typingctx, source, scale, target):
-    """16 float32 times a factor, as bfloat16, to nearest and even."""
+def _scale_and_round(width):
+    @intrinsic
+    def scale_and_round(typingctx, source, scale, target):
+        """float32 times a factor, as bfloat16, to nearest and even."""
 
-    def codegen(context, builder, signature, args):
-        wide, narrow = ir.VectorType(_I32, 16), ir.VectorType(_I16, 16)
-        floats = ir.VectorType(ir.FloatType(), 16)
-        factor = builder.insert_element(ir.Constant(floats, ir.Undefined), args[1], ir.Constant(_I32, 0))
-        factor = builder.shuffle_vector(factor, factor, ir.Constant(wide, [0] * 16))
-        scaled = builder.fmul(builder.load(_pointer(builder, args[0], floats), align=1), factor)
-        bits = builder.bitcast(scaled, wide)
-        sixteen, half = (ir.Constant(wide, [value] * 16) for value in (16, 0x7FFF))
-        is_odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(wide, [1] * 16))
-        rounded = builder.lshr(builder.add(builder.add(bits, half), is_odd), sixteen)
-        builder.store(builder.trunc(rounded, narrow), _pointer(builder, args[2], narrow), align=1)
-        return context.get_dummy_value()
+        def codegen(context, builder, signature, args):
+            floats = ir.VectorType(ir.FloatType(), width)
+            factor = builder.insert_element(ir.Constant(floats, ir.Undefined), args[1], ir.Constant(_I32, 0))
+            factor = builder.shuffle_vector(
+                factor, factor, ir.Constant(ir.VectorType(_I32, width), [0] * width)
+            )
+            scaled = builder.fmul(builder.load(_pointer(builder, args[0], floats), align=1), factor)
+            rounded = builder.fptrunc(scaled, ir.VectorType(_BFloat(), width))
+            builder.store(rounded, _pointer(builder, args[2], rounded.type), align=1)
+            return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32, types.int64), codegen
+        return types.void(types.int64, types.float32, types.int64), codegen
+
+    return scale_and_round
+
+
+scale_and_round_16 = _scale_and_round(16)
+scale_and_round_32 = _scale_and_round(32)
 
 
 @intrinsic

@@ -149,6 +149,13 @@ def test_a_full_ring_is_an_error_and_recovers() -> None:
         check(pool, loras, 10)
 
 
+def test_a_task_that_the_pool_did_not_live_to_do_is_an_error() -> None:
+    with running_pool(0) as pool:
+        ticket = pool.submit(Loras(pool, torch.float32).task(5))
+    with pytest.raises(EngineDeadError, match="ended before"):
+        pool.wait(ticket, WAIT_S)
+
+
 def test_a_product_that_cannot_be_computed_is_told_to_who_waits() -> None:
     with running_pool(0, patience=Patience()) as pool:
         loras = Loras(pool, torch.float32)
