@@ -20,7 +20,7 @@ from typing import Any, Final
 from loraplex.core.errors import CapacityError, EngineDeadError
 from loraplex.core.exits import describe_exit
 from loraplex.engine.assist.control import FOREVER, Control
-from loraplex.engine.assist.messages import Go, Launch, Wake
+from loraplex.engine.assist.messages import Forget, Go, Launch, Wake
 from loraplex.engine.assist.process import WorkerProcess
 from loraplex.engine.assist.product import TILE_ROWS, Product
 from loraplex.engine.assist.shared_block import SharedBlock
@@ -89,7 +89,8 @@ class Crew:
             slot.is_dropped = slot.index >= num_workers
             control.set_done(slot.index, FOREVER)
         self._changed = threading.Condition()  # guards all below, and the slots' states
-        self._weights: list[SharedBlock] = []
+        self._weights: dict[int, SharedBlock] = {}
+        self._num_weights = 0  # ever: no two blocks have the same index
         self._last_ticket = 0
         self._last_use = 0.0
         self._failure: str | None = None
@@ -125,11 +126,20 @@ class Crew:
 
     def add_weights(self, block: SharedBlock) -> int:
         with self._changed:
-            self._weights.append(block)
+            index = self._num_weights
+            self._num_weights += 1
+            self._weights[index] = block
             for slot in self._slots:
                 if slot.process is not None:
-                    slot.process.send_weights(block)
-            return len(self._weights) - 1
+                    slot.process.send_weights(index, block)
+            return index
+
+    def remove_weights(self, index: int) -> None:
+        with self._changed:
+            del self._weights[index]
+            for slot in self._slots:
+                if slot.process is not None:
+                    slot.process.send(Forget(index))
 
     def weights_bytes(self, index: int) -> int:
         return self._weights[index].num_bytes
@@ -166,7 +176,7 @@ class Crew:
             self._thread.join()
             os.close(self._wake_fd)
             self._wake_fd = None
-        self._weights = []
+        self._weights.clear()
 
     def _rows_each(self) -> int:
         measured = [slot.rows_each for slot in self._slots if slot.rows_each is not None]
@@ -293,7 +303,8 @@ class Crew:
         if start == end:
             return
         try:
-            self._product.compute(task, [block.memory for block in self._weights], start, end)
+            weights = {part.weights: self._weights[part.weights].memory for part in task.parts}
+            self._product.compute(task, weights, start, end)
         except Exception as error:  # whoever waits must not wait for ever
             logger.exception("a LoRA product failed on the CPU")
             self._failure = f"a LoRA product could not be computed on the CPU ({error})"
@@ -308,8 +319,8 @@ class Crew:
                 self._drop_if_hopeless(slot)
             return
         with self._changed:
-            for block in self._weights:
-                process.send_weights(block)
+            for index, block in self._weights.items():
+                process.send_weights(index, block)
             slot.process = process
 
     def _disarm_if_idle(self) -> None:

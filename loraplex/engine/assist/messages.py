@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-_MESSAGE: Final = struct.Struct("=cq")
-_WEIGHTS, _GO, _WAKE = b"w", b"g", b"a"
+_MESSAGE: Final = struct.Struct("=cqq")
+_WEIGHTS, _FORGET, _GO, _WAKE = b"w", b"f", b"g", b"a"
 _MAX_ANSWER_BYTES: Final = 4096
 
 
@@ -52,10 +52,18 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The next block of weights."""
+    """A block of weights, and what tasks call it."""
 
+    index: int
     fd: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """A block of weights that no task uses any more."""
+
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +78,20 @@ class Wake:
     """The pool was armed."""
 
 
-Message = Weights | Go | Wake
+Message = Weights | Forget | Go | Wake
 
 
 def send(channel: socket.socket, message: Message) -> None:
     """OSError if the other end is gone, or does not read (BlockingIOError)."""
     if isinstance(message, Weights):
-        socket.send_fds(channel, [_MESSAGE.pack(_WEIGHTS, message.num_bytes)], [message.fd])
+        data = _MESSAGE.pack(_WEIGHTS, message.index, message.num_bytes)
+        socket.send_fds(channel, [data], [message.fd])
+    elif isinstance(message, Forget):
+        channel.send(_MESSAGE.pack(_FORGET, message.index, 0))
     elif isinstance(message, Go):
-        channel.send(_MESSAGE.pack(_GO, message.first_ticket))
+        channel.send(_MESSAGE.pack(_GO, message.first_ticket, 0))
     else:
-        channel.send(_MESSAGE.pack(_WAKE, 0))
+        channel.send(_MESSAGE.pack(_WAKE, 0, 0))
 
 
 def receive(channel: socket.socket) -> Message | None:
@@ -88,10 +99,12 @@ def receive(channel: socket.socket) -> Message | None:
     data, fds, _, _ = socket.recv_fds(channel, _MESSAGE.size, 1)
     if not data:
         return None
-    kind, value = _MESSAGE.unpack(data)
+    kind, value, num_bytes = _MESSAGE.unpack(data)
     if kind == _WEIGHTS:
         os.set_inheritable(fds[0], False)
-        return Weights(fds[0], value)
+        return Weights(value, fds[0], num_bytes)
+    if kind == _FORGET:
+        return Forget(value)
     return Go(value) if kind == _GO else Wake()
 
 

@@ -51,8 +51,8 @@ class WorkerProcess:
         """Its exit code, once it has ended."""
         return self._process.poll()
 
-    def send_weights(self, block: SharedBlock) -> None:
-        self.send(Weights(block.fd, block.num_bytes))
+    def send_weights(self, index: int, block: SharedBlock) -> None:
+        self.send(Weights(index, block.fd, block.num_bytes))
 
     def send(self, message: Message) -> None:
         """A process that does not read its messages is no use, and is killed."""

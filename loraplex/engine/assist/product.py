@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -36,8 +36,8 @@ class Product:
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
         self._tiles = amx_lora.amx_lora() if dtype == torch.bfloat16 and has_tiles is not False else None
 
-    def compute(self, task: AssistTask, weights: Sequence[torch.Tensor], start: int, end: int) -> None:
-        """y of rows [start, end). `weights`: bytes of the blocks of weights."""
+    def compute(self, task: AssistTask, weights: Mapping[int, torch.Tensor], start: int, end: int) -> None:
+        """y of rows [start, end). `weights`: bytes of the blocks that its parts name."""
         if not task.parts:
             return
         if self._tiles is not None and all(
@@ -48,7 +48,7 @@ class Product:
             self._compute_by_torch(task, weights, start, end)
 
     def _tile_arguments(
-        self, task: AssistTask, weights: Sequence[torch.Tensor], start: int, end: int
+        self, task: AssistTask, weights: Mapping[int, torch.Tensor], start: int, end: int
     ) -> ctypes.Array[ctypes.c_int64]:
         size = self._dtype.itemsize
         max_rank = max(part.rank for part in task.parts)
@@ -77,7 +77,7 @@ class Product:
         return -(-found.data_ptr() // _LINE_BYTES) * _LINE_BYTES
 
     def _compute_by_torch(
-        self, task: AssistTask, weights: Sequence[torch.Tensor], start: int, end: int
+        self, task: AssistTask, weights: Mapping[int, torch.Tensor], start: int, end: int
     ) -> None:
         matrices = [self._matrices(part, weights[part.weights], task.in_features) for part in task.parts]
         for first in range(start, end, TILE_ROWS):
@@ -169,6 +169,6 @@ def _fastest_us(product: Product, task: AssistTask, weights: torch.Tensor, num_r
     times = []
     for _ in range(_PROFILE_REPEATS):
         started = time.perf_counter()
-        product.compute(task, [weights], 0, num_rows)
+        product.compute(task, {0: weights}, 0, num_rows)
         times.append(time.perf_counter() - started)
     return 1e6 * min(times)

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from loraplex.engine.assist.control import Control
-from loraplex.engine.assist.messages import Go, Launch, Weights, receive, send_ready
+from loraplex.engine.assist.messages import Forget, Go, Launch, Weights, receive, send_ready
 from loraplex.engine.assist.product import Product, profile
 from loraplex.engine.assist.shared_block import SharedBlock
 
@@ -46,7 +46,7 @@ class Worker:
             SharedBlock(launch.x_bytes, fd=launch.x_fd).memory,
             SharedBlock(launch.y_bytes, fd=launch.y_fd).memory,
         )
-        self._weights: list[torch.Tensor] = []
+        self._weights: dict[int, torch.Tensor] = {}
         self._first_ticket: int | None = None
 
     def run(self, times_us: dict[int, float]) -> None:
@@ -60,7 +60,7 @@ class Worker:
             task, bounds = self._control.read(ticket)
             start, end = bounds[self._slot : self._slot + 2]
             if start < end:
-                while any(part.weights >= len(self._weights) for part in task.parts):
+                while any(part.weights not in self._weights for part in task.parts):
                     if not self._listen():  # they were sent before the task was written
                         return
                 self._product.compute(task, self._weights, start, end)
@@ -90,8 +90,10 @@ class Worker:
         message = receive(self._channel)
         if isinstance(message, Weights):
             block = SharedBlock(message.num_bytes, fd=message.fd)
-            self._weights.append(block.memory)
+            self._weights[message.index] = block.memory
             block.close()
+        elif isinstance(message, Forget):
+            del self._weights[message.index]
         elif isinstance(message, Go):
             self._first_ticket = message.first_ticket
         return message is not None

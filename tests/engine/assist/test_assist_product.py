@@ -57,7 +57,7 @@ def slice_of(
     )
     blocks = [tensor.flatten().view(torch.uint8) for tensor in (x, y, torch.cat(weights))]
     product = Product(dtype, blocks[0], blocks[1], has_tiles=has_tiles)
-    product.compute(task, blocks[2:], *rows)
+    product.compute(task, {0: blocks[2]}, *rows)
     return y.double(), expected
 
 
