@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -116,6 +118,23 @@ def pause() -> None:
         pass
 
 
+def worker_cores(num_workers: int) -> list[int]:
+    return sorted(os.sched_getaffinity(0))[-num_workers:]
+
+
+@contextmanager
+def off_worker_cores(num_workers: int) -> Iterator[None]:
+    """Keep this thread, alone, off the workers' cores, if there are others."""
+    cores = os.sched_getaffinity(0)
+    others = cores - set(worker_cores(num_workers))
+    torch.set_num_threads(1)  # threads that torch starts now would stay where this one is
+    os.sched_setaffinity(0, others or cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 class Workers:
     """A pool as a benchmark uses it."""
 
@@ -127,6 +146,7 @@ class Workers:
             x_elements=num_elements,
             y_elements=num_elements,
             profiled=(sizes.hidden, sizes.hidden, max(sizes.ranks) // 4),
+            cores=worker_cores(num_workers),
         )
         self._hidden = sizes.hidden
         self._ticket = 0
@@ -188,9 +208,10 @@ def measure_dtype(sizes: Sizes, dtype: torch.dtype, num_workers: int) -> dict[st
     matrices = Matrices(sizes, dtype)
     workers = Workers(sizes, dtype, num_workers)
     workers.pool.add_weights(matrices.block)
-    round_trip = workers.round_trip_us(sizes.round_trips)
-    rows_each = workers.pool.rows_each
-    ours = {case: workers.product_us(case, matrices, sizes.rounds) for case in cases(sizes, dtype)}
+    with off_worker_cores(num_workers):
+        round_trip = workers.round_trip_us(sizes.round_trips)
+        rows_each = workers.pool.rows_each
+        ours = {case: workers.product_us(case, matrices, sizes.rounds) for case in cases(sizes, dtype)}
     workers.pool.close()  # torch's threads get the cores to themselves
     torch.set_num_threads(num_workers)
     rows = []
