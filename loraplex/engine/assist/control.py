@@ -1,8 +1,8 @@
 """The words that CPU LoRA workers and those who wait for them share, and the ring of tasks.
 
 Every word is an int64 on a cache line of its own. They are loaded and stored in order with what they stand
-for (acquire, release), on any machine: a task's record is whole when `signal` reaches its ticket, and its y
-is whole when `done` does.
+for (acquire, release), on any machine: a task's record is whole when `submitted` reaches its ticket, its x
+when `signal` does, its y when `done` does.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +24,7 @@ from loraplex.kernels.cpu.intrinsics import load_acquire, relax, store_release
 FOREVER: Final = (1 << 63) - 1
 """The done word of a slot without work: past every ticket."""
 _LINE_WORDS: Final = 8
-_SIGNAL, _ARMED, _STOP, _NUM_FLAGS = range(4)
+_SIGNAL, _SUBMITTED, _ARMED, _STOP, _NUM_FLAGS = range(5)
 
 
 class Control:
@@ -80,6 +80,10 @@ class Control:
     def set_done(self, slot: int, ticket: int) -> None:
         _store(self.done_address(slot), ticket)
 
+    def wait_submitted(self, ticket: int, spins: int) -> bool:
+        """Whether the ticket's task is written down, looking that many times at most."""
+        return _wait(self._address(_SUBMITTED), 1, ticket, spins)
+
     def wait_signal(self, ticket: int, spins: int) -> bool:
         """Whether the ticket may start, looking that many times at most. Other threads run meanwhile."""
         return _wait(self.signal_address, 1, ticket, spins)
@@ -92,6 +96,7 @@ class Control:
         """Over the record of ticket - ring_size, which must be done."""
         words = encode(ticket, task, bounds)
         self._ring[ticket % self._ring_size, : len(words)] = words
+        _store(self._address(_SUBMITTED), ticket)
 
     def read(self, ticket: int) -> tuple[AssistTask, list[int]]:
         found, task, bounds = decode(self._ring[ticket % self._ring_size].tolist(), self._num_slots)

@@ -9,18 +9,23 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any, Final
 
 import torch
+from numba import carray
 
 from loraplex.engine.assist.tasks import AssistPart, AssistTask
-from loraplex.kernels.cpu import amx_lora
+from loraplex.kernels.cpu import amx_lora, team
+from loraplex.kernels.cpu.intrinsics import prefetch
 
 TILE_ROWS: Final = 32
 PROFILED_ROWS: Final = (8, 16, 32, 64, 128)
 _PROFILE_REPEATS: Final = 5
 _LINE_BYTES: Final = 64
+_MAX_TOUCHED_BYTES: Final = 1 << 20
+"""What a core's own cache holds beside x and y."""
 
 
 class Product:
@@ -38,14 +43,34 @@ class Product:
 
     def compute(self, task: AssistTask, weights: Mapping[int, torch.Tensor], start: int, end: int) -> None:
         """y of rows [start, end). `weights`: bytes of the blocks that its parts name."""
+        self._work(task, weights, start, end)()
+
+    def prepare(
+        self, task: AssistTask, weights: Mapping[int, torch.Tensor], start: int, end: int
+    ) -> Callable[[], object]:
+        """What computes y of rows [start, end), when x is there; the weights come near already."""
+        left_bytes = _MAX_TOUCHED_BYTES
+        for part in task.parts:
+            address = weights[part.weights].data_ptr()
+            for offset, width in (
+                (part.a_offset_bytes, task.in_features),
+                (part.b_offset_bytes, part.out_features),
+            ):
+                num_bytes = min(part.rank * width * self._dtype.itemsize, left_bytes)
+                left_bytes -= num_bytes
+                _touch_kernel()((ctypes.c_int64 * 2)(address + offset, num_bytes))
+        return self._work(task, weights, start, end)
+
+    def _work(
+        self, task: AssistTask, weights: Mapping[int, torch.Tensor], start: int, end: int
+    ) -> Callable[[], object]:
         if not task.parts:
-            return
+            return lambda: None
         if self._tiles is not None and all(
             amx_lora.takes(task.in_features, part.out_features) for part in task.parts
         ):
-            self._tiles(self._tile_arguments(task, weights, start, end))
-        else:
-            self._compute_by_torch(task, weights, start, end)
+            return partial(self._tiles, self._tile_arguments(task, weights, start, end))
+        return partial(self._compute_by_torch, task, weights, start, end)
 
     def _tile_arguments(
         self, task: AssistTask, weights: Mapping[int, torch.Tensor], start: int, end: int
@@ -131,6 +156,16 @@ class Product:
         if (use, width) not in self._scratch:
             self._scratch[use, width] = torch.zeros(TILE_ROWS, width, dtype=self._dtype)
         return self._scratch[use, width][:num_rows]
+
+
+@lru_cache(maxsize=1)
+def _touch_kernel() -> Callable[..., None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(team.kernel(_touch))
+
+
+def _touch(block: Any) -> None:
+    args = carray(block, 2)
+    prefetch(args[0], args[1])
 
 
 def _tile_rows(num_rows: int) -> int:

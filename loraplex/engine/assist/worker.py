@@ -1,8 +1,8 @@
 """A CPU LoRA worker: `python -m loraplex.engine.assist.worker LAUNCH`.
 
-It waits for the signal to reach the next ticket, computes its rows and says so in its done word. While the
-pool is armed it does nothing else on its core; otherwise it sleeps until it is woken. It leaves with its
-parent, whatever happens.
+It makes the next task ready as soon as that is written down, waits for its signal, computes its rows and says
+so in its done word. While the pool is armed it does nothing else on its core; otherwise it sleeps until it is
+woken. It leaves with its parent, whatever happens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -56,20 +57,28 @@ class Worker:
             if not self._listen():
                 return
         ticket = self._first_ticket
-        while self._await(ticket):
-            task, bounds = self._control.read(ticket)
-            start, end = bounds[self._slot : self._slot + 2]
-            if start < end:
-                while any(part.weights not in self._weights for part in task.parts):
-                    if not self._listen():  # they were sent before the task was written
-                        return
-                self._product.compute(task, self._weights, start, end)
+        while self._await(self._control.wait_submitted, ticket):
+            work = self._prepare(ticket)
+            if work is None or not self._await(self._control.wait_signal, ticket):
+                return
+            work()
             self._control.set_done(self._slot, ticket)
             ticket += 1
 
-    def _await(self, ticket: int) -> bool:
-        """Return when the task may start; False if it is time to leave."""
-        while not self._control.wait_signal(ticket, _SPINS):
+    def _prepare(self, ticket: int) -> Callable[[], object] | None:
+        """What is to be done at the signal; None if it is time to leave."""
+        task, bounds = self._control.read(ticket)
+        start, end = bounds[self._slot : self._slot + 2]
+        if start == end:
+            return lambda: None
+        while any(part.weights not in self._weights for part in task.parts):
+            if not self._listen():  # they were sent before the task was written
+                return None
+        return self._product.prepare(task, self._weights, start, end)
+
+    def _await(self, reached: Callable[[int, int], bool], ticket: int) -> bool:
+        """Return when the ticket is reached; False if it is time to leave."""
+        while not reached(ticket, _SPINS):
             if self._is_over():
                 return False
             if not self._control.is_armed and not self._listen():
