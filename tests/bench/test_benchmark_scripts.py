@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_openai import FakeServer
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import cpu_serve, engines, make_tables
+from benchmarks import assist, cpu_serve, engines, make_tables
 from benchmarks.bystanders import bystanders
 from benchmarks.make_checkpoint import RANKS, adapter_bytes, write_adapters, write_tokenizer
 from benchmarks.measure import Traffic, measure, with_median
@@ -239,3 +240,19 @@ def test_a_suite_not_measured_is_named() -> None:
     without = {key: value for key, value in results().items() if key != "bystanders"}
     with pytest.raises(make_tables.TableError, match="bystanders"):
         make_tables.bystanders_table(without)
+
+
+def test_cpu_lora_workers_are_measured_against_torch(tmp_path: Path) -> None:
+    out = tmp_path / "assist.json"
+    threads = torch.get_num_threads()
+    try:
+        assist.main(["--tiny", "--workers", "1", "--out", str(out)])
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(out.read_text())
+    assert found["workers"] == 1
+    for dtype in ("bfloat16", "float32"):
+        assert 0 < found[dtype]["round_trip_us"]["p50"] <= found[dtype]["round_trip_us"]["p99"]
+        [row] = found[dtype]["products"]
+        assert (row["tokens"], row["rank"]) == (16, 8)
+        assert row["speedup"] == pytest.approx(row["torch_us"]["p50"] / row["workers_us"]["p50"], abs=0.05)

@@ -1,8 +1,10 @@
-"""The few machine-level operations numba does not offer: raw pointers, an atomic counter, a bit cast."""
+"""The few machine-level operations numba does not offer: raw pointers, atomics, a bit cast."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
 
 from __future__ import annotations
+
+import platform
 
 import numpy as np
 from llvmlite import ir
@@ -39,6 +41,48 @@ def _fetch_add(typingctx, pointer):
         return builder.atomic_rmw("add", args[0], one, "monotonic")
 
     return types.int64(types.CPointer(types.int64)), codegen
+
+
+@intrinsic
+def load_acquire(typingctx, address):
+    """The int64 at an address. What was written before it was stored there is seen after this."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8, typ=ir.IntType(64))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_release(typingctx, address, value):
+    """Put an int64 at an address. Who loads it there sees all that was written before this."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(args[1], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def relax(typingctx):
+    """Tell the core that it is in a loop that waits."""
+
+    def codegen(context, builder, signature, args):
+        i32 = ir.IntType(32)
+        machine = platform.machine().lower()
+        if machine in ("x86_64", "amd64"):
+            pause = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=pause), [])
+        elif machine in ("aarch64", "arm64"):
+            hint = ir.FunctionType(ir.VoidType(), [i32])
+            to_yield = ir.Constant(i32, 1)
+            builder.call(builder.module.declare_intrinsic("llvm.aarch64.hint", fnty=hint), [to_yield])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic

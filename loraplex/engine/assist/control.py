@@ -1,0 +1,164 @@
+"""The words that CPU LoRA workers and those who wait for them share, and the ring of tasks.
+
+Every word is an int64 on a cache line of its own. They are loaded and stored in order with what they stand
+for (acquire, release), on any machine: a task's record is whole when `submitted` reaches its ticket, its x
+when `signal` does, its y when `done` does.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numba import carray
+
+from loraplex.engine.assist.shared_block import SharedBlock
+from loraplex.engine.assist.tasks import AssistTask, decode, encode, record_words
+from loraplex.kernels.cpu import team
+from loraplex.kernels.cpu.intrinsics import load_acquire, relax, store_release
+
+FOREVER: Final = (1 << 63) - 1
+"""The done word of a slot without work: past every ticket."""
+_LINE_WORDS: Final = 8
+_SIGNAL, _SUBMITTED, _ARMED, _STOP, _NUM_FLAGS = range(5)
+
+
+class Control:
+    """A view of the control block; every process has one. Slots are places of workers."""
+
+    def __init__(self, block: SharedBlock, num_slots: int, ring_size: int) -> None:
+        self._num_slots = num_slots
+        self._ring_size = ring_size
+        self._words = block.memory.view(-1).numpy().view(np.int64)
+        self._ring = self._words[_ring_start(num_slots) :].reshape(ring_size, -1)
+        self._base = block.address
+
+    @staticmethod
+    def num_bytes(num_slots: int, ring_size: int) -> int:
+        return 8 * (_ring_start(num_slots) + ring_size * _padded(record_words(num_slots)))
+
+    @property
+    def signal_address(self) -> int:
+        return self._address(_SIGNAL)
+
+    def done_address(self, slot: int) -> int:
+        return self._address(_NUM_FLAGS + slot)
+
+    @property
+    def signal(self) -> int:
+        """Tasks up to this ticket may start."""
+        return _load(self.signal_address)
+
+    @signal.setter
+    def signal(self, ticket: int) -> None:
+        _store(self.signal_address, ticket)
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether workers spin; they sleep otherwise."""
+        return _load(self._address(_ARMED)) != 0
+
+    @is_armed.setter
+    def is_armed(self, armed: bool) -> None:
+        _store(self._address(_ARMED), int(armed))
+
+    @property
+    def is_stopped(self) -> bool:
+        return _load(self._address(_STOP)) != 0
+
+    def stop(self) -> None:
+        _store(self._address(_STOP), 1)
+
+    def done(self, slot: int) -> int:
+        """The ticket up to which the slot's rows are computed."""
+        return _load(self.done_address(slot))
+
+    def set_done(self, slot: int, ticket: int) -> None:
+        _store(self.done_address(slot), ticket)
+
+    def wait_submitted(self, ticket: int, spins: int) -> bool:
+        """Whether the ticket's task is written down, looking that many times at most."""
+        return _wait(self._address(_SUBMITTED), 1, ticket, spins)
+
+    def wait_signal(self, ticket: int, spins: int) -> bool:
+        """Whether the ticket may start, looking that many times at most. Other threads run meanwhile."""
+        return _wait(self.signal_address, 1, ticket, spins)
+
+    def wait_done(self, ticket: int, spins: int) -> bool:
+        """Whether every slot has done its rows, looking that many times at most."""
+        return _wait(self.done_address(0), self._num_slots, ticket, spins)
+
+    def write(self, ticket: int, task: AssistTask, bounds: list[int]) -> None:
+        """Over the record of ticket - ring_size, which must be done."""
+        words = encode(ticket, task, bounds)
+        self._ring[ticket % self._ring_size, : len(words)] = words
+        _store(self._address(_SUBMITTED), ticket)
+
+    def read(self, ticket: int) -> tuple[AssistTask, list[int]]:
+        found, task, bounds = decode(self._ring[ticket % self._ring_size].tolist(), self._num_slots)
+        assert found == ticket
+        return task, bounds
+
+    def _address(self, line: int) -> int:
+        return self._base + 8 * _LINE_WORDS * line
+
+
+def _ring_start(num_slots: int) -> int:
+    return _LINE_WORDS * (_NUM_FLAGS + num_slots)
+
+
+def _padded(num_words: int) -> int:
+    return -(-num_words // _LINE_WORDS) * _LINE_WORDS
+
+
+_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+"""Called so, compiled code runs without the interpreter's lock."""
+
+
+def _load(address: int) -> int:
+    args = (ctypes.c_int64 * 2)(address)
+    _compiled()[0](args)
+    return args[1]
+
+
+def _store(address: int, value: int) -> None:
+    _compiled()[1]((ctypes.c_int64 * 2)(address, value))
+
+
+def _wait(first_address: int, count: int, value: int, spins: int) -> bool:
+    args = (ctypes.c_int64 * 4)(first_address, count, value, spins)
+    _compiled()[2](args)
+    return args[0] != 0
+
+
+@lru_cache(maxsize=1)
+def _compiled():
+    return tuple(_KERNEL(team.kernel(function)) for function in (_load_word, _store_word, _wait_words))
+
+
+def _load_word(block):
+    args = carray(block, 2)
+    args[1] = load_acquire(args[0])
+
+
+def _store_word(block):
+    args = carray(block, 2)
+    store_release(args[0], args[1])
+
+
+def _wait_words(block):
+    """Look at one word after the other until each is large enough."""
+    args = carray(block, 4)
+    address, count, value, spins = args[0], args[1], args[2], args[3]
+    index = 0
+    while index < count and spins > 0:
+        if load_acquire(address + 64 * index) >= value:
+            index += 1
+        else:
+            relax()
+            spins -= 1
+    args[0] = 1 if index == count else 0

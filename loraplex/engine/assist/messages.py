@@ -1,0 +1,119 @@
+"""What a CPU LoRA worker is told at its start and over its socket. Tasks do not pass here.
+
+A packet is one message; weights travel as a descriptor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Final
+
+_MESSAGE: Final = struct.Struct("=cqq")
+_WEIGHTS, _FORGET, _GO, _WAKE = b"w", b"f", b"g", b"a"
+_MAX_ANSWER_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A worker's command line. Sizes are in bytes, descriptors are inherited; `profiled`: in, out, rank."""
+
+    slot: int
+    num_slots: int
+    ring_size: int
+    core: int
+    dtype: str
+    parent_pid: int
+    socket_fd: int
+    control_fd: int
+    control_bytes: int
+    x_fd: int
+    x_bytes: int
+    y_fd: int
+    y_bytes: int
+    profiled: tuple[int, int, int]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Launch:
+        fields = json.loads(text)
+        return cls(**{**fields, "profiled": tuple(fields["profiled"])})
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return self.socket_fd, self.control_fd, self.x_fd, self.y_fd
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A block of weights, and what tasks call it."""
+
+    index: int
+    fd: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """A block of weights that no task uses any more."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Tasks from this ticket on are the worker's as well."""
+
+    first_ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """The pool was armed."""
+
+
+Message = Weights | Forget | Go | Wake
+
+
+def send(channel: socket.socket, message: Message) -> None:
+    """OSError if the other end is gone, or does not read (BlockingIOError)."""
+    if isinstance(message, Weights):
+        data = _MESSAGE.pack(_WEIGHTS, message.index, message.num_bytes)
+        socket.send_fds(channel, [data], [message.fd])
+    elif isinstance(message, Forget):
+        channel.send(_MESSAGE.pack(_FORGET, message.index, 0))
+    elif isinstance(message, Go):
+        channel.send(_MESSAGE.pack(_GO, message.first_ticket, 0))
+    else:
+        channel.send(_MESSAGE.pack(_WAKE, 0, 0))
+
+
+def receive(channel: socket.socket) -> Message | None:
+    """None when there are no more to come."""
+    data, fds, _, _ = socket.recv_fds(channel, _MESSAGE.size, 1)
+    if not data:
+        return None
+    kind, value, num_bytes = _MESSAGE.unpack(data)
+    if kind == _WEIGHTS:
+        os.set_inheritable(fds[0], False)
+        return Weights(value, fds[0], num_bytes)
+    if kind == _FORGET:
+        return Forget(value)
+    return Go(value) if kind == _GO else Wake()
+
+
+def send_ready(channel: socket.socket, times_us: Mapping[int, float]) -> None:
+    """The worker's one answer: how long it takes for so many rows."""
+    channel.send(json.dumps(list(times_us.items())).encode())
+
+
+def receive_ready(channel: socket.socket) -> dict[int, float] | None:
+    """None when the worker ended instead."""
+    data = channel.recv(_MAX_ANSWER_BYTES)
+    return dict(json.loads(data)) if data else None

@@ -1,0 +1,217 @@
+"""CPU LoRA workers: x goes in and scale * x A B comes out, both in shared memory, a core to each worker.
+
+A task is written down first (`submit`) and started later by its ticket: by `start`, or by a GPU whose stream
+writes the ticket to `signal_address` when x is there. It is done when every word of `done_addresses` has
+reached the ticket. Tasks start in order; the rows of x and y that a task uses are its own until it is done.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+
+from loraplex.engine.assist.control import Control
+from loraplex.engine.assist.crew import Crew, Patience
+from loraplex.engine.assist.messages import Launch
+from loraplex.engine.assist.product import Product
+from loraplex.engine.assist.shared_block import SharedBlock
+from loraplex.engine.assist.tasks import AssistTask
+
+_RING_SIZE: Final = 1024
+_WAIT_SPINS: Final = 20_000
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class AssistPool:
+    """The blocks that are shared, and the crew that works on them.
+
+    One thread submits and starts; any thread may wait. Weights must stay in place while tasks use them.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        dtype: torch.dtype,
+        x_elements: int,
+        y_elements: int,
+        profiled: tuple[int, int, int] = (4096, 4096, 64),
+        cores: Sequence[int] | None = None,
+        ring_size: int = _RING_SIZE,
+        patience: Patience | None = None,
+    ) -> None:
+        """Workers start in the background (`wait_ready`); with none this process computes itself.
+
+        `profiled`: in_features, out_features and rank of the product that tells what rows are worth a core.
+        CapacityError if there is no memory for x, y or the tasks.
+        """
+        assert num_workers >= 0
+        assert dtype in _DTYPES
+        num_slots = max(num_workers, 1)
+        self._dtype = dtype
+        self._num_slots = num_slots
+        self._ring_size = ring_size
+        self._profiled = profiled
+        self._cores = list(cores) if cores is not None else _own_cores(num_slots)
+        self._blocks: list[SharedBlock] = []
+        try:
+            control_bytes = Control.num_bytes(num_slots, ring_size)
+            for num_bytes in (control_bytes, x_elements * dtype.itemsize, y_elements * dtype.itemsize):
+                self._blocks.append(SharedBlock(num_bytes))
+            control, x, y = self._blocks
+            self._control = Control(control, num_slots, ring_size)
+            self._crew = Crew(
+                self._control,
+                Product(dtype, x.memory, y.memory),
+                self._launch,
+                num_workers=num_workers,
+                num_slots=num_slots,
+                ring_size=ring_size,
+                patience=patience or Patience(),
+            )
+        except BaseException:
+            self._close_blocks()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_workers(self) -> int:
+        """Those that are ready. With none tasks are computed all the same, but not beside anything."""
+        return len(self._crew.pids)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Processes of the workers that are ready, by slot."""
+        return self._crew.pids
+
+    @property
+    def rows_each(self) -> int:
+        """The rows that are worth a core."""
+        return self._crew.rows_each
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The elements that tasks read."""
+        return self._blocks[1].memory.view(self._dtype)
+
+    @property
+    def y(self) -> torch.Tensor:
+        """The elements that tasks write."""
+        return self._blocks[2].memory.view(self._dtype)
+
+    @property
+    def blocks(self) -> tuple[SharedBlock, ...]:
+        """Control words, x and y: what a GPU needs to know of."""
+        return tuple(self._blocks)
+
+    @property
+    def signal_address(self) -> int:
+        return self._control.signal_address
+
+    @property
+    def done_addresses(self) -> tuple[int, ...]:
+        return tuple(self._control.done_address(slot) for slot in range(self._num_slots))
+
+    def wait_ready(self, timeout_s: float) -> int:
+        """Wait for the workers to start, and return how many have."""
+        return self._crew.wait_ready(timeout_s)
+
+    def add_weights(self, block: SharedBlock) -> int:
+        """Show the workers a block of weights; its index in tasks. The block stays the caller's to close."""
+        return self._crew.add_weights(block)
+
+    def remove_weights(self, index: int) -> None:
+        """Have the workers let go of a block, after the last task that uses it and before it is closed."""
+        self._crew.remove_weights(index)
+
+    def arm(self) -> None:
+        """Have workers spin for tasks to come; `submit` does so too, but then they are only waking up."""
+        self._crew.arm()
+
+    def submit(self, task: AssistTask) -> int:
+        """Write a task down; its ticket. CapacityError if the ring is full of tasks that are not done."""
+        self._check(task)
+        return self._crew.submit(task)
+
+    def start(self, ticket: int) -> None:
+        """Let tasks up to this ticket start: their x is there."""
+        if ticket > self._control.signal:
+            self._control.signal = ticket
+
+    def wait(self, ticket: int, timeout_s: float) -> bool:
+        """Whether the task is done, after that time at most. EngineDeadError if it cannot be computed."""
+        control, until = self._control, time.monotonic() + timeout_s
+        while not control.wait_done(ticket, _WAIT_SPINS):
+            if time.monotonic() > until:
+                return False
+            os.sched_yield()
+        self.raise_if_failed()
+        return True
+
+    def raise_if_failed(self) -> None:
+        """EngineDeadError if any y may be wrong. For those who wait on the done words themselves."""
+        self._crew.raise_if_failed()
+
+    def close(self) -> None:
+        """End the workers and let go of the memory. Idempotent."""
+        self._crew.close()
+        self._close_blocks()
+
+    def _close_blocks(self) -> None:
+        for block in self._blocks:
+            block.close()
+
+    def _launch(self, slot: int, socket_fd: int) -> Launch:
+        control, x, y = self._blocks
+        return Launch(
+            slot=slot,
+            num_slots=self._num_slots,
+            ring_size=self._ring_size,
+            core=self._cores[slot % len(self._cores)],
+            dtype=str(self._dtype).removeprefix("torch."),
+            parent_pid=os.getpid(),
+            socket_fd=socket_fd,
+            control_fd=control.fd,
+            control_bytes=control.num_bytes,
+            x_fd=x.fd,
+            x_bytes=x.num_bytes,
+            y_fd=y.fd,
+            y_bytes=y.num_bytes,
+            profiled=self._profiled,
+        )
+
+    def _check(self, task: AssistTask) -> None:
+        """A task that points outside its blocks is a bug of ours that would look like another."""
+        assert task.num_rows > 0
+        num_before = task.num_rows - 1
+        assert min(task.x_start, task.y_start) >= 0
+        assert task.x_start + num_before * task.x_stride + task.in_features <= self.x.numel()
+        for part in task.parts:
+            last = task.y_start + num_before * task.y_stride + part.out_start + part.out_features
+            assert part.out_start >= 0
+            assert last <= self.y.numel()
+            num_bytes, size = self._crew.weights_bytes(part.weights), self._dtype.itemsize
+            for offset, width in (
+                (part.a_offset_bytes, task.in_features),
+                (part.b_offset_bytes, part.out_features),
+            ):
+                assert offset >= 0
+                assert offset % size == 0
+                assert offset + part.rank * width * size <= num_bytes
+
+
+def _own_cores(num_workers: int) -> list[int]:
+    """The last cores that this process may use: the first ones have more of the system's work."""
+    return sorted(os.sched_getaffinity(0))[-num_workers:]
