@@ -16,5 +16,7 @@ class ColdStart(StrEnum):
     """It is brought in beside the steps of others; the request waits until it is there."""
     PIPELINED = "pipelined"
     """The request runs at once; each layer waits for its own weights."""
+    CPU_ASSIST = "cpu-assist"
+    """Pipelined, and CPU workers compute the first layers, for as long as they are not there."""
     AUTO = "auto"
     """Pipelined where others in the step do not wait for it longer than it would for the next step."""

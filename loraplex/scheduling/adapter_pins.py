@@ -14,16 +14,18 @@ from dataclasses import replace
 from itertools import islice
 
 from loraplex.adapters.room import Tier
+from loraplex.core.cold_start import ColdStart
+from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad
 from loraplex.scheduling.sequence import Sequence
-from loraplex.scheduling.start_policy import Coming
+from loraplex.scheduling.start_policy import Coming, StartPolicy
 
 
 class AdapterPins:
     """`prefetch_depth`: how far down the queue adapters start to load. `refused`: the request for whose
-    adapter there was no room just now, if any; nobody behind it may take what it waits for. `streams`:
-    adapters can be counted on while they are on their way from the host's memory."""
+    adapter there was no room just now, if any; nobody behind it may take what it waits for. `starts`:
+    whether adapters can be counted on while they are on their way from the host's memory."""
 
     def __init__(self, memory: Memory, *, prefetch_depth: int, max_running: int) -> None:
         self._memory = memory
@@ -35,7 +37,7 @@ class AdapterPins:
         self._loads: list[AdapterLoad] = []
         self._arriving: dict[str, int] = {}  # on their way, and can be counted on already; bytes
         self.refused: Sequence | None = None
-        self.streams = False
+        self.starts = StartPolicy(ColdStart.OVERLAP)
 
     def keep(self, version: str) -> None:
         """Bring it in as soon as may be, and never let it go."""
@@ -70,7 +72,7 @@ class AdapterPins:
                     return  # nobody overtakes: a large adapter must not starve behind small ones
             sequence.pinned = True
             if absent:
-                self._load(version)
+                self._load(version, num_tokens=len(sequence.token_ids))
             self._follow_moves(running)
 
     def is_ready(self, sequence: Sequence) -> bool:
@@ -140,11 +142,15 @@ class AdapterPins:
                 self._follow_moves(running)
             self._to_keep.popleft()
 
-    def _load(self, version: str) -> None:
+    def _load(self, version: str, num_tokens: int = 0) -> None:
+        """`num_tokens`: of the prompt that waits for it, if one does."""
+        load, num_bytes = self._memory.load_of(version), self._residency.num_bytes(version)
         source = None if self._staging is None else self._staging.hold(version)
-        self._loads.append(replace(self._memory.load_of(version), source=source))
-        if source is not None and self.streams:
-            self._arriving[version] = self._residency.num_bytes(version)
+        if source is not None and self.starts.streams:
+            self._arriving[version] = num_bytes
+            prompt = StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens)
+            load = replace(load, assisted_layers=self.starts.assisted_layers(num_bytes, prompt))
+        self._loads.append(replace(load, source=source))
 
     def _follow_moves(self, running: Many[Sequence]) -> None:
         """Blocks may have had to make way for the adapter; those who hold them look for them elsewhere."""

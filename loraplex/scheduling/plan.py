@@ -53,7 +53,7 @@ class AdapterLoad:
     `place`: the byte of the arena it goes to; None where each adapter has memory of its own. `source`: the
     byte of the host's memory it was read to; None if it comes straight from disk. `quiet`: no step that is
     under way looks at the place, so that the load need not wait for any. `awaited`: the step that is decided
-    with it uses it.
+    with it uses it. `assisted_layers`: as many of its first ones are computed by CPU workers while it loads.
     """
 
     version: str
@@ -61,6 +61,7 @@ class AdapterLoad:
     source: int | None = None
     quiet: bool = True
     awaited: bool = False
+    assisted_layers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,13 +36,14 @@ from loraplex.scheduling.work import StepWork
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
     """Limits of a step. `prefetch_depth`: how far down the queue adapters start to load. `cold_start`: what
-    requests do until then."""
+    requests do until then; `num_workers`: processes that compute LoRA on CPUs."""
 
     max_model_len: int
     work: StepWork = field(default_factory=StepWork)
     max_running: int = 256
     prefetch_depth: int = 64
     cold_start: ColdStart = ColdStart.OVERLAP
+    num_workers: int = 0
 
 
 class _ChunkUnderWay(NamedTuple):
@@ -78,8 +79,7 @@ class Scheduler:
     def choose_cold_start(self, cold_start: ColdStart) -> None:
         """For adapters that are loaded from now on."""
         self._cold_start = cold_start
-        self._starts = StartPolicy(cold_start, self._costs)
-        self._pins.streams = self._starts.streams
+        self._pins.starts = self._starts = StartPolicy(cold_start, self._costs, self._config.num_workers)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raises if it could never run."""

@@ -14,6 +14,7 @@ from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 
+_ELEMENT_BYTES: Final = 2
 _MAX_DECODE_STALL: Final = 0.05
 """How much longer a step may take for those who decode in it."""
 
@@ -27,17 +28,18 @@ class Coming:
 
 
 class StartPolicy:
-    """`costs`: what things take; asked by `auto` alone."""
+    """`costs`: what things take. `num_workers`: processes that compute LoRA on CPUs."""
 
-    def __init__(self, cold_start: ColdStart, costs: DriftWatch | None = None) -> None:
+    def __init__(self, cold_start: ColdStart, costs: DriftWatch | None = None, num_workers: int = 0) -> None:
         assert costs is not None or cold_start is not ColdStart.AUTO, "auto has to know what things take"
         self._cold_start = cold_start
-        self._costs = costs if cold_start is ColdStart.AUTO else None
+        self._costs = costs
+        self._num_workers = num_workers
 
     @property
     def streams(self) -> bool:
         """Whether requests may start before their adapter is there."""
-        return self._cold_start in (ColdStart.PIPELINED, ColdStart.AUTO)
+        return self._cold_start in (ColdStart.PIPELINED, ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
     def may_join(
         self,
@@ -48,7 +50,7 @@ class StartPolicy:
         coming_after: Coming,
     ) -> bool:
         """Whether a request may join a step, which is `after` with it and `before` without."""
-        if self._costs is None:
+        if self._costs is None or self._cold_start is not ColdStart.AUTO:
             return self.streams
         num_others = before.num_decodes + before.num_prompts
         if num_others == 0:
@@ -60,6 +62,23 @@ class StartPolicy:
             return False
         added_s = stall_s - _stall_s(model, coming_before, model.step_s(before))
         return added_s * num_others <= step_s
+
+    def assisted_layers(self, num_bytes: int, prompt: StepFeatures) -> int:
+        """How many of an adapter's first layers CPU workers compute for a prompt, while it loads. Where that
+        is asked for, one at least."""
+        if self._cold_start is not ColdStart.CPU_ASSIST or self._num_workers == 0:
+            return 0
+        if self._costs is None:
+            return 1
+        model = self._costs.model
+        layer_bytes = num_bytes // model.subject.num_layers
+        layer_s = model.assist_layer_s(
+            num_tokens=prompt.num_rows,
+            weights_of_groups=[layer_bytes // _ELEMENT_BYTES],
+            num_cores=self._num_workers,
+        )
+        plan = model.assist_layers([layer_bytes] * model.subject.num_layers, model.step_s(prompt), layer_s)
+        return max(plan.num_layers, 1)
 
     def observe_step(self, step: StepFeatures, seconds: float) -> None:
         """What a step took that waited for nothing."""

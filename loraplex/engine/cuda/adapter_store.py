@@ -37,12 +37,14 @@ class Padding(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shipment:
-    """A version to copy from a byte of the host's memory to one of the arena, not before that moment."""
+    """A version to copy from a byte of the host's memory to one of the arena, not before that moment.
+    `assisted_layers`: as many of its first ones are computed by CPU workers meanwhile."""
 
     spec: AdapterSpec
     source: int
     place: int
     after: Moment | None
+    assisted_layers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,7 @@ class Arrival:
     `tickets`: the copy that brings the last of its table, and of each layer; `done`: when all are there.
     """
 
+    shipment: Shipment
     weights: LoraWeights
     tickets: tuple[int, ...]
     done: Moment
@@ -103,7 +106,12 @@ class AdapterStore:
                     own += [last] * cut[number].num_parts
         done = self._bus.moment()
         return [
-            Arrival(weights=self._weights(shipment.spec, shipment.place), tickets=tuple(own), done=done)
+            Arrival(
+                shipment=shipment,
+                weights=self._weights(shipment.spec, shipment.place),
+                tickets=tuple(own),
+                done=done,
+            )
             for shipment, own in zip(shipments, tickets, strict=True)
         ]
 

@@ -12,10 +12,12 @@ import torch
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.shape import ModelShape
+from loraplex.engine.assist.split import default_num_workers
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_block import ReadSlab
 from loraplex.engine.cuda.adapter_store import AdapterStore
+from loraplex.engine.cuda.cpu_assist import start_assist
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
 from loraplex.engine.cuda.graphs import GraphRecorder
@@ -25,7 +27,7 @@ from loraplex.engine.cuda.padding import PaddedBlocks, Padding
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
 from loraplex.engine.executor import Executor
-from loraplex.engine.machine import available_bytes
+from loraplex.engine.machine import available_bytes, num_cores
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
 from loraplex.engine.profile_subject import known_costs
@@ -57,8 +59,9 @@ _MAX_DEFAULT_HOST_BYTES: Final = 64 << 30
 class CudaOptions:
     """What a user may choose. `memory_fraction`: of the device's memory, for all that the engine holds;
     `arena_bytes`: instead of it, what KV blocks and adapters have together. `host_bytes`: the budget for
-    adapters in host memory. `cold_start`: what requests do whose adapter is not on the device. `padded_to`:
-    for comparison, pad adapters to the largest rank of their batch, which may be this one at the most, a
+    adapters in host memory. `cold_start`: what requests do whose adapter is not on the device. `cpu_workers`:
+    processes that compute LoRA for `ColdStart.CPU_ASSIST`; None: as the machine has cores. `padded_to`: for
+    comparison, pad adapters to the largest rank of their batch, which may be this one at the most, a
     power of two."""
 
     dtype: torch.dtype = torch.bfloat16
@@ -70,6 +73,7 @@ class CudaOptions:
     max_running: int = 256
     block_size: int = 16
     cold_start: ColdStart = ColdStart.OVERLAP
+    cpu_workers: int | None = None
     padded_to: int | None = None
 
 
@@ -119,8 +123,11 @@ def build_cuda_core(
     `read`: how an adapter's weights come into the host's memory; `host_blocks`: instead of that memory.
     """
     plan = _plan_memory(options, config.shape, weights.embedding_VH.device)
-    host_blocks = host_blocks or _host_pool(config.shape, options, weights.embedding_VH.device, read)
-    executor = _build_executor(config, weights, options, plan, host_blocks, collective=collective)
+    device, memory = weights.embedding_VH.device, None
+    if host_blocks is None:
+        memory = HostMemory(options.host_bytes, pinned=device.type == "cuda")
+        host_blocks = HostPool(config.shape, options.dtype, memory, read)
+    executor = _build_executor(config, weights, options, plan, host_blocks, memory, collective=collective)
     return _engine(options, plan, config.shape, executor, weights.embedding_VH.device.type)
 
 
@@ -144,6 +151,7 @@ def _engine(
             ),
             max_running=min(options.max_running, DECODE_ROWS[-1]),
             cold_start=options.cold_start,
+            num_workers=_num_workers(options),
         ),
         memory=Arena(
             num_pages=plan.num_pages,
@@ -172,14 +180,12 @@ def _build_shard(
     config, device = load_config(folder), torch.device("cuda", shard.index)
     weights = load_weights(folder, config, options.dtype, on_bytes, shard, device)
     report("preparing kernels", 0.9)
-    shape = shard.config(config).shape
-    host_blocks = _host_pool(shape, options, device, partial(read_slab_together, shard=shard))
-    return _build_executor(shard.config(config), weights, options, plan, host_blocks, collective=collective)
-
-
-def _host_pool(shape: ModelShape, options: CudaOptions, device: torch.device, read: ReadSlab) -> HostPool:
-    memory = HostMemory(options.host_bytes, pinned=device.type == "cuda")
-    return HostPool(shape, options.dtype, memory, read)
+    memory = HostMemory(options.host_bytes, pinned=True)
+    read = partial(read_slab_together, shard=shard)
+    host_blocks = HostPool(shard.config(config).shape, options.dtype, memory, read)
+    return _build_executor(
+        shard.config(config), weights, options, plan, host_blocks, memory, collective=collective
+    )
 
 
 def _build_executor(
@@ -188,10 +194,11 @@ def _build_executor(
     options: CudaOptions,
     plan: _MemoryPlan,
     host_blocks: HostBlocks,
+    memory: HostMemory | None,
     *,
     collective: Collective,
 ) -> CudaExecutor:
-    """`config` and `weights` are the shard's."""
+    """`config` and `weights` are the shard's; `memory`: where adapters are on the host, if they are files."""
     device, shape = weights.embedding_VH.device, config.shape
     kernels = TritonKernels(shape, device)
     decoder = Decoder(config, weights, kernels, plan.max_model_len, collective)
@@ -201,6 +208,10 @@ def _build_executor(
     # Requests that end in a plan hold theirs until after its launch.
     num_seats = 2 * options.max_running + 2
     store = _build_store(shape, options, arena, device, host_blocks)
+    num_workers = _num_workers(options)
+    assist = None
+    if num_workers > 0 and memory is not None:
+        assist = start_assist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens)
     return CudaExecutor(
         decoder=decoder,
         runner=StepRunner(
@@ -212,12 +223,14 @@ def _build_executor(
             ticket_1=store.ticket_1,
             device=device,
             recorder=GraphRecorder(device) if device.type == "cuda" else None,
+            assist=assist,
         ),
         builder=BatchBuilder(kernels, options.block_size),
         arena=arena,
         store=store,
         device=device,
         num_seats=num_seats,
+        assist=assist,
     )
 
 
@@ -229,6 +242,12 @@ def _build_store(
         padding = Padding(shape=shape, dtype=options.dtype, max_rank=options.padded_to)
         host_blocks = PaddedBlocks(padding, host_blocks, pinned=device.type == "cuda")
     return AdapterStore(shape, options.dtype, device, arena, host_blocks, padding)
+
+
+def _num_workers(options: CudaOptions) -> int:
+    if options.cold_start is not ColdStart.CPU_ASSIST:
+        return 0
+    return default_num_workers(num_cores()) if options.cpu_workers is None else options.cpu_workers
 
 
 def _plan_memory(

@@ -16,15 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.adapters.slab import touched_groups
+from loraplex.adapters.slab import slab_layout, touched_groups
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival, Shipment
+from loraplex.engine.cuda.cpu_assist import AssistedRows, CpuAssist
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT
+from loraplex.engine.cuda.step_lora import without_adapters
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment
 from loraplex.engine.executor import AdapterEvent, LoadOrder, StepResult
@@ -50,9 +52,12 @@ class CudaFlight:
     runs_ahead: bool
     logprobs: dict[str, TokenLogprob]
     prompt_logprobs: dict[str, list[TokenLogprob]]
+    assist: CpuAssist | None = None
 
     def land(self) -> StepResult:
         self.done.wait()
+        if self.assist is not None:
+            self.assist.check()
         result = StepResult(logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
         for request_id, (token, finite) in zip(self.request_ids, self.tokens_L2.tolist(), strict=False):
             if finite:
@@ -75,6 +80,7 @@ class CudaExecutor:
         store: AdapterStore,
         device: torch.device,
         num_seats: int,
+        assist: CpuAssist | None = None,
     ) -> None:
         self._decoder = decoder
         self._runner = runner
@@ -82,6 +88,7 @@ class CudaExecutor:
         self._arena = arena
         self._store = store
         self._device = device
+        self._assist = assist
         self._adapters = ResidentAdapters(_NUM_READS)
         self._arrivals: dict[str, Arrival] = {}  # adapters that steps may have to wait for, in their order
         self._last_moves: Moment | None = None
@@ -126,7 +133,13 @@ class CudaExecutor:
             if load.source is None:
                 self._adapters.load(sources, partial(self._store.load, place=load.place, after=after))
                 continue
-            shipment = Shipment(spec=sources[0], source=load.source, place=load.place, after=after)
+            shipment = Shipment(
+                spec=sources[0],
+                source=load.source,
+                place=load.place,
+                after=after,
+                assisted_layers=load.assisted_layers,
+            )
             (awaited if load.awaited else others).append(shipment)
         for shipments in (awaited, *([shipment] for shipment in others)):
             arrivals = self._store.start(shipments)
@@ -182,6 +195,8 @@ class CudaExecutor:
 
     def close(self) -> None:
         self._adapters.close()
+        if self._assist is not None:
+            self._assist.close()
         self._store.close()
 
     # ---- steps
@@ -214,6 +229,7 @@ class CudaExecutor:
             runs_ahead=on_device,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            assist=self._assist,
         )
 
     def _run(self, built: BuiltBatch) -> StepOutput:
@@ -227,12 +243,38 @@ class CudaExecutor:
         for request_id, row in built.sampling.items():
             logit_seats[row] = self._seats[request_id]
         seats = RowSeats(follows=follows, rows=row_seats, logits=logit_seats)
-        return self._runner.run(built, seats, self._wanted_copies(built))
+        assisted = self._assisted_rows(built)
+        others = without_adapters(built, [rows.arrival.weights for rows in assisted]) if assisted else built
+        helped = {rows.arrival.shipment.spec.version for rows in assisted}
+        helped -= {chunk.adapter for chunk in built.chunks if chunk.num_tokens == 1}
+        return self._runner.run(others, seats, self._wanted_copies(built, helped), assisted)
 
-    def _wanted_copies(self, built: BuiltBatch) -> npt.NDArray[np.int64] | None:
-        """The copies that the step has to wait for, by place (`kernels.triton.gate`); None for none."""
+    def _assisted_rows(self, built: BuiltBatch) -> list[AssistedRows]:
+        """Prompts in whose first layers CPU workers have a part."""
+        found: list[AssistedRows] = []
+        first = 0
+        for chunk in built.chunks:
+            arrival = self._arrivals.get(chunk.adapter or "")
+            if arrival is not None and arrival.shipment.assisted_layers > 0 and chunk.num_tokens > 1:
+                shipment = arrival.shipment
+                found.append(
+                    AssistedRows(
+                        first=first,
+                        count=chunk.num_tokens,
+                        layout=slab_layout(shipment.spec, self._decoder.config.shape),
+                        source=shipment.source,
+                        arrival=arrival,
+                        num_layers=shipment.assisted_layers,
+                    )
+                )
+            first += chunk.num_tokens
+        return found
+
+    def _wanted_copies(self, built: BuiltBatch, helped: Set[str]) -> npt.NDArray[np.int64] | None:
+        """The copies that the step has to wait for, by place (`kernels.triton.gate`); None for none. Those of
+        `helped` are waited for elsewhere."""
         versions = {chunk.adapter for chunk in built.chunks if chunk.adapter in self._arrivals}
-        arrivals = [self._arrivals[version] for version in versions if version is not None]
+        arrivals = [self._arrivals[v] for v in versions if v is not None and v not in helped]
         if not arrivals:
             return None
         if built.batch.span_starts_S.shape[0] == 0:  # such a step cannot wait within, and is over soon

@@ -1,14 +1,14 @@
-"""Memory of the host that a device copies adapters from.
+"""Memory of the host that a device copies adapters from, and CPU workers compute with.
 
 Its addresses are reserved at once; memory is taken and pinned piece by piece as it is used, as pinning is
 slow, and only from pinned memory does a copy run beside the steps at the full speed of the bus. A piece stays
-pinned.
+pinned. Other processes may map it.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
+import os
 import threading
 from collections.abc import Iterator
 from typing import Final
@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from loraplex.core.errors import CapacityError
+from loraplex.engine.assist.shared_block import SharedBlock
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +33,13 @@ class HostMemory:
         self._pins = pinned
         self._piece_bytes = piece_bytes
         try:
-            self._map = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
+            self.block = _reserve(max(num_bytes, 1))
+        except (OSError, OverflowError, RuntimeError) as error:
             raise CapacityError(
                 f"the host has no {num_bytes:,} bytes for adapters; lower --host-adapter-memory"
             ) from error
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._bytes = self.block.memory
+        self._taken: set[int] = set()  # pieces
         self._pinned: dict[int, bool] = {}  # by piece: whether that could be done
         self._lock = threading.Lock()
         self._lowest = num_bytes
@@ -50,7 +52,7 @@ class HostMemory:
         with self._lock:
             self._lowest = min(self._lowest, begin)
         for piece in range(begin // self._piece_bytes, -(-end // self._piece_bytes)):
-            self._pin(piece)
+            self._take(piece)
         return self.span(begin, end)
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -67,7 +69,7 @@ class HostMemory:
         bottom = max(self._lowest - _PINNED_AHEAD_BYTES, 0)
         for piece in range(-(-self._lowest // self._piece_bytes) - 1, bottom // self._piece_bytes - 1, -1):
             if piece not in self._pinned:
-                self._pin(piece)
+                self._take(piece)
                 return True
         return False
 
@@ -78,17 +80,33 @@ class HostMemory:
                 runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
                 torch.cuda.check_error(int(runtime.cudaHostUnregister(self._piece(piece).data_ptr())))
             self._pinned.clear()
+            self.block.close()
 
     def _piece(self, piece: int) -> torch.Tensor:
         return self._bytes[piece * self._piece_bytes : min((piece + 1) * self._piece_bytes, self._num_bytes)]
 
-    def _pin(self, piece: int) -> None:
+    def _take(self, piece: int) -> None:
         with self._lock:
+            memory = self._piece(piece)
+            if piece not in self._taken:
+                # All of it now: a page that is not to be had later would kill whoever touches it.
+                os.posix_fallocate(self.block.fd, piece * self._piece_bytes, memory.numel())
+                self._taken.add(piece)
             if not self._pins or piece in self._pinned:
                 return
-            memory = self._piece(piece)
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
             self._pinned[piece] = error == 0
             if error != 0:
                 logger.warning("host memory cannot be pinned (CUDA error %d): adapters load slower", error)
+
+
+def _reserve(num_bytes: int) -> SharedBlock:
+    """Addresses, and no memory yet."""
+    fd = os.memfd_create("loraplex-adapters", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return SharedBlock(num_bytes, fd=fd)

@@ -9,7 +9,7 @@ of them is not looked at. Padding decodes and logit rows stand for the last row,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ import torch
 
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.triton.gate import Gate
-from loraplex.kernels.triton.lora_step import LoraStep
 
 SCRATCH_SEAT = 0
 """Where padding rows leave their tokens."""
@@ -110,7 +109,7 @@ class DeviceBlock:
         self,
         token_ids_T: torch.Tensor,
         max_span_len: int,
-        lora: tuple[LoraStep, ...],
+        lora: tuple[Any, ...],
         gate: Gate | None,
     ) -> KernelBatch:
         """The kernels' view of the block; the tokens were picked by the caller."""

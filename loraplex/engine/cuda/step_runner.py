@@ -20,10 +20,19 @@ import numpy.typing as npt
 import torch
 
 from loraplex.engine.batch import BuiltBatch
+from loraplex.engine.cuda.cpu_assist import AssistedRows, AssistedStep, CpuAssist
 from loraplex.engine.cuda.graphs import Recorder, Run
 from loraplex.engine.cuda.step_buffers import DeviceBlock, HostBlock, StepSizes
-from loraplex.engine.cuda.step_lora import StepLora, StepScratch, no_tiles, split_segments
+from loraplex.engine.cuda.step_lora import (
+    StepLora,
+    StepScratch,
+    no_tiles,
+    span_step,
+    split_segments,
+    to_device,
+)
 from loraplex.engine.cuda.step_sizes import all_graph_sizes, exact_sizes, graph_sizes
+from loraplex.kernels.triton.gate import Gate
 from loraplex.kernels.triton.lora_step import LoraStep
 from loraplex.kernels.triton.tokens import greedy_tokens, pick_tokens
 from loraplex.model.decoder import Decoder, KVCache
@@ -95,9 +104,10 @@ class StepRunner:
         ticket_1: torch.Tensor,
         device: torch.device,
         recorder: Recorder | None,
+        assist: CpuAssist | None = None,
     ) -> None:
         """`ticket_1`: the last copy to the device that is complete. `recorder`: None to run all steps kernel
-        by kernel."""
+        by kernel. `assist`: CPU workers, if there are any."""
         self._decoder = decoder
         self._num_layers = decoder.config.shape.num_layers
         self._caches = caches
@@ -109,17 +119,24 @@ class StepRunner:
         self._graphs: dict[_GraphKey, _Graph | None] = {}
         self._expected: deque[_GraphKey] = deque()
         self._recorder = recorder
+        self._assist = assist
         self._buffers: _SharedBuffers | None = None
         if recorder is not None:
             self._buffers = _SharedBuffers(decoder, max_blocks, caches[0].k.dtype, device)
 
     def run(
-        self, built: BuiltBatch, seats: RowSeats, wanted_copies: npt.NDArray[np.int64] | None = None
+        self,
+        built: BuiltBatch,
+        seats: RowSeats,
+        wanted_copies: npt.NDArray[np.int64] | None = None,
+        assisted: Sequence[AssistedRows] = (),
     ) -> StepOutput:
         """Launch a step behind those launched before. `wanted_copies`: those that it waits for, by place
-        (`kernels.triton.gate`); only of steps with prompts."""
+        (`kernels.triton.gate`); only of steps with prompts. `assisted`: rows whose adapters the batch knows
+        nothing of, as CPU workers have a part in them; such a step runs kernel by kernel."""
         lora = split_segments(built.batch)
-        sizes = graph_sizes(built, self._max_blocks, self._num_layers) if self._buffers else None
+        can_replay = self._buffers is not None and not assisted
+        sizes = graph_sizes(built, self._max_blocks, self._num_layers) if can_replay else None
         graph = None if sizes is None else self._graph_for(_GraphKey(sizes, lora.groups, lora.shares))
         if graph is not None:
             graph.block.upload(self._fill(graph.block.sizes, built, lora, seats, wanted_copies))
@@ -129,7 +146,10 @@ class StepRunner:
         memory = torch.empty(sizes.num_integers, dtype=torch.int64, device=self._device)
         block = DeviceBlock(sizes, memory)
         block.upload(self._fill(sizes, built, lora, seats, wanted_copies))
-        states_LH, logits_LV = self._forward(block, lora.steps(self._decoder.config.shape, block))
+        steps = lora.steps(self._decoder.config.shape, block)
+        states_LH, logits_LV = self._forward(
+            block, (*steps, *(self._assisted_step(rows, sizes.rows) for rows in assisted))
+        )
         tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
         self._choose_greedily(block, logits_LV, tokens_L2)
         return StepOutput(logits_LV=logits_LV, tokens_L2=tokens_L2, states_LH=states_LH)
@@ -149,7 +169,20 @@ class StepRunner:
                 return True
         return False
 
-    def _forward(self, block: DeviceBlock, lora: tuple[LoraStep, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _assisted_step(self, rows: AssistedRows, num_rows: int) -> AssistedStep:
+        assert self._assist is not None
+        weights, shape = rows.arrival.weights, self._decoder.config.shape
+        return AssistedStep(
+            rows=rows,
+            shape=shape,
+            on_device=span_step(shape, rows.first, rows.count, weights, num_rows, self._device),
+            gate=Gate(ticket_1=self._ticket_1, wanted_G=to_device(rows.arrival.tickets, self._device)),
+            assist=self._assist,
+        )
+
+    def _forward(
+        self, block: DeviceBlock, lora: tuple[LoraStep | AssistedStep, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Final states and logits."""
         token_ids_T = pick_tokens(
             block["token_ids"], block["follows"], block["token_seats"], self.last_tokens
