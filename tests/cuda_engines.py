@@ -41,10 +41,12 @@ def interpreted(
     cold_start: ColdStart = ColdStart.OVERLAP,
     host_bytes: int = 1 << 18,
     read: ReadSlab = fill_slab,
+    cpu_workers: int | None = None,
 ) -> Engine:
     options = CudaOptions(
         cold_start=cold_start,
         host_bytes=host_bytes,
+        cpu_workers=cpu_workers,
         padded_to=padded_to,
         dtype=torch.float32,
         arena_bytes=num_pages * page_bytes(SHAPE, BLOCK_SIZE, torch.float32),

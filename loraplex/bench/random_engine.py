@@ -45,7 +45,9 @@ class RandomEngineOptions:
     """What a benchmark may choose of its engine. `distinct`: adapters have weights of their own, also on the
     host; for small shapes. `memory_bytes`: for adapters, on a GPU together with the KV
     cache; None: a gigabyte, or what a GPU has. `padded_to`: on a GPU, pad adapters to the largest rank of
-    their batch, up to this one. `compiled`: on a CPU, the kernels that `serve` has, not plain torch."""
+    their batch, up to this one. `compiled`: on a CPU, the kernels that `serve` has, not plain torch.
+    `from_files`: adapters are read from their files. `cpu_workers`: processes that compute LoRA beside a
+    GPU, for adapters from files."""
 
     shape: str
     device: str
@@ -57,6 +59,7 @@ class RandomEngineOptions:
     cold_start: ColdStart = ColdStart.OVERLAP
     compiled: bool = False
     from_files: bool = False
+    cpu_workers: int | None = None
 
 
 def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None = None) -> Engine:
@@ -79,6 +82,7 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
             # Of random blocks only one of a kind is there, however many are counted.
             host_bytes=_HOST_BYTES if options.distinct or options.from_files else _COUNTED_HOST_BYTES,
             cold_start=options.cold_start,
+            cpu_workers=options.cpu_workers,
         )
         if options.from_files:
             return build_cuda_core(config, weights, cuda_options)

@@ -50,6 +50,8 @@ def cold(
     json_out: shared.Json = None,
 ) -> None:
     """Time to first token of cold adapters on an idle engine; with a workload, what each policy adds."""
+    from loraplex.engine.assist.split import default_num_workers
+    from loraplex.engine.machine import num_cores
     from loraplex.workload.jsonl import read_workload
 
     if plot is not None and workload is None:
@@ -57,9 +59,11 @@ def cold(
     check_writable(plot)
     requests = None if workload is None else read_workload(workload)
     with ExitStack() as stack:
-        options = locals() | {"ranks": "", "from_files": files}
+        on_gpu = shared.resolved(locals())["device"] == "cuda"
+        chosen = _policies(policies, on_gpu=on_gpu, files=files)
+        num_workers = default_num_workers(num_cores()) if ColdStart.CPU_ASSIST in chosen else None
+        options = locals() | {"ranks": "", "from_files": files, "cpu_workers": num_workers}
         bench = shared.set_up(options, num_adapters=0)
-        chosen = _policies(policies, bench.parameters["device"])
         if requests is not None and workload is not None:
             shared.check_lengths(requests, workload, bench.engine.max_model_len)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-"))) if files else None
@@ -76,8 +80,11 @@ def cold(
     shared.write(bench, json_out, results)
 
 
-def _policies(asked: Sequence[ColdStart] | None, device: str) -> list[ColdStart]:
-    possible = tuple(ColdStart) if device == "cuda" else _ON_A_CPU
+def _policies(asked: Sequence[ColdStart] | None, *, on_gpu: bool, files: bool) -> list[ColdStart]:
+    if ColdStart.CPU_ASSIST in (asked or ()) and on_gpu and not files:
+        raise typer.BadParameter("cpu-assist computes with adapters from --files", param_hint="--policy")
+    possible = [policy for policy in ColdStart if files or policy is not ColdStart.CPU_ASSIST]
+    possible = possible if on_gpu else list(_ON_A_CPU)
     for policy in asked or ():
         if policy not in possible:
             raise typer.BadParameter(

@@ -186,7 +186,7 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
     from loraplex.model.shapes import config_of_shape
 
     check_writable(options["json_out"])
-    options = options | _resolved(options)
+    options = options | resolved(options)
     _check_context(options, config_of_shape(options["shape"]).shape.max_position)
     if options["dtype"] not in DTYPES:
         raise typer.BadParameter(f"choose {', '.join(DTYPES)}", param_hint="--dtype")
@@ -203,6 +203,7 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
             max_step_tokens=options.get("max_step_tokens", 2048),
             padded_to=padded_rank(max(ranks)) if padded else None,
             from_files=options.get("from_files", False),
+            cpu_workers=options.get("cpu_workers"),
         )
     )
     specs = random_specs(
@@ -224,7 +225,7 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
     )
 
 
-def _resolved(options: dict[str, Any]) -> dict[str, str]:
+def resolved(options: dict[str, Any]) -> dict[str, str]:
     """What `auto` stands for on this machine."""
     import torch
 

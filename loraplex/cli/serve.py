@@ -56,6 +56,12 @@ def serve(
         ColdStart,
         typer.Option(help="What a request does whose adapter is not on the device yet."),
     ] = ColdStart.OVERLAP,
+    cpu_workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="For --cold-start cpu-assist: processes, a core each; half of them by default."
+        ),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the base model; --model as given by default.")
     ] = None,
@@ -89,6 +95,7 @@ def serve(
                 max_model_len=max_model_len,
                 tensor_parallel=tensor_parallel,
                 cold_start=cold_start,
+                cpu_workers=cpu_workers,
             ),
             served_model_name=served_model_name,
             adapter_dirs=tuple(adapters or ()),

@@ -26,7 +26,7 @@ class EngineOptions:
     `tensor_parallel`: processes that share the model, each with a part of it, of every adapter and of the KV
     cache. Memory is what each of them may take; `num_threads` is for all of them together. `cold_start`: what
     requests do whose adapter is not loaded; on a CPU, where adapters are used where they are read to, nothing
-    can be pipelined, and `auto` is `overlap`.
+    can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that compute LoRA beside a GPU.
     """
 
     model: str
@@ -43,6 +43,7 @@ class EngineOptions:
     runs_ahead: bool | None = None
     tensor_parallel: int = 1
     cold_start: ColdStart = ColdStart.OVERLAP
+    cpu_workers: int | None = None
 
 
 def build_core(options: EngineOptions, progress: Progress | None = None) -> Engine:
@@ -78,8 +79,10 @@ def choose_device(options: EngineOptions) -> str:
     if device == "cpu":
         if options.memory_fraction is not None:
             raise ModelError("--memory-fraction is for a GPU; on a CPU, give --kv-memory")
-        if options.cold_start is ColdStart.PIPELINED:
-            raise ModelError("--cold-start pipelined needs a GPU; on a CPU, choose overlap")
+        if options.cold_start in (ColdStart.PIPELINED, ColdStart.CPU_ASSIST):
+            raise ModelError(f"--cold-start {options.cold_start} needs a GPU; on a CPU, choose overlap")
+        if options.cpu_workers is not None:
+            raise ModelError("--cpu-workers compute beside a GPU; on a CPU, leave them out")
         return device
     if not torch.cuda.is_available():
         raise ModelError("there is no CUDA device here; start it with --device cpu")
@@ -89,6 +92,8 @@ def choose_device(options: EngineOptions) -> str:
         raise ModelError(
             "on a GPU, KV cache and adapters share what --memory-fraction gives them; leave out --kv-memory"
         )
+    if options.tensor_parallel > 1 and options.cold_start is ColdStart.CPU_ASSIST:
+        raise ModelError("--cold-start cpu-assist is for one GPU; with --tensor-parallel, choose pipelined")
     if options.tensor_parallel > torch.cuda.device_count():
         raise ModelError(
             f"--tensor-parallel {options.tensor_parallel} needs as many CUDA devices; "

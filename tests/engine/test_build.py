@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.engine import build
 from loraplex.engine.build import EngineOptions, build_core
@@ -29,6 +30,12 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "cuda"}, "no CUDA device here; start it with --device cpu"),
         ({"device": "cpu", "memory_fraction": 0.5}, "on a CPU, give --kv-memory"),
         ({"tensor_parallel": 0}, "--tensor-parallel must be at least 1"),
+        (
+            {"device": "cpu", "cold_start": ColdStart.PIPELINED},
+            "pipelined needs a GPU; on a CPU, choose overlap",
+        ),
+        ({"device": "cpu", "cold_start": ColdStart.CPU_ASSIST}, "cpu-assist needs a GPU"),
+        ({"device": "cpu", "cpu_workers": 2}, "on a CPU, leave them out"),
     ],
 )
 def test_what_a_machine_without_a_gpu_cannot_do_is_said_before_anything_is_read(
@@ -45,6 +52,10 @@ def test_what_a_machine_without_a_gpu_cannot_do_is_said_before_anything_is_read(
     [
         ({"kv_memory_bytes": 1 << 30}, "share what --memory-fraction gives them; leave out --kv-memory"),
         ({"device": "cuda", "tensor_parallel": 2}, "needs as many CUDA devices; there are 1"),
+        (
+            {"device": "cuda", "tensor_parallel": 2, "cold_start": ColdStart.CPU_ASSIST},
+            "is for one GPU; with --tensor-parallel, choose pipelined",
+        ),
     ],
 )
 def test_options_that_do_not_go_with_a_gpu_are_refused(options: dict[str, Any], message: str) -> None:

@@ -99,6 +99,21 @@ def test_the_others_ask_nobody(cold_start: ColdStart, expected: bool) -> None:
     assert joins(policy, DECODES, others=8, own_mb=10_000) is expected
 
 
+def test_cpu_workers_take_as_many_layers_as_the_bus_is_slow() -> None:
+    prompt = StepFeatures(num_prompts=1, num_prompt_tokens=32)
+
+    def layers(bytes_per_s: float, num_workers: int = 8) -> int:
+        watch = DriftWatch(costs(bytes_per_s=bytes_per_s))
+        policy = StartPolicy(ColdStart.CPU_ASSIST, watch, num_workers)
+        return policy.assisted_layers(100 * MB, prompt)
+
+    assert layers(50e9) == 1, "asked for, it is done"
+    assert 1 < layers(0.2e9) < 32
+    assert layers(0.02e9) >= layers(0.2e9)
+    assert layers(0.2e9, num_workers=0) == 0
+    assert StartPolicy(ColdStart.PIPELINED, DriftWatch(costs()), 8).assisted_layers(100 * MB, prompt) == 0
+
+
 # ---- in the scheduler
 
 

@@ -60,9 +60,9 @@ class CudaOptions:
     """What a user may choose. `memory_fraction`: of the device's memory, for all that the engine holds;
     `arena_bytes`: instead of it, what KV blocks and adapters have together. `host_bytes`: the budget for
     adapters in host memory. `cold_start`: what requests do whose adapter is not on the device. `cpu_workers`:
-    processes that compute LoRA for `ColdStart.CPU_ASSIST`; None: as the machine has cores. `padded_to`: for
-    comparison, pad adapters to the largest rank of their batch, which may be this one at the most, a
-    power of two."""
+    processes that compute LoRA for `ColdStart.CPU_ASSIST`; None: as the machine has cores, if that is chosen.
+    `padded_to`: for comparison, pad adapters to the largest rank of their batch, which may be this one at the
+    most, a power of two."""
 
     dtype: torch.dtype = torch.bfloat16
     memory_fraction: float = DEFAULT_MEMORY_FRACTION
@@ -95,6 +95,7 @@ def build_cuda_engine(
         max_running=options.max_running,
         block_size=options.block_size,
         cold_start=options.cold_start,
+        cpu_workers=options.cpu_workers,
     )
     # Of the first device; the others are taken to be like it.
     plan = _plan_memory(cuda_options, local.shape, torch.device("cuda", 0), weight_bytes(local, dtype))
@@ -245,9 +246,9 @@ def _build_store(
 
 
 def _num_workers(options: CudaOptions) -> int:
-    if options.cold_start is not ColdStart.CPU_ASSIST:
-        return 0
-    return default_num_workers(num_cores()) if options.cpu_workers is None else options.cpu_workers
+    if options.cpu_workers is not None:
+        return options.cpu_workers
+    return default_num_workers(num_cores()) if options.cold_start is ColdStart.CPU_ASSIST else 0
 
 
 def _plan_memory(

@@ -253,7 +253,7 @@ class CudaExecutor:
         """Prompts in whose first layers CPU workers have a part."""
         found: list[AssistedRows] = []
         first = 0
-        for chunk in built.chunks:
+        for chunk in built.chunks if self._assist is not None else ():
             arrival = self._arrivals.get(chunk.adapter or "")
             if arrival is not None and arrival.shipment.assisted_layers > 0 and chunk.num_tokens > 1:
                 shipment = arrival.shipment

@@ -1,0 +1,126 @@
+"""Layers of adapters that are on their way, computed by real CPU workers; GPU kernels are interpreted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from cuda_engines import greedy, interpreted
+from driving import run_to_end
+
+from loraplex.bench.random_engine import random_specs
+from loraplex.core.cold_start import ColdStart
+from loraplex.engine.assist.pool import AssistPool
+from loraplex.engine.core import Engine
+from loraplex.engine.cuda.cpu_assist import AssistedStep, CpuAssist
+
+SPECS = [
+    *random_specs("q", "tiny", num_adapters=1, ranks=[5], modules="q"),
+    *random_specs("many", "tiny", num_adapters=1, ranks=[8], modules="q,v,down"),
+]
+
+
+class Spy:
+    """What the workers were asked for, and the pool that they are in."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_products = 0
+        self.pool: AssistPool | None = None
+        send = CpuAssist.send
+
+        def counted(assist: CpuAssist, *args: object) -> int:
+            self.num_products += 1
+            self.pool = assist._pool
+            return send(assist, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(CpuAssist, "send", counted)
+        # Without a device every copy is complete at once; here no layer is, before its turn is over.
+        monkeypatch.setattr(AssistedStep, "_is_there", lambda step, layer: layer >= step.rows.num_layers)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(monkeypatch)
+
+
+def engine_of(cold_start: ColdStart) -> Engine:
+    engine = interpreted(cold_start=cold_start, cpu_workers=1)
+    for spec in SPECS:
+        engine.add_adapter(spec)
+        engine.stage_adapter(spec.version)
+    run_to_end(engine)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    engine = engine_of(ColdStart.OVERLAP)
+    found = texts(engine)
+    engine.close()
+    return found
+
+
+@pytest.fixture
+def assisted(spy: Spy) -> Iterator[Engine]:
+    engine = engine_of(ColdStart.CPU_ASSIST)
+    yield engine
+    engine.close()
+
+
+def add_all(engine: Engine) -> None:
+    for spec in SPECS:
+        engine.add_request(greedy(spec.version, spec.version))
+    engine.add_request(greedy("base"))
+
+
+def texts(engine: Engine) -> dict[str, list[int]]:
+    add_all(engine)
+    return {name: found.token_ids for name, found in run_to_end(engine).items()}
+
+
+def test_texts_are_those_of_the_device(assisted: Engine, spy: Spy, expected: dict[str, list[int]]) -> None:
+    assert texts(assisted) == expected
+    # Groups of linears in the first layer: one of the first adapter, and two of the second.
+    assert spy.num_products == 3
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_lost_is_not_noticed(
+    assisted: Engine, spy: Spy, expected: dict[str, list[int]], how: signal.Signals
+) -> None:
+    pool = assisted._executor._assist._pool  # type: ignore[attr-defined]
+    assert pool.wait_ready(60) == 1
+    (pid,) = pool.pids.values()
+    os.kill(pid, how)
+    assert texts(assisted) == expected
+    assert spy.num_products == 3
+
+
+def logprobs(cold_start: ColdStart) -> list[float]:
+    """Of the likeliest tokens after one prompt, on an adapter that is not on the device."""
+    engine = engine_of(cold_start)
+    request = greedy("a", SPECS[1].version, tokens=2)
+    engine.add_request(replace(request, params=replace(request.params, logprobs=5)))
+    found = run_to_end(engine)["a"].logprobs
+    engine.close()
+    return [value for at in found for _, value in (*at.top, (0, at.logprob))]
+
+
+def test_every_way_to_start_has_the_same_logits(spy: Spy) -> None:
+    warm = logprobs(ColdStart.CACHED)
+    for same in (ColdStart.ON_DEMAND, ColdStart.OVERLAP, ColdStart.PIPELINED, ColdStart.AUTO):
+        assert logprobs(same) == warm
+    assert logprobs(ColdStart.CPU_ASSIST) == pytest.approx(warm, abs=1e-5)
+    assert spy.num_products == 2
+
+
+def test_without_workers_nothing_is_assisted(spy: Spy, expected: dict[str, list[int]]) -> None:
+    engine = interpreted(cold_start=ColdStart.CPU_ASSIST, cpu_workers=0)
+    for spec in SPECS:
+        engine.add_adapter(spec)
+    assert texts(engine) == expected
+    assert spy.num_products == 0
+    engine.close()
