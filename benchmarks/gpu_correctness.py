@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RESULTS: Final = Path(__file__).parent / "results"
 SECTIONS: Final = (
-    "kernels", "families", "adapters", "batch", "endurance", "burst", "bad_adapter", "collective",
+    "kernels", "families", "adapters", "batch", "endurance", "burst", "cold", "bad_adapter", "collective",
 )  # fmt: skip
 PACKAGES: Final = ("loraplex", "torch", "triton", "transformers", "peft", "numpy")
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from fake_openai import FakeServer
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import assist, cpu_serve, engines, make_tables
+from benchmarks import assist, cpu_serve, engines, gpu_cold, make_tables
 from benchmarks.bystanders import bystanders
 from benchmarks.make_checkpoint import RANKS, adapter_bytes, write_adapters, write_tokenizer
 from benchmarks.measure import Traffic, measure, with_median
 from benchmarks.servers import ServerCommand, ServerFailedError, running
 from loraplex.bench.distribution import Distribution
 from loraplex.bench.report import Report
+from loraplex.workload.jsonl import WorkloadRequest, write_workload
 
 
 def report(tokens_per_s: float, *, num_failed: int = 0) -> dict[str, Any]:
@@ -256,3 +258,33 @@ def test_cpu_lora_workers_are_measured_against_torch(tmp_path: Path) -> None:
         [row] = found[dtype]["products"]
         assert (row["tokens"], row["rank"]) == (16, 8)
         assert row["speedup"] == pytest.approx(row["torch_us"]["p50"] / row["workers_us"]["p50"], abs=0.05)
+
+
+def test_cold_starts_are_measured_by_policy(tmp_path: Path) -> None:
+    out = tmp_path / "gpu_cold.json"
+    requests = [
+        WorkloadRequest(arrival_s=0.02 * i, prompt_tokens=5, output_tokens=3, adapter=0) for i in range(6)
+    ]
+    write_workload(tmp_path / "poisson-9rps-30s.jsonl", requests)
+    gpu_cold.main(
+        ["idle", "large", "burst", "setups", "--tiny", "--workloads", str(tmp_path), "--out", str(out)]
+    )
+    found = {name: section["results"] for name, section in json.loads(out.read_text()).items()}
+    assert found["idle"].keys() == {"cached", "on-demand", "overlap"}
+    assert found["idle"]["overlap"].keys() == {"disk", "ready"}
+    assert found["setups"]["S2"]["policies"].keys() == {"cached", "on-demand", "overlap"}
+
+
+def test_setups_keep_the_arrivals_and_change_the_rate(tmp_path: Path) -> None:
+    requests = [
+        WorkloadRequest(arrival_s=float(i), prompt_tokens=5, output_tokens=3, adapter=0) for i in range(10)
+    ]
+    write_workload(tmp_path / "poisson-9rps-30s.jsonl", requests)
+    setting = replace(gpu_cold.TINY, workloads=tmp_path)
+    slower = gpu_cold.requests_of(setting, gpu_cold.Setup(name="S2", rank=64, requests_per_s=6))
+    assert [request.arrival_s for request in slower] == [0.0, 1.5, 3.0, 4.5, 6.0, 7.5, 9.0]
+
+
+def test_what_needs_a_gpu_is_not_tried_on_a_cpu() -> None:
+    with pytest.raises(SystemExit):
+        gpu_cold.main(["signal", "--tiny"])

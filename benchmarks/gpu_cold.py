@@ -1,0 +1,347 @@
+"""Every published figure of cold starts on a GPU.
+
+    python -m benchmarks.gpu_cold profile idle large burst setups syncs signal --workloads DIR
+
+Writes results/gpu_cold.json; sections that are not named keep what they hold. `profile` comes first on a
+machine that has none: `auto` decides by it. Each section runs in a process of its own. `--tiny` tries the
+script itself on a CPU, where what needs a GPU is left out, and writes nothing unless --out says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from loraplex.bench.cold_scenarios import MakeSpecs, burst, compare_policies, measure_idle
+from loraplex.bench.distribution import Distribution
+from loraplex.bench.environment import ENGINE_PACKAGES, environment
+from loraplex.core.cold_start import ColdStart
+from loraplex.engine.core import Engine
+from loraplex.workload.jsonl import WorkloadRequest, read_workload
+
+RESULTS = Path(__file__).parent / "results"
+QKV, ALL = "q,k,v", "all"
+BURST: Final = 32
+ROUND_TRIPS: Final = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where it runs, and how large everything is."""
+
+    device: str = "cuda"
+    shape: str = "llama-2-7b"
+    vocab_size: int = 32000
+    prompt_tokens: int = 128
+    num_adapters: int = 20
+    large_rank: int = 256
+    workloads: Path = Path("workloads")
+
+    @property
+    def policies(self) -> list[ColdStart]:
+        """Those that need no files."""
+        if self.device == "cuda":
+            return [policy for policy in ColdStart if policy is not ColdStart.CPU_ASSIST]
+        return [ColdStart.CACHED, ColdStart.ON_DEMAND, ColdStart.OVERLAP]
+
+
+TINY: Final = Setting(
+    device="cpu", shape="tiny", vocab_size=256, prompt_tokens=8, num_adapters=2, large_rank=16
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Of the paper's evaluation: 200 adapters and a rate, every request on a cold one."""
+
+    name: str
+    rank: int
+    requests_per_s: float
+
+
+SETUPS: Final = (
+    Setup(name="S1", rank=32, requests_per_s=9),
+    Setup(name="S2", rank=64, requests_per_s=6),
+    Setup(name="S3", rank=64, requests_per_s=9),
+)
+WORKLOAD: Final = ("poisson-9rps-30s", 9.0)
+"""The file that all setups are made of, and its rate."""
+
+
+def profile(setting: Setting) -> dict[str, Any]:
+    """What `loraplex profile` does; kept where engines look for it."""
+    from loraplex.bench.profile_scenarios import ProfileOptions, profile_machine
+    from loraplex.engine.profile_subject import profile_path
+    from loraplex.model.shapes import config_of_shape
+    from loraplex.perf.profile_json import profile_to_json, write_profile
+
+    options = ProfileOptions(
+        config=config_of_shape(setting.shape), device=setting.device, dtype=dtype_of(setting)
+    )
+    found = profile_machine(options, lambda phase, done: None)
+    if setting.device == "cuda":
+        write_profile(profile_path(found.subject), found)
+    document: dict[str, Any] = json.loads(profile_to_json(found))
+    return document
+
+
+def idle(setting: Setting) -> dict[str, Any]:
+    """First token of one request: adapter on disk (in the page cache), in host memory, on the device."""
+    from loraplex.bench.adapter_files import save_random_adapters
+    from loraplex.bench.random_engine import module_names
+    from loraplex.engine.assist.split import default_num_workers
+    from loraplex.engine.machine import num_cores
+    from loraplex.model.shapes import config_of_shape
+
+    on_gpu = setting.device == "cuda"
+    engine = build(setting, from_files=True, cpu_workers=default_num_workers(num_cores()) if on_gpu else None)
+    with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
+        saved = save_random_adapters(
+            Path(folder),
+            config_of_shape(setting.shape).shape,
+            dtype_of(setting),
+            count=setting.num_adapters + 1,
+            rank=64 if on_gpu else 4,
+            modules=module_names(QKV),
+        )
+        found = measure_idle(
+            engine,
+            list(ColdStart) if on_gpu else setting.policies,
+            lambda name, count: saved[:count],
+            starts=("disk", "host") if on_gpu else ("disk",),
+            num_adapters=setting.num_adapters,
+            prompt_tokens=setting.prompt_tokens,
+            vocab_size=setting.vocab_size,
+        )
+    engine.close()
+    return {str(policy): figures(times) for policy, times in found.items()}
+
+
+def large(setting: Setting) -> dict[str, Any]:
+    """The same of adapters of a gigabyte and more, in host memory."""
+    engine = build(setting)
+    found = measure_idle(
+        engine,
+        setting.policies,
+        maker(setting, setting.large_rank, ALL),
+        starts=("host",) if setting.device == "cuda" else ("disk",),
+        num_adapters=max(setting.num_adapters // 4, 1),
+        prompt_tokens=setting.prompt_tokens,
+        vocab_size=setting.vocab_size,
+    )
+    engine.close()
+    return {str(policy): figures(times) for policy, times in found.items()}
+
+
+def burst_of_32(setting: Setting) -> dict[str, Any]:
+    engine = build(setting)
+    found = burst(
+        engine,
+        setting.policies,
+        maker(setting, 64, QKV),
+        size=BURST,
+        prompt_tokens=setting.prompt_tokens,
+        vocab_size=setting.vocab_size,
+    )
+    engine.close()
+    return {str(policy): rounded(times) for policy, times in found.items()}
+
+
+def setups(setting: Setting) -> dict[str, Any]:
+    engine, found = build(setting), {}
+    for setup in SETUPS:
+        compared = compare_policies(
+            engine,
+            setting.policies,
+            requests_of(setting, setup),
+            maker(setting, setup.rank, QKV),
+            setting.vocab_size,
+        )
+        found[setup.name] = asdict(setup) | {
+            "policies": {str(policy): one.as_json() for policy, one in compared.items()}
+        }
+        print(setup.name, {str(policy): one.overheads for policy, one in compared.items()}, flush=True)
+    engine.close()
+    return found
+
+
+def requests_of(setting: Setting, setup: Setup) -> list[WorkloadRequest]:
+    """The published arrivals, stretched to the setup's rate and cut to the same time."""
+    name, rate = WORKLOAD
+    requests = read_workload(setting.workloads / f"{name}.jsonl")
+    stretched = [
+        replace(request, arrival_s=request.arrival_s * rate / setup.requests_per_s) for request in requests
+    ]
+    return [request for request in stretched if request.arrival_s <= requests[-1].arrival_s]
+
+
+def syncs(setting: Setting) -> dict[str, Any]:
+    """Times that the host waits for the device while it launches a prompt on a cold adapter."""
+    import torch
+
+    from loraplex.bench.engine_scenarios import first_token_ms, new_request
+    from loraplex.bench.random_engine import register
+
+    engine = build(setting, cold_start=ColdStart.PIPELINED)
+    versions = register(engine, maker(setting, 64, QKV)("syncs", 3))
+    for seed, version in enumerate(versions[:2]):
+        first_token_ms(engine, version, setting.prompt_tokens, setting.vocab_size, seed)
+    launch = engine._executor.launch
+    counts: list[dict[str, int]] = []
+
+    def counted(plan: Any) -> Any:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            flight = launch(plan)
+        names = [event.name for event in profiler.events()]
+        counts.append({name: names.count(name) for name in set(names) if name.startswith("cuda")})
+        return flight
+
+    engine._executor.launch = counted  # type: ignore[method-assign]
+    request = new_request("one", setting.prompt_tokens, 1, versions[2], vocab_size=setting.vocab_size, seed=9)
+    engine.add_request(request)
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    waits = {name: count for name, count in counts[0].items() if "Synchronize" in name}
+    return {"host_synchronisations": sum(waits.values()), "calls": counts[0]}
+
+
+def signal(setting: Setting) -> dict[str, Any]:
+    """A stream's signal to CPU workers and back, with next to nothing to compute."""
+    import torch
+
+    from loraplex.engine.assist.pool import AssistPool
+    from loraplex.engine.assist.shared_block import SharedBlock
+    from loraplex.engine.assist.split import default_num_workers
+    from loraplex.engine.assist.tasks import AssistPart, AssistTask
+    from loraplex.engine.cuda.cpu_assist import StreamSignals
+    from loraplex.engine.machine import num_cores
+
+    num_workers = default_num_workers(num_cores())
+    weights = SharedBlock(1 << 16)
+    with AssistPool(
+        num_workers=num_workers, dtype=torch.bfloat16, x_elements=1 << 12, y_elements=1 << 12
+    ) as pool:
+        index = pool.add_weights(weights)
+        pool.wait_ready(120)
+        signals = StreamSignals(pool)
+        part = AssistPart(
+            weights=index,
+            a_offset_bytes=0,
+            b_offset_bytes=4096,
+            rank=1,
+            scale=1.0,
+            out_start=0,
+            out_features=32,
+        )
+        task = AssistTask(
+            num_rows=1, in_features=32, x_start=0, x_stride=32, y_start=0, y_stride=32, parts=(part,)
+        )
+        times_us = []
+        for number in range(ROUND_TRIPS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            ticket = pool.submit(task)
+            begin.record()
+            signals.start(ticket)
+            signals.wait(ticket)
+            end.record()
+            end.synchronize()
+            if number >= ROUND_TRIPS // 10:
+                times_us.append(begin.elapsed_time(end) * 1e3)
+        signals.close()
+    weights.close()
+    found = Distribution.of(times_us)
+    assert found is not None
+    return {"workers": num_workers, "round_trip_us": rounded(found)}
+
+
+SECTIONS: Final[dict[str, Callable[[Setting], dict[str, Any]]]] = {
+    "profile": profile,
+    "idle": idle,
+    "large": large,
+    "burst": burst_of_32,
+    "setups": setups,
+    "syncs": syncs,
+    "signal": signal,
+}
+ON_A_GPU_ALONE: Final = ("syncs", "signal")
+
+
+def build(setting: Setting, **options: Any) -> Engine:
+    from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine
+
+    engine = build_random_engine(
+        RandomEngineOptions(shape=setting.shape, device=setting.device, dtype=dtype_of(setting), **options)
+    )
+    engine.add_adapter(maker(setting, 64 if setting.device == "cuda" else 4, QKV)("graphs", 1)[0])
+    engine.warm_up()
+    return engine
+
+
+def dtype_of(setting: Setting) -> Any:
+    import torch
+
+    return torch.bfloat16 if setting.device == "cuda" else torch.float32
+
+
+def maker(setting: Setting, rank: int, modules: str) -> MakeSpecs:
+    from loraplex.bench.random_engine import random_specs
+
+    return lambda name, count: random_specs(
+        name, setting.shape, num_adapters=count, ranks=[rank], modules=modules
+    )
+
+
+def figures(times: dict[str, Distribution]) -> dict[str, dict[str, float]]:
+    return {where: rounded(distribution) for where, distribution in times.items()}
+
+
+def rounded(distribution: Distribution) -> dict[str, float]:
+    return {key: round(value, 3) for key, value in asdict(distribution).items()}
+
+
+def in_process(function: Callable[[], Any]) -> Any:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="+", choices=tuple(SECTIONS))
+    parser.add_argument("--workloads", type=Path, default=Path("workloads"))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    setting = replace(TINY if args.tiny else Setting(), workloads=args.workloads)
+    if args.tiny and (beyond := [name for name in args.sections if name in ON_A_GPU_ALONE]):
+        parser.error(f"{', '.join(beyond)}: only on a GPU")
+    if not args.tiny:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("this benchmark needs a GPU; --tiny tries it on a CPU")
+    out = args.out or (None if args.tiny else RESULTS / "gpu_cold.json")
+    document = json.loads(out.read_text()) if out is not None and out.is_file() else {}
+    for name in args.sections:
+        started = time.perf_counter()
+        found = in_process(partial(SECTIONS[name], setting))
+        here = in_process(partial(environment, ENGINE_PACKAGES))
+        document[name] = here | {"shape": setting.shape, "results": found}
+        if out is not None:
+            out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(f"{name}: {time.perf_counter() - started:.0f} s {json.dumps(found)[:400]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
