@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Final
 
 from loraplex.adapters.room import Room, Tier
 from loraplex.core.stats import AdapterStats
@@ -29,7 +30,21 @@ class _Entry:
     hits: int = 0
     loads: int = 0
     kept: bool = False
+    ahead: bool = False
     removing: bool = False
+
+
+class _Nobody:
+    """`IdleAdapters` of which there are none."""
+
+    idle_bytes = 0
+    oldest_idle_use = None
+
+    def evict_oldest(self) -> None:
+        raise AssertionError("there is nobody to evict")
+
+
+_NOBODY: Final = _Nobody()
 
 
 class Residency:
@@ -95,6 +110,7 @@ class Residency:
                 return False
         else:
             entry.hits += 1
+            entry.ahead = False
             if version in self._idle:
                 self._leave_idle(version, entry)
         entry.pins += 1
@@ -105,6 +121,16 @@ class Residency:
         entry = self._entries[version]
         entry.kept = self._start_load(version, entry, spare_blocks=0)
         return entry.kept
+
+    def load_ahead(self, version: str, spare_blocks: int = 0) -> bool:
+        """Bring a version in that is absent and that nobody asked for, into memory that nobody has. It is the
+        first to go. False: no such memory."""
+        entry = self._entries[version]
+        if not self._room.take(version, entry.num_bytes, _NOBODY, spare_blocks):
+            return False
+        self._begin_load(entry)
+        entry.ahead = True
+        return True
 
     def unpin(self, version: str) -> None:
         """A request no longer counts on the weights; it still names the version."""
@@ -148,7 +174,7 @@ class Residency:
         entry = self._entries[version]
         assert entry.tier is Tier.LOADING, f"{version} was not loading"
         entry.tier = Tier.DISK
-        entry.kept = False
+        entry.kept = entry.ahead = False
         self._num_loading -= 1
         self._room.give_back(version, entry.num_bytes, entry.last_use)
         self._forget_if_drained(version, entry)
@@ -213,9 +239,12 @@ class Residency:
     def _start_load(self, version: str, entry: _Entry, spare_blocks: int) -> bool:
         if not self._room.take(version, entry.num_bytes, self, spare_blocks):
             return False
+        self._begin_load(entry)
+        return True
+
+    def _begin_load(self, entry: _Entry) -> None:
         entry.tier = Tier.LOADING
         self._num_loading += 1
-        return True
 
     def _become_idle_unless_kept(self, version: str, entry: _Entry) -> None:
         if not entry.kept:
@@ -225,6 +254,9 @@ class Residency:
         self._idle[version] = None
         self.idle_bytes += entry.num_bytes
         entry.last_use = next(self._uses)
+        if entry.ahead:
+            self._idle.move_to_end(version, last=False)
+            entry.last_use = 0
 
     def _leave_idle(self, version: str, entry: _Entry) -> None:
         del self._idle[version]
@@ -234,6 +266,7 @@ class Residency:
         entry = self._entries[version]
         self._leave_idle(version, entry)
         entry.tier = Tier.DISK
+        entry.ahead = False
         self._room.give_back(version, entry.num_bytes, entry.last_use)
         self._evictions.append(version)
 

@@ -62,6 +62,12 @@ def serve(
             min=0, help="For --cold-start cpu-assist: processes, a core each; half of them by default."
         ),
     ] = None,
+    load_popular: Annotated[
+        bool,
+        typer.Option(
+            help="Bring adapters that are often asked for into spare memory before their next request."
+        ),
+    ] = False,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the base model; --model as given by default.")
     ] = None,
@@ -96,6 +102,7 @@ def serve(
                 tensor_parallel=tensor_parallel,
                 cold_start=cold_start,
                 cpu_workers=cpu_workers,
+                loads_popular=load_popular,
             ),
             served_model_name=served_model_name,
             adapter_dirs=tuple(adapters or ()),

@@ -27,6 +27,7 @@ class EngineOptions:
     cache. Memory is what each of them may take; `num_threads` is for all of them together. `cold_start`: what
     requests do whose adapter is not loaded; on a CPU, where adapters are used where they are read to, nothing
     can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that compute LoRA beside a GPU.
+    `loads_popular`: bring adapters that are asked for often into spare memory before their next request.
     """
 
     model: str
@@ -44,6 +45,7 @@ class EngineOptions:
     tensor_parallel: int = 1
     cold_start: ColdStart = ColdStart.OVERLAP
     cpu_workers: int | None = None
+    loads_popular: bool = False
 
 
 def build_core(options: EngineOptions, progress: Progress | None = None) -> Engine:

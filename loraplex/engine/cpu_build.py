@@ -74,6 +74,7 @@ def build_cpu_engine(
             work=_plan_work(options, local.shape, num_threads),
             max_running=options.max_running,
             cold_start=ColdStart.OVERLAP if options.cold_start is ColdStart.AUTO else options.cold_start,
+            loads_popular=options.loads_popular,
         ),
         memory=SeparateMemory(num_blocks=num_blocks, block_size=options.block_size, adapter_bytes=budget),
         executor=executor,

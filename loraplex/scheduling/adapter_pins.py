@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Many
-from collections.abc import Set
 from dataclasses import replace
 from itertools import islice
+from typing import Final
 
 from loraplex.adapters.room import Tier
 from loraplex.core.cold_start import ColdStart
@@ -20,6 +21,9 @@ from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad
 from loraplex.scheduling.sequence import Sequence
 from loraplex.scheduling.start_policy import Coming, StartPolicy
+
+_EMPTY_SHARE: Final = 0.25
+"""Of the blocks that there would be without adapters, left empty by what nobody asked for."""
 
 
 class AdapterPins:
@@ -74,6 +78,27 @@ class AdapterPins:
             if absent:
                 self._load(version, num_tokens=len(sequence.token_ids))
             self._follow_moves(running)
+
+    def load_popular(self, versions: Iterable[str], running: Many[Sequence]) -> None:
+        """Bring in the first of these that is not there, if memory that nobody has takes it: all that cached
+        blocks hold stays, and a good part of the empty ones."""
+        pool = self._memory.pool
+        num_blocks = self._memory.max_tokens(adapter_bytes=0) // pool.block_size
+        spare_blocks = pool.num_free - pool.num_empty + int(num_blocks * _EMPTY_SHARE)
+        absent = (v for v in versions if v in self._residency and self._residency.tier(v) is Tier.DISK)
+        version = next(absent, None)
+        if version is None or not self._stage_if_room(version):
+            return
+        if self._residency.load_ahead(version, spare_blocks):
+            self._load(version)
+            self._follow_moves(running)
+
+    def _stage_if_room(self, version: str) -> bool:
+        """Whether a device could load it now; if not, it may be read for that."""
+        if self._staging is None or self._staging.is_there(version):
+            return True
+        self._staging.stage_ahead(version)
+        return False
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the request could run as far as its adapter goes."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from loraplex.adapters.room import Tier
 from loraplex.core.cold_start import ColdStart
@@ -27,16 +27,21 @@ from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.adapter_pins import AdapterPins
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
+from loraplex.scheduling.popularity import Popularity
 from loraplex.scheduling.sequence import Sequence
 from loraplex.scheduling.start_policy import StartPolicy
 from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
 
+_NUM_POPULAR: Final = 64
+"""Adapters of which the first that is not there is brought in ahead of its next request."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
     """Limits of a step. `prefetch_depth`: how far down the queue adapters start to load. `cold_start`: what
-    requests do until then; `num_workers`: processes that compute LoRA on CPUs."""
+    requests do until then; `num_workers`: processes that compute LoRA on CPUs. `loads_popular`:
+    adapters that are asked for often are brought in before they are asked for again."""
 
     max_model_len: int
     work: StepWork = field(default_factory=StepWork)
@@ -44,6 +49,7 @@ class SchedulerConfig:
     prefetch_depth: int = 64
     cold_start: ColdStart = ColdStart.OVERLAP
     num_workers: int = 0
+    loads_popular: bool = False
 
 
 class _ChunkUnderWay(NamedTuple):
@@ -68,6 +74,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._staging = memory.staging
         self._costs = costs
+        self._popularity = Popularity()
         self._pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
         self.choose_cold_start(config.cold_start)
         self._failures: list[TokenUpdate] = []
@@ -103,6 +110,7 @@ class Scheduler:
             )
         if request.adapter is not None:
             self._residency.enter(request.adapter)
+            self._popularity.asked(request.adapter)
         sequence = Sequence(request)
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
@@ -160,6 +168,8 @@ class Scheduler:
         removed = self._residency.take_removed()
         for version in removed:
             self._pool.forget_adapter(version)
+            if version not in self._residency:
+                self._popularity.forget(version)
             if self._staging is not None and version not in self._residency:
                 self._staging.remove(version)
         return removed
@@ -175,6 +185,8 @@ class Scheduler:
         preempted: list[Sequence] = []
         chunks, budget = self._schedule_running(preempted)
         self._pins.prefetch(self._waiting, self._running)
+        if self._config.loads_popular and not self._waiting and self._residency.num_loading == 0:
+            self._pins.load_popular(self._popularity.most_asked(_NUM_POPULAR), self._running)
         if self._staging is not None:
             self._staging.fetch_ahead()
         if not preempted:

@@ -58,7 +58,7 @@ class Staging:
 
     def fetch(self, version: str) -> bool:
         """Whether a device can load it now. If it cannot, a read is begun, as soon as it is its turn."""
-        if not self.stages(version) or self._residency.is_resident(version):
+        if self.is_there(version):
             return True
         if self._residency.tier(version) is Tier.DISK and self._residency.num_loading < _MAX_READS:
             self._residency.enter(version)
@@ -74,8 +74,13 @@ class Staging:
         """Versions that are still to be read before anybody asks for them."""
         return len(self._ahead)
 
+    def is_there(self, version: str) -> bool:
+        """Whether a device can load it now."""
+        return not self.stages(version) or self._residency.is_resident(version)
+
     def stage_ahead(self, version: str) -> None:
-        self._ahead.append(version)
+        if version not in self._ahead:
+            self._ahead.append(version)
 
     def fetch_ahead(self) -> None:
         """Begin reads that nobody waits for, where a reader and memory are free."""

@@ -274,6 +274,7 @@ class World:
         seed: int,
         host_units: int | None = None,
         cold_start: ColdStart = ColdStart.OVERLAP,
+        loads_popular: bool = False,
     ) -> None:
         staging = None if host_units is None else Staging(host_units * HOST_PAGE)
         self.arena = arena_of(num_pages, staging)
@@ -287,6 +288,7 @@ class World:
             max_running=max_running,
             prefetch_depth=4,
             cold_start=cold_start,
+            loads_popular=loads_popular,
         )
         self.max_len = config.max_model_len
         self.scheduler = Scheduler(config, self.arena)
@@ -428,6 +430,7 @@ class World:
     seed=st.integers(0, 1 << 16),
     host_units=st.none() | st.integers(0, 12),
     cold_start=st.sampled_from([ColdStart.OVERLAP, ColdStart.PIPELINED]),
+    loads_popular=st.booleans(),
 )
 def test_whatever_moves_everybody_finds_what_they_left(
     num_pages: int,
@@ -437,8 +440,9 @@ def test_whatever_moves_everybody_finds_what_they_left(
     seed: int,
     host_units: int | None,
     cold_start: ColdStart,
+    loads_popular: bool,
 ) -> None:
-    world = World(num_pages, sizes, max_running, seed, host_units, cold_start)
+    world = World(num_pages, sizes, max_running, seed, host_units, cold_start, loads_popular)
     for index in range(num_requests):
         world.add(str(index))
         for _ in range(world.random.randint(0, 3)):

@@ -74,6 +74,7 @@ class CudaOptions:
     block_size: int = 16
     cold_start: ColdStart = ColdStart.OVERLAP
     cpu_workers: int | None = None
+    loads_popular: bool = False
     padded_to: int | None = None
 
 
@@ -96,6 +97,7 @@ def build_cuda_engine(
         block_size=options.block_size,
         cold_start=options.cold_start,
         cpu_workers=options.cpu_workers,
+        loads_popular=options.loads_popular,
     )
     # Of the first device; the others are taken to be like it.
     plan = _plan_memory(cuda_options, local.shape, torch.device("cuda", 0), weight_bytes(local, dtype))
@@ -153,6 +155,7 @@ def _engine(
             max_running=min(options.max_running, DECODE_ROWS[-1]),
             cold_start=options.cold_start,
             num_workers=_num_workers(options),
+            loads_popular=options.loads_popular,
         ),
         memory=Arena(
             num_pages=plan.num_pages,

@@ -1,0 +1,37 @@
+"""Which adapters are asked for most, lately."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final
+
+_HALF_LIFE: Final = 512
+"""Requests after which an old one counts for half of a new one."""
+_LEAST: Final = 1 / 16
+"""What counts for less is forgotten."""
+
+
+class Popularity:
+    """Counts that fade."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, float] = {}
+        self._weight = 1.0  # of the next request; grows, which is as good as all others fading
+
+    def asked(self, version: str) -> None:
+        self._counts[version] = self._counts.get(version, 0.0) + self._weight
+        self._weight *= 2 ** (1 / _HALF_LIFE)
+        if self._weight > 1 / _LEAST:
+            self._fade()
+
+    def forget(self, version: str) -> None:
+        self._counts.pop(version, None)
+
+    def most_asked(self, count: int) -> list[str]:
+        """The first is asked for most."""
+        return heapq.nlargest(count, self._counts, key=self._counts.__getitem__)
+
+    def _fade(self) -> None:
+        faded = {version: count / self._weight for version, count in self._counts.items()}
+        self._counts = {version: count for version, count in faded.items() if count >= _LEAST}
+        self._weight = 1.0
