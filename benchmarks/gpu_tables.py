@@ -102,11 +102,6 @@ def cold_table(result: Result) -> str:
         ("process started and first token", f"{found['start_to_first_token_s']:.1f} s"),
         ("process started and every graph captured", f"{found['start_to_all_graphs_s']:.1f} s"),
         ("memory that all graphs take", f"{found['graphs_gb']:.1f} GB"),
-        (
-            "TTFT, idle, 128 tokens, adapter on the device",
-            f"{found['ttft_ms']['device_memory']['mean']:.1f} ms",
-        ),
-        ("the same, adapter in host memory", f"{found['ttft_ms']['host_memory']['mean']:.1f} ms"),
     ]
     return table(("start", "measured"), lines)
 
