@@ -20,6 +20,8 @@ from loraplex.engine.assist.shared_block import SharedBlock
 
 logger = logging.getLogger(__name__)
 
+_PORTABLE: Final = 1
+"""cudaHostRegisterPortable: whichever thread does it, and on whichever device."""
 _PIECE_BYTES: Final = 64 << 20
 _PINNED_AHEAD_BYTES: Final = 1 << 30
 """How much is pinned before it is used: half a second of adapters off a fast disk."""
@@ -95,7 +97,7 @@ class HostMemory:
             if not self._pins or piece in self._pinned:
                 return
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+            error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
             self._pinned[piece] = error == 0
             if error != 0:
                 logger.warning("host memory cannot be pinned (CUDA error %d): adapters load slower", error)
