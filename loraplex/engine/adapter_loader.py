@@ -12,7 +12,7 @@ import torch
 
 from loraplex.adapters.slab import ModuleSlot, SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.errors import AdapterError
+from loraplex.core.errors import AdapterError, CapacityError
 from loraplex.core.shape import ModelShape
 from loraplex.engine.slab_reader import read_slab
 from loraplex.kernels.lora import LoraGroup, LoraPart, LoraWeights, host_weights
@@ -75,7 +75,7 @@ class AdapterLoader:
         for spec in sources:
             try:
                 weights = load(spec)
-            except AdapterError as error:
+            except (AdapterError, CapacityError) as error:
                 reason = str(error)
             except OSError as error:
                 reason = f"its files cannot be read ({error.strerror}); restore them or load it again"

@@ -91,8 +91,7 @@ class HostMemory:
         with self._lock:
             memory = self._piece(piece)
             if piece not in self._taken:
-                # All of it now: a page that is not to be had later would kill whoever touches it.
-                os.posix_fallocate(self.block.fd, piece * self._piece_bytes, memory.numel())
+                self._allocate(piece * self._piece_bytes, memory.numel())
                 self._taken.add(piece)
             if not self._pins or piece in self._pinned:
                 return
@@ -101,6 +100,16 @@ class HostMemory:
             self._pinned[piece] = error == 0
             if error != 0:
                 logger.warning("host memory cannot be pinned (CUDA error %d): adapters load slower", error)
+
+    def _allocate(self, begin: int, num_bytes: int) -> None:
+        """All of it now: a page that is not to be had later would kill whoever touches it."""
+        try:
+            os.posix_fallocate(self.block.fd, begin, num_bytes)
+        except OSError as error:
+            raise CapacityError(
+                f"the host has no memory left for adapters ({error.strerror}); free some, or lower "
+                "--host-adapter-memory"
+            ) from error
 
 
 def _reserve(num_bytes: int) -> SharedBlock:

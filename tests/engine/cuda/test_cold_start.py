@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -216,6 +218,25 @@ def test_a_request_cancelled_during_the_read_leaves_nothing_held() -> None:
     run_to_end(engine)
     assert engine.stats().host_adapter_bytes == 0
     assert engine.stats().device_adapter_bytes == 0
+    engine.close()
+
+
+def test_without_memory_on_the_host_only_those_who_need_it_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = interpreted(cold_start=ColdStart.PIPELINED)
+    engine.add_adapter(COLD[0])
+    engine.add_request(greedy("base", tokens=3))
+    monkeypatch.setattr(os, "posix_fallocate", none_left)
+    engine.add_request(greedy("cold", COLD[0].version))
+    done = run_to_end(engine)
+    assert "lower --host-adapter-memory" in (done["cold"].error or "")
+    assert len(done["base"].token_ids) == 3
+    assert engine.stats().host_adapter_bytes == 0
+    monkeypatch.undo()
+    engine.add_request(greedy("again", COLD[0].version))
+    assert len(run_to_end(engine)["again"].token_ids) == 2
     engine.close()
 
 
