@@ -38,9 +38,10 @@ class HostRoom:
         return taken_bytes
 
     def take(self, version: str, taken_bytes: int, idle: IdleAdapters, spare_blocks: int) -> bool:
-        while not self._places.put(version, taken_bytes // _UNIT_BYTES):
-            if idle.oldest_idle_use is None:
-                return False  # others that are being read or copied are in the way, not for long
+        size = taken_bytes // _UNIT_BYTES
+        if size > self._places.largest_hole(without=idle.idle_versions):
+            return False  # others that are being read or copied are in the way, not for long
+        while not self._places.put(version, size):
             idle.evict_oldest()
         self.used_bytes += taken_bytes
         return True

@@ -11,7 +11,7 @@ to widen the gap at the border; those being loaded are fixed and stay where they
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 
@@ -65,6 +65,14 @@ class Places:
         self._fixed.add(name)
         self._num_used += size
         return True
+
+    def largest_hole(self, without: Collection[str]) -> int:
+        """Units of the largest piece that would be free if these were not there."""
+        largest, cursor = 0, self._begin
+        for start, size, name in self._spans:
+            if name not in without:
+                largest, cursor = max(largest, start - cursor), start + size
+        return max(largest, self._end - cursor)
 
     def unfix(self, name: str) -> None:
         """From now on it may be shifted."""

@@ -11,12 +11,12 @@ drops what `take_evictions` names. How much memory there is, and where in it ada
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from loraplex.adapters.room import Room, Tier
+from loraplex.adapters.room import IdleAdapters, Room, Tier
 from loraplex.core.stats import AdapterStats
 
 
@@ -38,6 +38,7 @@ class _Nobody:
     """`IdleAdapters` of which there are none."""
 
     idle_bytes = 0
+    idle_versions = ()
     oldest_idle_use = None
 
     def evict_oldest(self) -> None:
@@ -106,7 +107,7 @@ class Residency:
         """
         entry = self._entries[version]
         if entry.tier is Tier.DISK:
-            if not self._start_load(version, entry, spare_blocks):
+            if not self._start_load(version, entry, self, spare_blocks):
                 return False
         else:
             entry.hits += 1
@@ -117,20 +118,25 @@ class Residency:
         return True
 
     def keep(self, version: str) -> bool:
-        """Bring a version in that is absent, never to be evicted. False: no room now, try again later."""
+        """Never evict a version, and bring it in if it is absent. False: no room now, try again later."""
         entry = self._entries[version]
-        entry.kept = self._start_load(version, entry, spare_blocks=0)
-        return entry.kept
+        if entry.tier is Tier.DISK and not self._start_load(version, entry, self):
+            return False
+        entry.kept = True
+        if version in self._idle:
+            self._leave_idle(version, entry)
+        return True
+
+    def bring_in(self, version: str) -> bool:
+        """Start to load a version that is absent, for nobody in particular. False: no room now."""
+        return self._start_load(version, self._entries[version], self)
 
     def load_ahead(self, version: str, spare_blocks: int = 0) -> bool:
-        """Bring a version in that is absent and that nobody asked for, into memory that nobody has. It is the
-        first to go. False: no such memory."""
+        """Start to load a version that is absent and that nobody asked for, into memory that nobody has. It
+        is the first to go. False: no such memory."""
         entry = self._entries[version]
-        if not self._room.take(version, entry.num_bytes, _NOBODY, spare_blocks):
-            return False
-        self._begin_load(entry)
-        entry.ahead = True
-        return True
+        entry.ahead = self._start_load(version, entry, _NOBODY, spare_blocks)
+        return entry.ahead
 
     def unpin(self, version: str) -> None:
         """A request no longer counts on the weights; it still names the version."""
@@ -178,6 +184,10 @@ class Residency:
         self._num_loading -= 1
         self._room.give_back(version, entry.num_bytes, entry.last_use)
         self._forget_if_drained(version, entry)
+
+    @property
+    def idle_versions(self) -> Collection[str]:
+        return self._idle.keys()
 
     @property
     def oldest_idle_use(self) -> int | None:
@@ -236,15 +246,12 @@ class Residency:
         if entry.pins == 0 and self.is_resident(version):
             self._become_idle_unless_kept(version, entry)
 
-    def _start_load(self, version: str, entry: _Entry, spare_blocks: int) -> bool:
-        if not self._room.take(version, entry.num_bytes, self, spare_blocks):
+    def _start_load(self, version: str, entry: _Entry, idle: IdleAdapters, spare_blocks: int = 0) -> bool:
+        if not self._room.take(version, entry.num_bytes, idle, spare_blocks):
             return False
-        self._begin_load(entry)
-        return True
-
-    def _begin_load(self, entry: _Entry) -> None:
         entry.tier = Tier.LOADING
         self._num_loading += 1
+        return True
 
     def _become_idle_unless_kept(self, version: str, entry: _Entry) -> None:
         if not entry.kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Protocol
 
@@ -22,6 +23,9 @@ class IdleAdapters(Protocol):
 
     @property
     def idle_bytes(self) -> int: ...
+
+    @property
+    def idle_versions(self) -> Collection[str]: ...
 
     @property
     def oldest_idle_use(self) -> int | None:

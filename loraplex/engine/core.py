@@ -74,8 +74,9 @@ class Engine:
             self._executor.load_adapters(
                 [LoadOrder(list(self._sources[load.version].values()), load) for load in plan.adapter_loads]
             )
-        while plan.waits and self._executor.num_pending_loads > 0:
-            self._collect_loads(timeout_s=_LOAD_WAIT_S)
+        awaited = set(plan.waits_for)
+        while awaited:
+            awaited -= self._collect_loads(timeout_s=_LOAD_WAIT_S)
         if plan.chunks:
             launched_s = time.perf_counter()
             self._flights.append(_Launched(plan, self._executor.launch(plan), launched_s))
@@ -159,14 +160,17 @@ class Engine:
     def close(self) -> None:
         self._executor.close()
 
-    def _collect_loads(self, timeout_s: float) -> None:
-        for event in self._executor.poll_adapters(timeout_s):
+    def _collect_loads(self, timeout_s: float) -> set[str]:
+        """The versions whose reads and loads ended."""
+        events = self._executor.poll_adapters(timeout_s)
+        for event in events:
             if event.read:
                 self._scheduler.adapter_read(event.version, event.error)
             elif event.error is None:
                 self._scheduler.adapter_loaded(event.version)
             else:
                 self._scheduler.adapter_failed(event.version, event.error)
+        return {event.version for event in events}
 
     def _collect_prompt_logprobs(self, chunks: Sequence[Chunk], result: StepResult) -> None:
         """A long prompt is scored over several steps. One that was preempted is scored again from where it

@@ -22,6 +22,8 @@ from loraplex.scheduling.plan import AdapterLoad
 from loraplex.scheduling.sequence import Sequence
 from loraplex.scheduling.start_policy import Coming, StartPolicy
 
+_NUM_TRIED: Final = 8
+"""Popular adapters that are tried before the next step."""
 _EMPTY_SHARE: Final = 0.25
 """Of the blocks that there would be without adapters, left empty by what nobody asked for."""
 
@@ -41,6 +43,7 @@ class AdapterPins:
         self._loads: list[AdapterLoad] = []
         self._arriving: dict[str, int] = {}  # on their way, and can be counted on already; bytes
         self.refused: Sequence | None = None
+        self._reads_more = True
         self.starts = StartPolicy(ColdStart.OVERLAP)
 
     def keep(self, version: str) -> None:
@@ -60,13 +63,14 @@ class AdapterPins:
     def prefetch(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
         """Pin or start to load adapters of the first waiting requests, in order, while there is room."""
         self.refused = None
+        self._reads_more = True
         self._bring_in_kept(running)
         for sequence in islice(waiting, self._prefetch_depth):
             version = sequence.adapter
             if version is None or sequence.pinned:
                 continue
             absent = self._residency.tier(version) is Tier.DISK
-            if absent and self._staging is not None and not self._staging.fetch(version):
+            if absent and not self._is_staged(version):
                 continue  # it is being read, or will be when it is its turn
             # A load leaves every running request room to grow by a block: what it took would be asked back.
             while not self._residency.acquire(version, spare_blocks=len(running)):
@@ -86,18 +90,21 @@ class AdapterPins:
         num_blocks = self._memory.max_tokens(adapter_bytes=0) // pool.block_size
         spare_blocks = pool.num_free - pool.num_empty + int(num_blocks * _EMPTY_SHARE)
         absent = (v for v in versions if v in self._residency and self._residency.tier(v) is Tier.DISK)
-        version = next(absent, None)
-        if version is None or not self._stage_if_room(version):
-            return
-        if self._residency.load_ahead(version, spare_blocks):
-            self._load(version)
-            self._follow_moves(running)
+        for version in islice(absent, _NUM_TRIED):
+            if self._staging is not None and not self._staging.is_there(version):
+                self._staging.stage_ahead(version)
+            elif self._residency.load_ahead(version, spare_blocks):
+                self._load(version)
+                self._follow_moves(running)
+                return
 
-    def _stage_if_room(self, version: str) -> bool:
-        """Whether a device could load it now; if not, it may be read for that."""
+    def _is_staged(self, version: str) -> bool:
+        """Whether a device could load it now; if not, it is read when it is its turn, and nobody behind one
+        for whom there is no room is read before it."""
         if self._staging is None or self._staging.is_there(version):
             return True
-        self._staging.stage_ahead(version)
+        if self._reads_more:
+            self._reads_more = self._staging.fetch(version)
         return False
 
     def is_ready(self, sequence: Sequence) -> bool:
@@ -155,16 +162,22 @@ class AdapterPins:
         loads, self._loads = self._loads, []
         return tuple(loads)
 
+    def waits_for_any(self, versions: Iterable[str | None]) -> bool:
+        """Whether any of these is still on its way to the device."""
+        return any(version in self._arriving for version in versions)
+
     def _bring_in_kept(self, running: Many[Sequence]) -> None:
         while self._to_keep:
             version = self._to_keep[0]
-            if version in self._residency and self._residency.tier(version) is Tier.DISK:
-                if self._staging is not None and not self._staging.fetch(version):
+            if version in self._residency:
+                absent = self._residency.tier(version) is Tier.DISK
+                if absent and not self._is_staged(version):
                     return
                 if not self._residency.keep(version):
                     return
-                self._load(version)
-                self._follow_moves(running)
+                if absent:
+                    self._load(version)
+                    self._follow_moves(running)
             self._to_keep.popleft()
 
     def _load(self, version: str, num_tokens: int = 0) -> None:

@@ -75,14 +75,16 @@ class AdapterRead:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """One step. First evictions, then moves in their order, then reads and loads, which run beside the step
-    and are reported when done. `waits`: the step is not begun before they are."""
+    and are reported when done. `waits_for`: versions of reads and loads before whose end the step is not
+    begun. `stalls`: it may have to wait for adapters as it runs."""
 
     chunks: tuple[Chunk, ...] = ()
     adapter_evictions: tuple[str, ...] = ()
     moves: tuple[Move, ...] = ()
     adapter_reads: tuple[AdapterRead, ...] = ()
     adapter_loads: tuple[AdapterLoad, ...] = ()
-    waits: bool = False
+    waits_for: frozenset[str] = frozenset()
+    stalls: bool = False
     preempted: tuple[str, ...] = ()
 
     @property

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Set
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -26,13 +27,15 @@ from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.adapter_pins import AdapterPins
 from loraplex.scheduling.memory import Memory
-from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.popularity import Popularity
 from loraplex.scheduling.sequence import Sequence
 from loraplex.scheduling.start_policy import StartPolicy
 from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
 
+_LEAST_BLOCKS: Final = 2
+"""Of KV memory beside adapters that stay: enough for a request."""
 _NUM_POPULAR: Final = 64
 """Adapters of which the first that is not there is brought in ahead of its next request."""
 
@@ -143,7 +146,9 @@ class Scheduler:
             return
         self._staging.failed(version)
         self._pins.not_kept(version)
-        self._fail_all(version, error)
+        self._popularity.forget(version)
+        # Those who have it on the device, or on its way there, need no other.
+        self._fail_all(version, error, pinned=False)
 
     def adapter_loaded(self, version: str) -> None:
         self._residency.loaded(version)
@@ -153,11 +158,14 @@ class Scheduler:
         """A load failed: the requests that counted on it fail, with the reason."""
         self._residency.failed(version)
         self._pins.loaded(version)
-        self._fail_all(version, message)
+        self._popularity.forget(version)
+        self._fail_all(version, message, pinned=True)
 
-    def _fail_all(self, version: str, message: str) -> None:
+    def _fail_all(self, version: str, message: str, *, pinned: bool) -> None:
+        """Requests of a version; those that hold it in memory only if that is said."""
         for sequence in [s for s in self._sequences.values() if s.adapter == version]:
-            self._fail(sequence, message, param="model")
+            if pinned or not sequence.pinned:
+                self._fail(sequence, message, param="model")
 
     def remove_adapter(self, version: str) -> None:
         """No new requests on this version; memory is freed when the last one ends."""
@@ -203,14 +211,15 @@ class Scheduler:
             moves=tuple(self._memory.take_moves()),
             adapter_reads=reads,
             adapter_loads=loads,
-            waits=self._cold_start is ColdStart.ON_DEMAND and bool(reads or loads),
+            waits_for=self._waited_for(reads, loads),
+            stalls=self._pins.waits_for_any(used),
             preempted=tuple(sequence.request_id for sequence in preempted),
         )
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
         """Told of some steps: how long this one took."""
         known = all(chunk.adapter is None or chunk.adapter in self._residency for chunk in plan.chunks)
-        if known and not any(load.awaited for load in plan.adapter_loads):
+        if known and not plan.stalls:
             self._starts.observe_step(step_features(plan.chunks, self._residency.num_bytes), seconds)
 
     def live_chunks(self, plan: StepPlan) -> list[Chunk]:
@@ -466,11 +475,20 @@ class Scheduler:
             self._residency.leave(sequence.adapter, pinned=sequence.pinned)
             sequence.pinned = False
 
+    def _waited_for(self, reads: Many[AdapterRead], loads: Many[AdapterLoad]) -> frozenset[str]:
+        """On demand, nobody goes on before what somebody waits for is there."""
+        if self._cold_start is not ColdStart.ON_DEMAND:
+            return frozenset()
+        wanted = {sequence.adapter for sequence in self._waiting}
+        begun = {read.version for read in reads} | {load.version for load in loads}
+        return frozenset(begun & wanted)
+
     def _check_room_beside_kept(self, num_bytes: int) -> None:
         """Raises CapacityError if one more adapter that stays leaves no room for a request."""
-        kept_bytes = num_bytes + sum(row.num_bytes for row in self._residency.snapshot())
+        known = [row for row in self._residency.snapshot() if row.version in self._residency]
+        kept_bytes = num_bytes + sum(row.num_bytes for row in known)
         no_room = kept_bytes > self._residency.budget_bytes
-        if no_room or self._memory.max_tokens(kept_bytes) < self._config.max_model_len:
+        if no_room or self._memory.max_tokens(kept_bytes) < _LEAST_BLOCKS * self._pool.block_size:
             raise CapacityError(
                 f"there is no memory for all adapters at once, which --cold-start cached needs; "
                 f"{self._memory.advice}, or choose another way to start"

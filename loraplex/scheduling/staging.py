@@ -56,27 +56,21 @@ class Staging:
     def stages(self, version: str) -> bool:
         return version in self._residency
 
+    def is_there(self, version: str) -> bool:
+        """Whether a device can load it now."""
+        return not self.stages(version) or self._residency.is_resident(version)
+
     def fetch(self, version: str) -> bool:
-        """Whether a device can load it now. If it cannot, a read is begun, as soon as it is its turn."""
-        if self.is_there(version):
+        """Begin to read a version that is not there, when it is its turn. False if there is no room for it
+        just now: nobody behind it may take what it waits for."""
+        if self._residency.tier(version) is not Tier.DISK or self._residency.num_loading >= _MAX_READS:
             return True
-        if self._residency.tier(version) is Tier.DISK and self._residency.num_loading < _MAX_READS:
-            self._residency.enter(version)
-            if self._residency.acquire(version):
-                self._reads.append(version)
-            else:
-                self._residency.leave(version, pinned=False)
-        self._tidy()
-        return False
+        return self._begin(version, self._residency.bring_in(version))
 
     @property
     def num_ahead(self) -> int:
         """Versions that are still to be read before anybody asks for them."""
         return len(self._ahead)
-
-    def is_there(self, version: str) -> bool:
-        """Whether a device can load it now."""
-        return not self.stages(version) or self._residency.is_resident(version)
 
     def stage_ahead(self, version: str) -> None:
         if version not in self._ahead:
@@ -86,11 +80,14 @@ class Staging:
         """Begin reads that nobody waits for, where a reader and memory are free."""
         while self._ahead and self._residency.num_loading < _MAX_READS:
             version = self._ahead.popleft()
-            if self.stages(version) and self._fits(version):
-                self.fetch(version)
+            if self.stages(version) and self._residency.tier(version) is Tier.DISK:
+                self._begin(version, self._residency.load_ahead(version))
 
-    def _fits(self, version: str) -> bool:
-        return self.used_bytes + self._residency.num_bytes(version) <= self.budget_bytes
+    def _begin(self, version: str, begun: bool) -> bool:
+        if begun:
+            self._reads.append(version)
+        self._tidy()
+        return begun
 
     def take_reads(self) -> tuple[AdapterRead, ...]:
         """What was begun since the last call."""
@@ -99,11 +96,11 @@ class Staging:
 
     def arrived(self, version: str) -> None:
         self._residency.loaded(version)
-        self._let_go(version)
+        self._tidy()
 
     def failed(self, version: str) -> None:
         self._residency.failed(version)
-        self._let_go(version)
+        self._tidy()
 
     def hold(self, version: str) -> int | None:
         """Where a device finds it, until `release`; None if it is not staged."""
@@ -118,21 +115,14 @@ class Staging:
     def release(self, version: str) -> None:
         if self._held[version] > 0:
             self._held[version] -= 1
-            self._let_go(version)
+            self._residency.leave(version, pinned=True)
+            self._tidy()
 
     def check_integrity(self) -> None:
-        pins = +self._held
-        for row in self._residency.snapshot():
-            if row.tier == Tier.LOADING:
-                pins[row.version] += 1
-        self._residency.check_integrity(pins=pins, in_flight=pins)
+        self._residency.check_integrity(pins=+self._held, in_flight=+self._held)
         self._room.check_integrity(
             {row.version: row.num_bytes for row in self._residency.snapshot() if row.tier != Tier.DISK}
         )
-
-    def _let_go(self, version: str) -> None:
-        self._residency.leave(version, pinned=True)
-        self._tidy()
 
     def _tidy(self) -> None:
         # Whoever executes the reads keeps no books: what left is overwritten by what comes.

@@ -22,7 +22,8 @@ def staging_of(num_units: int, **sizes: int) -> Staging:
 
 
 def read(staging: Staging, version: str) -> None:
-    assert not staging.fetch(version)
+    assert not staging.is_there(version)
+    assert staging.fetch(version)
     assert [one.version for one in staging.take_reads()] == [version]
     staging.arrived(version)
 
@@ -30,6 +31,7 @@ def read(staging: Staging, version: str) -> None:
 def test_what_is_there_is_not_read_again() -> None:
     staging = staging_of(4, a=2, b=2)
     read(staging, "a")
+    assert staging.is_there("a")
     assert staging.fetch("a")
     assert staging.take_reads() == ()
     assert staging.versions == {"a"}
@@ -64,17 +66,17 @@ def test_what_a_device_copies_stays() -> None:
 def test_few_are_read_at_a_time_and_the_next_is_whoever_asks_first() -> None:
     staging = staging_of(10, a=1, b=1, c=1, d=1)
     for version in "abcd":
-        assert not staging.fetch(version)
+        assert staging.fetch(version)
     assert [one.version for one in staging.take_reads()] == ["a", "b"]
     staging.arrived("b")
     for version in "dc":
-        assert not staging.fetch(version)
+        assert staging.fetch(version)
     assert [one.version for one in staging.take_reads()] == ["d"]
 
 
 def test_a_read_that_failed_leaves_its_place_and_may_be_tried_again() -> None:
     staging = staging_of(2, a=2)
-    assert not staging.fetch("a")
+    assert staging.fetch("a")
     staging.take_reads()
     staging.failed("a")
     assert staging.used_bytes == 0
@@ -83,7 +85,7 @@ def test_a_read_that_failed_leaves_its_place_and_may_be_tried_again() -> None:
 
 def test_what_is_too_large_is_loaded_without_staging() -> None:
     staging = staging_of(2, large=3)
-    assert staging.fetch("large")
+    assert staging.is_there("large")
     assert staging.hold("large") is None
     staging.release("large")
     assert staging.take_reads() == ()
@@ -113,6 +115,18 @@ def test_what_nobody_asked_for_takes_free_memory_only() -> None:
     assert staging.versions == {"a", "b"}
 
 
+def test_nothing_leaves_for_one_that_finds_no_room_all_the_same() -> None:
+    staging = staging_of(6, a=2, b=2, held=2, large=5)
+    for version in ("a", "held", "b"):
+        read(staging, version)
+    staging.hold("held")
+    assert not staging.fetch("large")
+    assert staging.versions == {"a", "b", "held"}
+    staging.release("held")
+    read(staging, "large")
+    assert staging.versions == {"large"}
+
+
 def test_a_room_refuses_what_it_could_never_hold() -> None:
     with pytest.raises(CapacityError, match="--host-adapter-memory"):
         HostRoom(2 * UNIT).taken_by(2 * UNIT + 1)
@@ -128,7 +142,7 @@ def test_places_never_overlap_whatever_happens(seed: int) -> None:
     for _ in range(400):
         version = rng.choice(list(sizes))
         action = rng.random()
-        if action < 0.5:
+        if action < 0.5 and not staging.is_there(version):
             staging.fetch(version)
             reading |= {one.version: one.place for one in staging.take_reads()}
         elif action < 0.7 and reading:
