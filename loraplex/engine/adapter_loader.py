@@ -39,8 +39,9 @@ class LoadResult:
 class AdapterLoader:
     """A few threads that read adapters; results are collected by the engine's own thread."""
 
-    def __init__(self, num_threads: int = 1) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
+    def __init__(self, num_threads: int = 1, on_thread: Callable[[], None] | None = None) -> None:
+        """`on_thread`: what each of them does first."""
+        self._threads = ThreadPoolExecutor(num_threads, "adapter-loader", initializer=on_thread)
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self.num_pending = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.engine.adapter_loader import AdapterLoader, Load, Read
@@ -13,8 +13,9 @@ from loraplex.kernels.lora import LoraWeights
 class ResidentAdapters:
     """`weights` by version; it changes on the engine's own thread only, in `poll` and by its owner."""
 
-    def __init__(self, num_threads: int = 1) -> None:
-        self._loader = AdapterLoader(num_threads)
+    def __init__(self, num_threads: int = 1, on_thread: Callable[[], None] | None = None) -> None:
+        """`on_thread`: what each of the threads that load does first."""
+        self._loader = AdapterLoader(num_threads, on_thread)
         self.weights: dict[str, LoraWeights] = {}
 
     @property

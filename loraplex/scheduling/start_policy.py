@@ -14,7 +14,7 @@ from loraplex.perf.cost_model import CostKind, CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 
-_ELEMENT_BYTES: Final = 2
+_ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAX_DECODE_STALL: Final = 0.05
 """How much longer a step may take for those who decode in it."""
 
@@ -74,7 +74,7 @@ class StartPolicy:
         layer_bytes = num_bytes // model.subject.num_layers
         layer_s = model.assist_layer_s(
             num_tokens=prompt.num_rows,
-            weights_of_groups=[layer_bytes // _ELEMENT_BYTES],
+            weights_of_groups=[layer_bytes // _ELEMENT_BYTES[model.subject.dtype]],
             num_cores=self._num_workers,
         )
         plan = model.assist_layers([layer_bytes] * model.subject.num_layers, model.step_s(prompt), layer_s)

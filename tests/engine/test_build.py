@@ -52,6 +52,7 @@ def test_what_a_machine_without_a_gpu_cannot_do_is_said_before_anything_is_read(
     [
         ({"kv_memory_bytes": 1 << 30}, "share what --memory-fraction gives them; leave out --kv-memory"),
         ({"device": "cuda", "tensor_parallel": 2}, "needs as many CUDA devices; there are 1"),
+        ({"device": "cuda", "cpu_workers": 2}, "--cpu-workers are for --cold-start cpu-assist"),
         (
             {"device": "cuda", "tensor_parallel": 2, "cold_start": ColdStart.CPU_ASSIST},
             "is for one GPU; with --tensor-parallel, choose pipelined",

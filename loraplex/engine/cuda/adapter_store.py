@@ -24,6 +24,8 @@ _LARGEST_COPY_BYTES: Final = 16 << 20
 """The table comes alone, and the first layers do, as the step waits for them; the further a layer is from its
 turn, the more of them share a copy, which has a cost of its own."""
 
+_MAX_KNOWN: Final = 10_000
+
 
 class Padding(Protocol):
     """`padding.Padding`, for comparisons."""
@@ -79,6 +81,7 @@ class AdapterStore:
         self._arena = arena
         self._host_blocks = host_blocks
         self._bus = Bus(device)
+        self._ends: dict[str, Sequence[int]] = {}  # of versions' parts, as it takes a while to find them
         self._passing_stream = SideStream(device)
 
     @property
@@ -97,19 +100,19 @@ class AdapterStore:
 
     def start(self, shipments: Sequence[Shipment]) -> list[Arrival]:
         """Begin to copy, the first parts of all of them before the next ones of any."""
-        cuts = [_cut(self._part_ends(shipment.spec)) for shipment in shipments]
-        tickets: list[list[int]] = [[] for _ in shipments]
+        cuts = [self._cuts(shipment) for shipment in shipments]
+        tickets: list[dict[int, int]] = [{} for _ in shipments]
         for number in range(max((len(cut) for cut in cuts), default=0)):
             for shipment, cut, own in zip(shipments, cuts, tickets, strict=True):
                 if number < len(cut):
                     last = self._bus.carry(self._copies(shipment, cut[number]), shipment.after)
-                    own += [last] * cut[number].num_parts
+                    own |= dict.fromkeys(cut[number].parts, last)
         done = self._bus.moment()
         return [
             Arrival(
                 shipment=shipment,
                 weights=self._weights(shipment.spec, shipment.place),
-                tickets=tuple(own),
+                tickets=tuple(own[part] for part in sorted(own)),
                 done=done,
             )
             for shipment, own in zip(shipments, tickets, strict=True)
@@ -136,6 +139,21 @@ class AdapterStore:
     def moved(self, weights: LoraWeights, place: int) -> LoraWeights:
         """The same adapter after its block was copied to another place."""
         return replace(weights, table_LM=self._table_at(place))
+
+    def _cuts(self, shipment: Shipment) -> list[_Cut]:
+        """What is copied at once, in this order: layers that CPU workers compute come last."""
+        version = shipment.spec.version
+        ends = self._ends.get(version)
+        if ends is None:
+            ends = self._ends[version] = self._part_ends(shipment.spec)
+            if len(self._ends) > _MAX_KNOWN:
+                del self._ends[next(iter(self._ends))]
+        table, computed = ends[:1], 1 + shipment.assisted_layers
+        return [
+            *_cut(table, first=0, begin=0),
+            *_cut(ends[computed:], first=computed, begin=ends[computed - 1]),
+            *_cut(ends[1:computed], first=1, begin=ends[0]),
+        ]
 
     def _part_ends(self, spec: AdapterSpec) -> Sequence[int]:
         """Of a block: up to which byte the table needs it, and each layer."""
@@ -165,22 +183,22 @@ class AdapterStore:
 
 
 class _Cut(NamedTuple):
-    """Bytes [begin, end) of a block, which are copied at once, and how many of its parts end there."""
+    """Bytes [begin, end) of a block, which are copied at once, and which of its parts end there."""
 
     begin: int
     end: int
-    num_parts: int
+    parts: range
 
 
-def _cut(ends: Sequence[int]) -> list[_Cut]:
-    """`ends`: of the parts, in their order."""
+def _cut(ends: Sequence[int], *, first: int, begin: int) -> list[_Cut]:
+    """`ends`: of parts that follow each other, the first of which has that number and begin."""
     cuts: list[_Cut] = []
-    begin, wanted_bytes, num_parts = 0, 0, 0
-    for part, end in enumerate(ends):
-        num_parts += 1
-        if end - begin < wanted_bytes and part + 1 < len(ends):
+    wanted_bytes = _FIRST_COPY_BYTES
+    for part, end in enumerate(ends, start=first):
+        if end - begin < wanted_bytes and part + 1 < first + len(ends):
             continue
-        cuts.append(_Cut(begin, end, num_parts))
-        wanted_bytes = min(max(2 * wanted_bytes, _FIRST_COPY_BYTES), _LARGEST_COPY_BYTES)
-        begin, num_parts = end, 0
+        done = cuts[-1].parts.stop if cuts else first
+        cuts.append(_Cut(begin, end, range(done, part + 1)))
+        wanted_bytes = min(2 * wanted_bytes, _LARGEST_COPY_BYTES)
+        begin = end
     return cuts

@@ -214,7 +214,7 @@ def _build_executor(
     store = _build_store(shape, options, arena, device, host_blocks)
     num_workers = _num_workers(options)
     assist = None
-    if num_workers > 0 and memory is not None:
+    if num_workers > 0 and memory is not None and options.padded_to is None:
         assist = start_assist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens)
     return CudaExecutor(
         decoder=decoder,

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from loraplex.adapters.slab import ModuleSlot, SlabLayout
-from loraplex.core.errors import EngineDeadError
+from loraplex.core.errors import CapacityError, EngineDeadError, ModelError
 from loraplex.core.modules import GROUPS, MODULES
 from loraplex.core.shape import ModelShape
 from loraplex.engine.assist.pool import AssistPool
@@ -66,8 +66,13 @@ class StreamSignals:
     """The stream itself writes the word that workers look at, and looks at theirs."""
 
     def __init__(self, pool: AssistPool) -> None:
-        from cuda.bindings import driver  # type: ignore[import-not-found]
-
+        try:
+            from cuda.bindings import driver  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise ModelError(
+                "--cold-start cpu-assist needs CUDA's Python bindings: pip install cuda-bindings; or choose "
+                "--cold-start pipelined"
+            ) from error
         self._driver: Any = driver
         self._blocks = pool.blocks
         for block in self._blocks:
@@ -132,8 +137,16 @@ class CpuAssist:
         self._weights = weights
         self._signals = signals
 
-    def send(self, rows: AssistedRows, x_TI: torch.Tensor, slots: Sequence[ModuleSlot], width: int) -> int:
-        """Have a product of these rows computed, `width` columns wide; its ticket."""
+    @property
+    def is_ready(self) -> bool:
+        """Whether any worker is there."""
+        return self._pool.num_workers > 0
+
+    def send(
+        self, rows: AssistedRows, x_TI: torch.Tensor, slots: Sequence[ModuleSlot], width: int
+    ) -> int | None:
+        """Have a product of these rows computed, `width` columns wide; its ticket, or None if the workers
+        have too much to do."""
         in_features = x_TI.shape[1]
         task = AssistTask(
             num_rows=rows.count,
@@ -144,7 +157,10 @@ class CpuAssist:
             y_stride=width,
             parts=tuple(self._part(rows.source + self._slab_start, slot) for slot in slots),
         )
-        ticket = self._pool.submit(task)
+        try:
+            ticket = self._pool.submit(task)
+        except CapacityError:
+            return None
         shared = self._pool.x[task.x_start : task.x_start + rows.count * in_features]
         shared.view(rows.count, in_features).copy_(_rows(x_TI, rows), non_blocking=True)
         self._signals.start(ticket)
@@ -165,8 +181,10 @@ class CpuAssist:
         self._pool.raise_if_failed()
 
     def close(self) -> None:
-        self._signals.close()
-        self._pool.close()
+        try:
+            self._signals.close()
+        finally:
+            self._pool.close()
 
     def _part(self, slab: int, slot: ModuleSlot) -> AssistPart:
         return AssistPart(
@@ -210,12 +228,13 @@ class AssistedStep:
         slots = self.rows.layout.layers[layer].get(group, ())
         if not slots:
             return
-        if self._is_there(layer):
-            self.gate.await_layer(layer)
-            self.on_device.shrink(x_TI, layer, group)
-            return
         width = sum(self.shape.out_features(module) for module in GROUPS[group])
-        self._sent[layer, group] = self.assist.send(self.rows, x_TI, slots, width)
+        ticket = None if self._is_there(layer) else self.assist.send(self.rows, x_TI, slots, width)
+        if ticket is not None:
+            self._sent[layer, group] = ticket
+            return
+        self.gate.await_layer(layer)
+        self.on_device.shrink(x_TI, layer, group)
 
     def expand(self, y_TO: torch.Tensor, in_features: int, shape: ModelShape, layer: int, group: str) -> None:
         slots = self.rows.layout.layers[layer].get(group, ())
@@ -252,5 +271,9 @@ def start_assist(
         x_elements=num_rows * widest_in,
         y_elements=num_rows * widest_out,
     )
-    signals: Signals = StreamSignals(pool) if device.type == "cuda" else HostSignals(pool)
-    return CpuAssist(shape, dtype, pool, pool.add_weights(memory.block), signals)
+    try:
+        signals: Signals = StreamSignals(pool) if device.type == "cuda" else HostSignals(pool)
+        return CpuAssist(shape, dtype, pool, pool.add_weights(memory.block), signals)
+    except BaseException:
+        pool.close()
+        raise

@@ -28,7 +28,7 @@ from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT
 from loraplex.engine.cuda.step_lora import without_adapters
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
-from loraplex.engine.cuda.streams import Moment
+from loraplex.engine.cuda.streams import Moment, use_device
 from loraplex.engine.executor import AdapterEvent, LoadOrder, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
@@ -89,9 +89,10 @@ class CudaExecutor:
         self._store = store
         self._device = device
         self._assist = assist
-        self._adapters = ResidentAdapters(_NUM_READS)
+        self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
         self._arrivals: dict[str, Arrival] = {}  # adapters that steps may have to wait for, in their order
-        self._last_moves: Moment | None = None
+        self._assisted_steps: dict[str, Moment] = {}  # the last one of each of them
+        self._last_moves = Moment(device)  # behind what fills the arena at first
         self._expected: set[frozenset[str]] = set()  # groups of linears that steps will touch
         self._runner.expect(frozenset())
         self._states: dict[str, SamplingState] = {}
@@ -195,9 +196,11 @@ class CudaExecutor:
 
     def close(self) -> None:
         self._adapters.close()
-        if self._assist is not None:
-            self._assist.close()
-        self._store.close()
+        try:
+            if self._assist is not None:
+                self._assist.close()
+        finally:
+            self._store.close()
 
     # ---- steps
 
@@ -247,13 +250,16 @@ class CudaExecutor:
         others = without_adapters(built, [rows.arrival.weights for rows in assisted]) if assisted else built
         helped = {rows.arrival.shipment.spec.version for rows in assisted}
         helped -= {chunk.adapter for chunk in built.chunks if chunk.num_tokens == 1}
-        return self._runner.run(others, seats, self._wanted_copies(built, helped), assisted)
+        output = self._runner.run(others, seats, self._wanted_copies(built, helped), assisted)
+        for rows in assisted:
+            self._assisted_steps[rows.arrival.shipment.spec.version] = Moment(self._device)
+        return output
 
     def _assisted_rows(self, built: BuiltBatch) -> list[AssistedRows]:
         """Prompts in whose first layers CPU workers have a part."""
         found: list[AssistedRows] = []
         first = 0
-        for chunk in built.chunks if self._assist is not None else ():
+        for chunk in built.chunks if self._assist is not None and self._assist.is_ready else ():
             arrival = self._arrivals.get(chunk.adapter or "")
             if arrival is not None and arrival.shipment.assisted_layers > 0 and chunk.num_tokens > 1:
                 shipment = arrival.shipment
@@ -287,11 +293,14 @@ class CudaExecutor:
     def _take_arrived(self) -> list[AdapterEvent]:
         arrived = []
         for version, arrival in self._arrivals.items():
-            if not arrival.done.passed:
+            # Workers compute with it where it is on the host, up to the end of the step.
+            last_step = self._assisted_steps.get(version)
+            if not arrival.done.passed or (last_step is not None and not last_step.passed):
                 break  # nor have those behind it
             arrived.append(version)
         for version in arrived:
             del self._arrivals[version]
+            self._assisted_steps.pop(version, None)
         return [AdapterEvent(version=version) for version in arrived]
 
     def _seat(self, chunk: Chunk) -> int:

@@ -43,6 +43,7 @@ class HostMemory:
         self._bytes = self.block.memory
         self._taken: set[int] = set()  # pieces
         self._pinned: dict[int, bool] = {}  # by piece: whether that could be done
+        self._is_exhausted = False  # when last pinned ahead
         self._lock = threading.Lock()
         self._lowest = num_bytes
 
@@ -65,14 +66,18 @@ class HostMemory:
             begin = cut
 
     def pin_ahead(self) -> bool:
-        """Pin one piece of those that will be used next; False if enough of them are."""
-        if not self._pins:
+        """Pin one piece of those that will be used next; False if enough of them are, or none can be had."""
+        if not self._pins or self._is_exhausted:
             return False
         bottom = max(self._lowest - _PINNED_AHEAD_BYTES, 0)
         for piece in range(-(-self._lowest // self._piece_bytes) - 1, bottom // self._piece_bytes - 1, -1):
             if piece not in self._pinned:
-                self._take(piece)
-                return True
+                try:
+                    self._take(piece)
+                except CapacityError as error:
+                    logger.warning("%s", error)
+                    self._is_exhausted = True
+                return not self._is_exhausted
         return False
 
     def close(self) -> None:

@@ -11,6 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 
+def use_device(device: torch.device) -> None:
+    """From now on this thread's calls are about that device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class Moment:
     """A moment of the current stream: all that was launched on it before."""
 

@@ -183,8 +183,9 @@ def test_cached_adapters_are_there_before_anybody_asks_and_stay() -> None:
 
 
 def test_cached_needs_memory_for_all() -> None:
-    pages = block_bytes(COLD[0], SHAPE, torch.float32) // page_bytes(SHAPE, 16, torch.float32)
-    engine = interpreted(cold_start=ColdStart.CACHED, num_pages=int(pages * 1.5) + 6)
+    num_bytes = sum(block_bytes(spec, SHAPE, torch.float32) for spec in (COLD[0], COLD[2]))
+    num_pages = num_bytes // page_bytes(SHAPE, 16, torch.float32) + 2
+    engine = interpreted(cold_start=ColdStart.CACHED, num_pages=num_pages)
     engine.add_adapter(COLD[0])
     with pytest.raises(CapacityError, match="--cold-start cached needs"):
         engine.add_adapter(COLD[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,8 +13,10 @@ from driving import run_to_end
 
 from loraplex.bench.random_engine import random_specs
 from loraplex.core.cold_start import ColdStart
+from loraplex.core.errors import CapacityError
 from loraplex.engine.assist.pool import AssistPool
 from loraplex.engine.core import Engine
+from loraplex.engine.cuda.adapter_store import AdapterStore, Shipment
 from loraplex.engine.cuda.cpu_assist import AssistedStep, CpuAssist
 
 SPECS = [
@@ -24,16 +26,17 @@ SPECS = [
 
 
 class Spy:
-    """What the workers were asked for, and the pool that they are in."""
+    """What the workers were asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_products = 0
-        self.pool: AssistPool | None = None
+        self.before_first: Callable[[], None] = lambda: None
         send = CpuAssist.send
 
-        def counted(assist: CpuAssist, *args: object) -> int:
+        def counted(assist: CpuAssist, *args: object) -> int | None:
+            if self.num_products == 0:
+                self.before_first()
             self.num_products += 1
-            self.pool = assist._pool
             return send(assist, *args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(CpuAssist, "send", counted)
@@ -52,7 +55,14 @@ def engine_of(cold_start: ColdStart) -> Engine:
         engine.add_adapter(spec)
         engine.stage_adapter(spec.version)
     run_to_end(engine)
+    if cold_start is ColdStart.CPU_ASSIST:
+        assert pool_of(engine).wait_ready(60) == 1
     return engine
+
+
+def pool_of(engine: Engine) -> AssistPool:
+    pool: AssistPool = engine._executor._assist._pool  # type: ignore[attr-defined]
+    return pool
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +101,35 @@ def test_texts_are_those_of_the_device(assisted: Engine, spy: Spy, expected: dic
 def test_a_worker_that_is_lost_is_not_noticed(
     assisted: Engine, spy: Spy, expected: dict[str, list[int]], how: signal.Signals
 ) -> None:
-    pool = assisted._executor._assist._pool  # type: ignore[attr-defined]
-    assert pool.wait_ready(60) == 1
-    (pid,) = pool.pids.values()
-    os.kill(pid, how)
+    (pid,) = pool_of(assisted).pids.values()
+    spy.before_first = lambda: os.kill(pid, how)
     assert texts(assisted) == expected
     assert spy.num_products == 3
+    assert pool_of(assisted).wait_ready(60) == 1
+    assert pid not in pool_of(assisted).pids.values()
+
+
+def test_what_workers_have_no_time_for_is_done_on_the_device(
+    assisted: Engine, spy: Spy, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(pool: AssistPool, task: object) -> int:
+        raise CapacityError("too many tasks")
+
+    monkeypatch.setattr(AssistPool, "submit", full)
+    assert texts(assisted) == expected
+    assert spy.num_products == 3
+
+
+def test_layers_that_workers_compute_are_copied_last() -> None:
+    ends = [10, 30, 60, 100, 150]  # a table and four layers
+    store = AdapterStore.__new__(AdapterStore)
+    store._ends = {SPECS[0].version: ends}
+    shipment = Shipment(spec=SPECS[0], source=0, place=0, after=None, assisted_layers=2)
+    assert [(cut.begin, cut.end, list(cut.parts)) for cut in store._cuts(shipment)] == [
+        (0, 10, [0]),
+        (60, 150, [3, 4]),
+        (10, 60, [1, 2]),
+    ]
 
 
 def logprobs(cold_start: ColdStart) -> list[float]:
