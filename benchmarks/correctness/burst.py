@@ -18,7 +18,7 @@ from benchmarks.correctness.random_engines import build, distinct_specs
 from loraplex.core.request import FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.model.shapes import config_of_shape
-from loraplex.scheduling.scheduler import SchedulerConfig
+from loraplex.scheduling.config import SchedulerConfig
 
 ROOM: Final = 0.4
 """The engine's memory, as a part of what all adapters would take."""

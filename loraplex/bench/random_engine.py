@@ -29,8 +29,8 @@ from loraplex.kernels.reference import TorchKernels
 from loraplex.model.config import ModelConfig
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.shapes import config_of_shape, random_weights
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
-from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
 _CPU_BLOCKS = 512

@@ -18,9 +18,10 @@ from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
 from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
 from loraplex.perf.drift import DriftWatch
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
-from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+from loraplex.scheduling.scheduler import Scheduler
 
 _LOAD_WAIT_S = 0.001
 """How long a step with nothing to compute waits for a load, before it looks for new requests again."""
@@ -94,7 +95,7 @@ class Engine:
             result = flight.land()
             begun_s, self._landed_s = max(launched_s, self._landed_s), time.perf_counter()
             if self._num_steps % _OBSERVED_STEPS == 0:
-                self._scheduler.observe_step(plan, self._landed_s - begun_s)
+                self._scheduler.adapters.observe_step(plan, self._landed_s - begun_s)
             self._collect_prompt_logprobs(self._scheduler.live_chunks(plan), result)
             updates = self._scheduler.update(plan, result.tokens, result.failures)
             outputs += [self._output(update, result) for update in updates]
@@ -114,13 +115,13 @@ class Engine:
         self._end(request_id)
 
     def add_adapter(self, spec: AdapterSpec) -> None:
-        self._scheduler.add_adapter(spec.version, self._executor.adapter_bytes(spec))
+        self._scheduler.adapters.add(spec.version, self._executor.adapter_bytes(spec))
         self._sources.setdefault(spec.version, {})[spec.path] = spec
         self._executor.expect(spec)
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
         """For adapters that are loaded from now on."""
-        self._scheduler.choose_cold_start(cold_start)
+        self._scheduler.adapters.choose_cold_start(cold_start)
 
     def prepare(self) -> bool:
         return self._executor.prepare()
@@ -131,12 +132,12 @@ class Engine:
             pass
 
     def remove_adapter(self, version: str) -> None:
-        self._scheduler.remove_adapter(version)
+        self._scheduler.adapters.remove(version)
 
     def take_removed_adapters(self) -> Sequence[str]:
         for version in self._residency.take_evictions():
             self._executor.evict_adapter(version)
-        removed = self._scheduler.take_removed_adapters()
+        removed = self._scheduler.adapters.take_removed()
         for version in removed:
             if version not in self._residency:  # it may have been added again meanwhile
                 self._sources.pop(version, None)
@@ -144,7 +145,7 @@ class Engine:
 
     def stage_adapter(self, version: str) -> None:
         """Bring it to the host's memory before anybody asks for it, if there is room for it."""
-        self._scheduler.stage_ahead(version)
+        self._scheduler.adapters.stage_ahead(version)
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats(self._num_steps)

@@ -26,8 +26,8 @@ from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import load_weights
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
-from loraplex.scheduling.scheduler import SchedulerConfig
 from loraplex.scheduling.work import StepWork
 
 if TYPE_CHECKING:

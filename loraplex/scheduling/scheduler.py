@@ -15,44 +15,18 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Set
-from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from loraplex.adapters.room import Tier
-from loraplex.core.cold_start import ColdStart
-from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError, UnknownModelError
+from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
-from loraplex.scheduling.adapter_pins import AdapterPins
+from loraplex.scheduling.adapter_desk import AdapterDesk
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
-from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan, TokenUpdate
-from loraplex.scheduling.popularity import Popularity
+from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
+from loraplex.scheduling.request_limits import check_request, room_in_words
 from loraplex.scheduling.sequence import Sequence
-from loraplex.scheduling.start_policy import StartPolicy
-from loraplex.scheduling.step_features import step_features
-from loraplex.scheduling.work import StepWork
-
-_LEAST_BLOCKS: Final = 2
-"""Of KV memory beside adapters that stay: enough for a request."""
-_NUM_POPULAR: Final = 64
-"""Adapters of which the first that is not there is brought in ahead of its next request."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerConfig:
-    """Limits of a step. `prefetch_depth`: how far down the queue adapters start to load. `cold_start`: what
-    requests do until then; `num_workers`: processes that compute LoRA on CPUs. `loads_popular`:
-    adapters that are asked for often are brought in before they are asked for again."""
-
-    max_model_len: int
-    work: StepWork = field(default_factory=StepWork)
-    max_running: int = 256
-    prefetch_depth: int = 64
-    cold_start: ColdStart = ColdStart.OVERLAP
-    num_workers: int = 0
-    loads_popular: bool = False
 
 
 class _ChunkUnderWay(NamedTuple):
@@ -75,45 +49,21 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
-        self._staging = memory.staging
-        self._costs = costs
-        self._popularity = Popularity()
-        self._pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
-        self.choose_cold_start(config.cold_start)
+        self.adapters = AdapterDesk(config, memory, costs)
+        self._pins = self.adapters.pins
         self._failures: list[TokenUpdate] = []
         self._under_way: deque[list[_ChunkUnderWay]] = deque()
         self._num_preemptions = 0
 
     # ---- what callers tell it
 
-    def choose_cold_start(self, cold_start: ColdStart) -> None:
-        """For adapters that are loaded from now on."""
-        self._cold_start = cold_start
-        self._pins.starts = self._starts = StartPolicy(cold_start, self._costs, self._config.num_workers)
-
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raises if it could never run."""
-        num_prompt, limit = len(request.prompt_token_ids), self._config.max_model_len
-        if num_prompt == 0:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        if num_prompt >= limit:
-            raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens; with room for one more the context holds {limit}",
-                param="prompt",
-            )
         if request.request_id in self._sequences:
             raise InvalidRequestError(f"request id {request.request_id} is in use")
-        if request.adapter is not None and request.adapter not in self._residency:
-            raise UnknownModelError(f"adapter version {request.adapter} is not registered")
-        capacity = self._max_tokens(request.adapter)
-        if num_prompt + 1 > capacity:
-            raise CapacityError(
-                f"the prompt has {num_prompt} tokens, KV memory holds {capacity}{_beside(request.adapter)}; "
-                f"{self._memory.advice}"
-            )
+        check_request(request, self._config.max_model_len, self._memory)
         if request.adapter is not None:
-            self._residency.enter(request.adapter)
-            self._popularity.asked(request.adapter)
+            self.adapters.asked_for(request.adapter)
         sequence = Sequence(request)
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
@@ -124,41 +74,19 @@ class Scheduler:
         if sequence is not None:
             self._drop(sequence)
 
-    def add_adapter(self, version: str, num_bytes: int) -> None:
-        """Make a version known. Raises CapacityError if there could never be room for it."""
-        if self._cold_start is ColdStart.CACHED and version not in self._residency:
-            self._check_room_beside_kept(num_bytes)
-            self._pins.keep(version)
-        self._residency.add(version, num_bytes)
-        if self._staging is not None:
-            self._staging.add(version, num_bytes)
-
-    def stage_ahead(self, version: str) -> None:
-        """Read it to the host's memory before anybody asks for it, if there is room."""
-        if self._staging is not None:
-            self._staging.stage_ahead(version)
-
     def adapter_read(self, version: str, error: str | None = None) -> None:
         """A read ended: the version is in the host's memory, or the requests that wait for it fail."""
-        assert self._staging is not None
-        if error is None:
-            self._staging.arrived(version)
-            return
-        self._staging.failed(version)
-        self._pins.not_kept(version)
-        self._popularity.forget(version)
-        # Those who have it on the device, or on its way there, need no other.
-        self._fail_all(version, error, pinned=False)
+        self.adapters.read(version, failed=error is not None)
+        if error is not None:
+            # Those who have it on the device, or on its way there, need no other.
+            self._fail_all(version, error, pinned=False)
 
     def adapter_loaded(self, version: str) -> None:
-        self._residency.loaded(version)
-        self._pins.loaded(version)
+        self.adapters.loaded(version)
 
     def adapter_failed(self, version: str, message: str) -> None:
         """A load failed: the requests that counted on it fail, with the reason."""
-        self._residency.failed(version)
-        self._pins.loaded(version)
-        self._popularity.forget(version)
+        self.adapters.failed(version)
         self._fail_all(version, message, pinned=True)
 
     def _fail_all(self, version: str, message: str, *, pinned: bool) -> None:
@@ -167,60 +95,32 @@ class Scheduler:
             if pinned or not sequence.pinned:
                 self._fail(sequence, message, param="model")
 
-    def remove_adapter(self, version: str) -> None:
-        """No new requests on this version; memory is freed when the last one ends."""
-        self._residency.remove(version)
-
-    def take_removed_adapters(self) -> list[str]:
-        """Versions whose removal was completed since the last call."""
-        removed = self._residency.take_removed()
-        for version in removed:
-            self._pool.forget_adapter(version)
-            if version not in self._residency:
-                self._popularity.forget(version)
-            if self._staging is not None and version not in self._residency:
-                self._staging.remove(version)
-        return removed
-
     # ---- what it decides
 
     def has_work(self) -> bool:
-        ahead = self._staging is not None and self._staging.num_ahead > 0
-        return bool(self._sequences or self._failures or self._pins.num_to_keep or ahead)
+        return bool(self._sequences or self._failures) or self.adapters.has_work()
 
     def schedule(self) -> StepPlan:
         """Decide the next step. May be empty of chunks while adapters load."""
         preempted: list[Sequence] = []
         chunks, budget = self._schedule_running(preempted)
-        self._pins.prefetch(self._waiting, self._running)
-        if self._config.loads_popular and not self._waiting and self._residency.num_loading == 0:
-            self._pins.load_popular(self._popularity.most_asked(_NUM_POPULAR), self._running)
-        if self._staging is not None:
-            self._staging.fetch_ahead()
+        self.adapters.bring_in(self._waiting, self._running)
         if not preempted:
             self._admit(chunks, budget)
         if chunks:
             self._memory.step_decided()
             self._under_way.append([self._advance(chunk) for chunk in chunks])
-        reads = () if self._staging is None else self._staging.take_reads()
-        used = {chunk.adapter for chunk in chunks}
-        loads = tuple(replace(load, awaited=load.version in used) for load in self._pins.take_loads())
+        orders = self.adapters.take_orders({chunk.adapter for chunk in chunks}, self._waiting)
         return StepPlan(
             chunks=tuple(chunks),
             adapter_evictions=tuple(self._residency.take_evictions()),
             moves=tuple(self._memory.take_moves()),
-            adapter_reads=reads,
-            adapter_loads=loads,
-            waits_for=self._waited_for(reads, loads),
-            stalls=self._pins.waits_for_any(used),
+            adapter_reads=orders.reads,
+            adapter_loads=orders.loads,
+            waits_for=orders.waits_for,
+            stalls=orders.stalls,
             preempted=tuple(sequence.request_id for sequence in preempted),
         )
-
-    def observe_step(self, plan: StepPlan, seconds: float) -> None:
-        """Told of some steps: how long this one took."""
-        known = all(chunk.adapter is None or chunk.adapter in self._residency for chunk in plan.chunks)
-        if known and not plan.stalls:
-            self._starts.observe_step(step_features(plan.chunks, self._residency.num_bytes), seconds)
 
     def live_chunks(self, plan: StepPlan) -> list[Chunk]:
         """Of the oldest step under way, the chunks whose requests have not ended in between."""
@@ -309,8 +209,7 @@ class Scheduler:
                 if self._memory.shared and self._residency.num_loading > 0:
                     return False  # what loads for others holds memory that can be had when it is there
                 # Alone and still short: the request has outgrown the whole of KV memory.
-                capacity = self._max_tokens(sequence.adapter)
-                room = f"KV memory holds {capacity} tokens{_beside(sequence.adapter)}"
+                room = room_in_words(sequence.adapter, self._memory)
                 self._fail(sequence, f"{room}, too few for this request; {self._memory.advice}")
                 return False
             self._preempt(victim)
@@ -336,7 +235,7 @@ class Scheduler:
                 if self._memory.shared and sequence is self._pins.refused:
                     break  # it waits for memory, which whoever overtook it would take
                 continue
-            if self._pins.is_arriving(sequence) and not self._may_join(sequence, chunks):
+            if self._pins.is_arriving(sequence) and not self.adapters.may_join(sequence, chunks):
                 passed_over.append(sequence)
                 continue
             num_tokens = self._start(sequence, budget)
@@ -347,24 +246,6 @@ class Scheduler:
             chunks.append(self._chunk(sequence, num_tokens))
             budget -= self._config.work.cost(sequence.num_computed, num_tokens)
         self._waiting.extendleft(reversed(passed_over))
-
-    def _may_join(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
-        """Whether a request whose adapter is on its way may run in a step with these."""
-        own = Chunk(
-            request_id=sequence.request_id,
-            adapter=sequence.adapter,
-            start=0,
-            token_ids=sequence.token_ids,
-            block_ids=[],
-            samples=True,
-        )
-        used = {chunk.adapter for chunk in chunks}
-        return self._starts.may_join(
-            before=step_features(chunks, self._residency.num_bytes),
-            after=step_features([*chunks, own], self._residency.num_bytes),
-            coming_before=self._pins.coming_for(used),
-            coming_after=self._pins.coming_for(used | {sequence.adapter}),
-        )
 
     def _start(self, sequence: Sequence, budget: float) -> int:
         """Blocks for a first chunk, on top of what the prefix cache has; 0 if memory is short."""
@@ -475,25 +356,6 @@ class Scheduler:
             self._residency.leave(sequence.adapter, pinned=sequence.pinned)
             sequence.pinned = False
 
-    def _waited_for(self, reads: Many[AdapterRead], loads: Many[AdapterLoad]) -> frozenset[str]:
-        """On demand, nobody goes on before what somebody waits for is there."""
-        if self._cold_start is not ColdStart.ON_DEMAND:
-            return frozenset()
-        wanted = {sequence.adapter for sequence in self._waiting}
-        begun = {read.version for read in reads} | {load.version for load in loads}
-        return frozenset(begun & wanted)
-
-    def _check_room_beside_kept(self, num_bytes: int) -> None:
-        """Raises CapacityError if one more adapter that stays leaves no room for a request."""
-        known = [row for row in self._residency.snapshot() if row.version in self._residency]
-        kept_bytes = num_bytes + sum(row.num_bytes for row in known)
-        no_room = kept_bytes > self._residency.budget_bytes
-        if no_room or self._memory.max_tokens(kept_bytes) < _LEAST_BLOCKS * self._pool.block_size:
-            raise CapacityError(
-                f"there is no memory for all adapters at once, which --cold-start cached needs; "
-                f"{self._memory.advice}, or choose another way to start"
-            )
-
     # ---- what it shows
 
     @property
@@ -502,9 +364,8 @@ class Scheduler:
         return self._sequences.keys()
 
     def stats(self, num_steps: int) -> EngineStats:
-        residency, on_host = self._residency, not self._memory.shared
-        host = self._staging or residency
-        staged = frozenset() if self._staging is None else self._staging.versions
+        residency, staging, on_host = self._residency, self._memory.staging, not self._memory.shared
+        host = staging or residency
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -514,20 +375,12 @@ class Scheduler:
             prefix_cache_hits=self._pool.prefix_hits * self._pool.block_size,
             num_preemptions=self._num_preemptions,
             num_steps=num_steps,
-            host_adapter_bytes=host.used_bytes if self._staging or on_host else 0,
-            host_adapter_budget_bytes=host.budget_bytes if self._staging or on_host else 0,
+            host_adapter_bytes=host.used_bytes if staging or on_host else 0,
+            host_adapter_budget_bytes=host.budget_bytes if staging or on_host else 0,
             device_adapter_bytes=0 if on_host else residency.used_bytes,
             device_arena_bytes=self._memory.shared_bytes,
-            adapters=tuple(
-                replace(adapter, tier=Tier.HOST)
-                if adapter.tier == Tier.DISK and adapter.version in staged
-                else adapter
-                for adapter in residency.snapshot()
-            ),
+            adapters=self.adapters.snapshot(),
         )
-
-    def _max_tokens(self, adapter: str | None) -> int:
-        return self._memory.max_tokens(0 if adapter is None else self._residency.num_bytes(adapter))
 
     def check_integrity(self) -> None:
         """Assert every invariant that ties queues, blocks and pins together. For tests, after each step."""
@@ -550,7 +403,3 @@ class Scheduler:
             pins=Counter(s.adapter for s in queued if s.adapter is not None and s.pinned),
             in_flight=Counter(s.adapter for s in queued if s.adapter is not None),
         )
-
-
-def _beside(adapter: str | None) -> str:
-    return "" if adapter is None else " beside the request's adapter"

@@ -14,8 +14,9 @@ from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.scheduling.arena import Arena, units_per_page
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Move, StepPlan
-from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
 
@@ -294,7 +295,7 @@ class World:
         self.scheduler = Scheduler(config, self.arena)
         self.versions = [f"v{index}" for index in range(len(sizes))]
         for version, size in zip(self.versions, sizes, strict=True):
-            self.scheduler.add_adapter(version, size * UNIT)
+            self.scheduler.adapters.add(version, size * UNIT)
         self.sizes = dict(zip(self.versions, sizes, strict=True))
         self.places: dict[str, int] = {}
         self.loading: list[AdapterLoad] = []

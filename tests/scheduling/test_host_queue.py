@@ -9,8 +9,9 @@ from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.plan import StepPlan
-from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.staging import Staging
 
 PAGE = 4096
@@ -27,7 +28,7 @@ def scheduler_of(
     arena = Arena(num_pages=num_pages, page_bytes=PAGE, block_size=4, staging=Staging(host_pages * PAGE))
     scheduler = Scheduler(SchedulerConfig(max_model_len=max_model_len, cold_start=cold_start), arena)
     for version, size in sizes.items():
-        scheduler.add_adapter(version, size * PAGE)
+        scheduler.adapters.add(version, size * PAGE)
     return scheduler
 
 
@@ -81,7 +82,7 @@ def test_a_read_that_fails_does_not_touch_those_who_have_the_adapter() -> None:
     scheduler.adapter_read(scheduler.schedule().adapter_reads[0].version)
     scheduler.adapter_loaded(scheduler.schedule().adapter_loads[0].version)
     land(scheduler, scheduler.schedule())
-    scheduler.stage_ahead("b")
+    scheduler.adapters.stage_ahead("b")
     land(scheduler, plan := scheduler.schedule())
     assert not plan.adapter_reads, "there is no free memory for it"
     ask(scheduler, "pushes a out of the host", "b")
@@ -89,7 +90,7 @@ def test_a_read_that_fails_does_not_touch_those_who_have_the_adapter() -> None:
     assert [read.version for read in plan.adapter_reads] == ["b"]
     scheduler.adapter_read("b", "its file is gone")
     assert [failure.request_id for failure in scheduler.take_failures()] == ["pushes a out of the host"]
-    scheduler.stage_ahead("a")
+    scheduler.adapters.stage_ahead("a")
     land(scheduler, plan := scheduler.schedule())
     assert [read.version for read in plan.adapter_reads] == ["a"]
     scheduler.adapter_read("a", "its file is gone")
@@ -117,14 +118,14 @@ def test_a_cached_adapter_stays_also_if_a_request_brought_it_in() -> None:
 def test_cached_needs_no_more_room_beside_adapters_than_a_request() -> None:
     # The context is as long as all of the memory would hold.
     scheduler = scheduler_of(host_pages=40, cold_start=ColdStart.CACHED, num_pages=20, max_model_len=80)
-    scheduler.add_adapter("a", 17 * PAGE)
+    scheduler.adapters.add("a", 17 * PAGE)
     with pytest.raises(CapacityError, match="--cold-start cached needs"):
-        scheduler.add_adapter("b", 2 * PAGE)
+        scheduler.adapters.add("b", 2 * PAGE)
 
 
 def test_on_demand_nobody_waits_for_what_nobody_asked_for() -> None:
     scheduler = scheduler_of(host_pages=40, cold_start=ColdStart.ON_DEMAND, a=4, b=4)
-    scheduler.stage_ahead("a")
+    scheduler.adapters.stage_ahead("a")
     ask(scheduler, "base", None, tokens=9)
     plan = scheduler.schedule()
     assert [read.version for read in plan.adapter_reads] == ["a"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.popularity import Popularity
-from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.staging import Staging
 
 PAGE = 4096
@@ -42,7 +43,7 @@ class Driver:
         self.scheduler = Scheduler(config, self.arena)
         self.loads: list[str] = []
         for version in VERSIONS:
-            self.scheduler.add_adapter(version, 4 * PAGE)
+            self.scheduler.adapters.add(version, 4 * PAGE)
 
     def ask(self, version: str | None, name: str) -> None:
         self.scheduler.add(

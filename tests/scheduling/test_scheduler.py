@@ -7,9 +7,10 @@ import pytest
 from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError, UnknownModelError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.plan import StepPlan, TokenUpdate
-from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.work import StepWork
 
 EOS = 2
@@ -354,13 +355,13 @@ def test_unload_drains_then_frees() -> None:
     bench.step()
     bench.scheduler.adapter_loaded("x")
     bench.step()
-    bench.scheduler.remove_adapter("x")
-    assert bench.scheduler.take_removed_adapters() == []
+    bench.scheduler.adapters.remove("x")
+    assert bench.scheduler.adapters.take_removed() == []
     with pytest.raises(UnknownModelError):
         bench.add("b", 3, "x")
     while bench.scheduler.has_work():
         bench.step()
-    assert bench.scheduler.take_removed_adapters() == ["x"]
+    assert bench.scheduler.adapters.take_removed() == ["x"]
     assert bench.residency.used_bytes == 0
 
 

@@ -18,8 +18,9 @@ from loraplex.perf.line import Line
 from loraplex.perf.step_cost import RowCurve, StepCost, StepFeatures, StepTerms
 from loraplex.perf.subject import Subject
 from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.plan import StepPlan
-from loraplex.scheduling.scheduler import Scheduler, SchedulerConfig
+from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.start_policy import Coming, StartPolicy
 
@@ -135,8 +136,8 @@ def add(scheduler: Scheduler, request_id: str, adapter: str | None = None) -> No
 
 
 def stage(scheduler: Scheduler, version: str, num_bytes: int) -> None:
-    scheduler.add_adapter(version, num_bytes)
-    scheduler.stage_ahead(version)
+    scheduler.adapters.add(version, num_bytes)
+    scheduler.adapters.stage_ahead(version)
     assert [read.version for read in scheduler.schedule().adapter_reads] == [version]
     scheduler.adapter_read(version)
 
@@ -174,7 +175,7 @@ def test_what_a_step_took_is_not_asked_of_adapters_that_are_gone() -> None:
     add(scheduler, "a", "v")
     plan = scheduler.schedule()
     scheduler.cancel("a")
-    scheduler.remove_adapter("v")
+    scheduler.adapters.remove("v")
     scheduler.adapter_loaded("v")
-    scheduler.take_removed_adapters()
-    scheduler.observe_step(plan, 1.0)
+    scheduler.adapters.take_removed()
+    scheduler.adapters.observe_step(plan, 1.0)

@@ -40,7 +40,7 @@ from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import ModelWeights, load_weights, weight_bytes
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.arena import Arena
-from loraplex.scheduling.scheduler import SchedulerConfig
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
 

@@ -34,8 +34,8 @@ from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
 from loraplex.model.decoder import Decoder, KVCache
+from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
-from loraplex.scheduling.scheduler import SchedulerConfig
 
 SPECS = [
     *random_specs("q", "tiny", num_adapters=2, ranks=[1, 7], modules="q"),

@@ -1,0 +1,186 @@
+"""All that is decided about adapters: which are known, which are brought in, who may count on one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Many
+from collections.abc import Set
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from loraplex.adapters.room import Tier
+from loraplex.core.cold_start import ColdStart
+from loraplex.core.errors import CapacityError
+from loraplex.core.stats import AdapterStats
+from loraplex.perf.drift import DriftWatch
+from loraplex.scheduling.adapter_pins import AdapterPins
+from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.memory import Memory
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan
+from loraplex.scheduling.popularity import Popularity
+from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.start_policy import StartPolicy
+from loraplex.scheduling.step_features import step_features
+
+_LEAST_BLOCKS: Final = 2
+"""Of KV memory beside adapters that stay: enough for a request."""
+_NUM_POPULAR: Final = 64
+"""Adapters that may be brought in ahead of their next request."""
+
+
+class Orders(NamedTuple):
+    """What was decided since the last step, as a plan tells it."""
+
+    reads: tuple[AdapterRead, ...]
+    loads: tuple[AdapterLoad, ...]
+    waits_for: frozenset[str]
+    stalls: bool
+
+
+class AdapterDesk:
+    """A scheduler's adapters. `pins`: those of requests."""
+
+    def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
+        """`costs`: what things take, which `ColdStart.AUTO` decides by."""
+        self._config = config
+        self._memory = memory
+        self._residency = memory.residency
+        self._staging = memory.staging
+        self._costs = costs
+        self._popularity = Popularity()
+        self.pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
+        self.choose_cold_start(config.cold_start)
+
+    def choose_cold_start(self, cold_start: ColdStart) -> None:
+        """For adapters that are loaded from now on."""
+        self._cold_start = cold_start
+        self.pins.starts = self._starts = StartPolicy(cold_start, self._costs, self._config.num_workers)
+
+    # ---- which are known
+
+    def add(self, version: str, num_bytes: int) -> None:
+        """Make a version known. Raises CapacityError if there could never be room for it."""
+        if self._cold_start is ColdStart.CACHED and version not in self._residency:
+            self._check_room_beside_kept(num_bytes)
+            self.pins.keep(version)
+        self._residency.add(version, num_bytes)
+        if self._staging is not None:
+            self._staging.add(version, num_bytes)
+
+    def remove(self, version: str) -> None:
+        """No new requests on this version; memory is freed when the last one ends."""
+        self._residency.remove(version)
+
+    def take_removed(self) -> list[str]:
+        """Versions whose removal was completed since the last call."""
+        removed = self._residency.take_removed()
+        for version in removed:
+            self._memory.pool.forget_adapter(version)
+            if version in self._residency:
+                continue
+            self._popularity.forget(version)
+            if self._staging is not None:
+                self._staging.remove(version)
+        return removed
+
+    def asked_for(self, version: str) -> None:
+        """By a request that was queued."""
+        self._residency.enter(version)
+        self._popularity.asked(version)
+
+    def snapshot(self) -> tuple[AdapterStats, ...]:
+        """Every version, and the tier where it is closest to use."""
+        staged = frozenset() if self._staging is None else self._staging.versions
+        return tuple(
+            replace(adapter, tier=Tier.HOST)
+            if adapter.tier == Tier.DISK and adapter.version in staged
+            else adapter
+            for adapter in self._residency.snapshot()
+        )
+
+    # ---- which are brought in
+
+    def stage_ahead(self, version: str) -> None:
+        """Read it to the host's memory before anybody asks for it, if there is room."""
+        if self._staging is not None:
+            self._staging.stage_ahead(version)
+
+    def has_work(self) -> bool:
+        """Whether there is something to bring in that no request waits for."""
+        ahead = self._staging is not None and self._staging.num_ahead > 0
+        return ahead or self.pins.num_to_keep > 0
+
+    def bring_in(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
+        """What waiting requests need, in their order, then what they may need some day."""
+        self.pins.prefetch(waiting, running)
+        if self._config.loads_popular and not waiting and self._residency.num_loading == 0:
+            self.pins.load_popular(self._popularity.most_asked(_NUM_POPULAR), running)
+        if self._staging is not None:
+            self._staging.fetch_ahead()
+
+    def take_orders(self, used: Set[str | None], waiting: deque[Sequence]) -> Orders:
+        """`used`: by the step that is decided."""
+        reads = () if self._staging is None else self._staging.take_reads()
+        loads = tuple(replace(load, awaited=load.version in used) for load in self.pins.take_loads())
+        waits_for: frozenset[str] = frozenset()
+        if self._cold_start is ColdStart.ON_DEMAND:  # nobody goes on before what somebody waits for is there
+            begun = {read.version for read in reads} | {load.version for load in loads}
+            waits_for = frozenset(begun & {sequence.adapter for sequence in waiting})
+        return Orders(reads, loads, waits_for, self.pins.waits_for_any(used))
+
+    def read(self, version: str, *, failed: bool) -> None:
+        """A read to the host's memory ended."""
+        assert self._staging is not None
+        if not failed:
+            self._staging.arrived(version)
+            return
+        self._staging.failed(version)
+        self.pins.not_kept(version)
+        self._popularity.forget(version)
+
+    def loaded(self, version: str) -> None:
+        self._residency.loaded(version)
+        self.pins.loaded(version)
+
+    def failed(self, version: str) -> None:
+        """A load came to nothing."""
+        self._residency.failed(version)
+        self.pins.loaded(version)
+        self._popularity.forget(version)
+
+    # ---- who may count on one
+
+    def may_join(self, sequence: Sequence, chunks: Many[Chunk]) -> bool:
+        """Whether a request whose adapter is on its way may run in a step with these."""
+        own = Chunk(
+            request_id=sequence.request_id,
+            adapter=sequence.adapter,
+            start=0,
+            token_ids=sequence.token_ids,
+            block_ids=[],
+            samples=True,
+        )
+        used, num_bytes = {chunk.adapter for chunk in chunks}, self._residency.num_bytes
+        return self._starts.may_join(
+            before=step_features(chunks, num_bytes),
+            after=step_features([*chunks, own], num_bytes),
+            coming_before=self.pins.coming_for(used),
+            coming_after=self.pins.coming_for(used | {sequence.adapter}),
+        )
+
+    def observe_step(self, plan: StepPlan, seconds: float) -> None:
+        """Told of some steps: how long this one took."""
+        known = all(chunk.adapter is None or chunk.adapter in self._residency for chunk in plan.chunks)
+        if known and not plan.stalls:
+            self._starts.observe_step(step_features(plan.chunks, self._residency.num_bytes), seconds)
+
+    def _check_room_beside_kept(self, num_bytes: int) -> None:
+        """Raises CapacityError if one more adapter that stays leaves no room for a request."""
+        known = [row for row in self._residency.snapshot() if row.version in self._residency]
+        kept_bytes = num_bytes + sum(row.num_bytes for row in known)
+        least_tokens = _LEAST_BLOCKS * self._memory.pool.block_size
+        if kept_bytes > self._residency.budget_bytes or self._memory.max_tokens(kept_bytes) < least_tokens:
+            raise CapacityError(
+                "there is no memory for all adapters at once, which --cold-start cached needs; "
+                f"{self._memory.advice}, or choose another way to start"
+            )
