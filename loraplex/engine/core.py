@@ -165,6 +165,8 @@ class Engine:
         """The versions whose reads and loads ended."""
         events = self._executor.poll_adapters(timeout_s)
         for event in events:
+            if event.copied is not None:
+                self._scheduler.adapters.observe_copy(*event.copied)
             if event.read:
                 self._scheduler.adapter_read(event.version, event.error)
             elif event.error is None:

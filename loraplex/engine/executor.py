@@ -13,11 +13,13 @@ from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Move, StepPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterEvent:
-    """A load that ended: well, or with an error. `read`: one from disk to the host's memory only."""
+    """A load that ended: well, or with an error. `read`: one from disk to the host's memory only. `copied`:
+    bytes that were brought to the device with it, and the seconds that took, if they are known."""
 
     version: str
     error: str | None = None
     read: bool = False
+    copied: tuple[int, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -174,6 +174,10 @@ class AdapterDesk:
         if known and not plan.stalls:
             self._starts.observe_step(step_features(plan.chunks, self._residency.num_bytes), seconds)
 
+    def observe_copy(self, num_bytes: int, seconds: float) -> None:
+        """How long copies to the device took."""
+        self._starts.observe_copy(num_bytes, seconds)
+
     def _check_room_beside_kept(self, num_bytes: int) -> None:
         """Raises CapacityError if one more adapter that stays leaves no room for a request."""
         known = [row for row in self._residency.snapshot() if row.version in self._residency]

@@ -80,6 +80,12 @@ class StartPolicy:
         plan = model.assist_layers([layer_bytes] * model.subject.num_layers, model.step_s(prompt), layer_s)
         return max(plan.num_layers, 1)
 
+    def observe_copy(self, num_bytes: int, seconds: float) -> None:
+        """What copies to the device took that nothing was in the way of."""
+        if self._costs is not None:
+            predicted_s = self._costs.model.copy_s(num_bytes)
+            self._costs.observe(CostKind.COPY, predicted_s=predicted_s, measured_s=seconds)
+
     def observe_step(self, step: StepFeatures, seconds: float) -> None:
         """What a step took that waited for nothing."""
         if self._costs is not None:

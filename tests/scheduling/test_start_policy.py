@@ -91,6 +91,14 @@ def test_what_steps_are_found_to_take_changes_the_answer() -> None:
     assert joins(auto, DECODES, others=8, own_mb=400)
 
 
+def test_what_copies_are_found_to_take_changes_the_answer() -> None:
+    auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs()))
+    assert joins(auto, DECODES, others=8, own_mb=100)
+    for _ in range(200):
+        auto.observe_copy(100 * MB, 20e-3)  # ten times as long as was said
+    assert not joins(auto, DECODES, others=8, own_mb=100)
+
+
 @pytest.mark.parametrize(
     ("cold_start", "expected"), [(ColdStart.PIPELINED, True), (ColdStart.OVERLAP, False)]
 )

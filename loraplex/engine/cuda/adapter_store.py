@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -45,21 +46,31 @@ class Shipment:
     spec: AdapterSpec
     source: int
     place: int
-    after: Moment | None
+    after: Moment
     assisted_layers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Freight:
+    """Adapters that are copied in turns: when the first copy began, and how many bytes there are in all."""
+
+    begun: Moment
+    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
     """An adapter that is being copied to the device. Steps that wait for it may use its weights.
 
-    `tickets`: the copy that brings the last of its table, and of each layer; `done`: when all are there.
+    `tickets`: the copy that brings the last of its table, and of each layer; `done`: when all are there, and
+    those that were copied in turns with it.
     """
 
     shipment: Shipment
     weights: LoraWeights
     tickets: tuple[int, ...]
     done: Moment
+    freight: Freight
 
 
 class AdapterStore:
@@ -102,10 +113,14 @@ class AdapterStore:
         """Begin to copy, the first parts of all of them before the next ones of any."""
         cuts = [self._cuts(shipment) for shipment in shipments]
         tickets: list[dict[int, int]] = [{} for _ in shipments]
+        self._bus.wait_for(shipment.after for shipment in shipments)
+        freight = Freight(
+            begun=self._bus.moment(), num_bytes=sum(cut.end - cut.begin for cut in chain.from_iterable(cuts))
+        )
         for number in range(max((len(cut) for cut in cuts), default=0)):
             for shipment, cut, own in zip(shipments, cuts, tickets, strict=True):
                 if number < len(cut):
-                    last = self._bus.carry(self._copies(shipment, cut[number]), shipment.after)
+                    last = self._bus.carry(self._copies(shipment, cut[number]))
                     own |= dict.fromkeys(cut[number].parts, last)
         done = self._bus.moment()
         return [
@@ -114,11 +129,12 @@ class AdapterStore:
                 weights=self._weights(shipment.spec, shipment.place),
                 tickets=tuple(own[part] for part in sorted(own)),
                 done=done,
+                freight=freight,
             )
             for shipment, own in zip(shipments, tickets, strict=True)
         ]
 
-    def load(self, spec: AdapterSpec, place: int, after: Moment | None) -> LoraWeights:
+    def load(self, spec: AdapterSpec, place: int, after: Moment) -> LoraWeights:
         """Copy a version that is not kept in the host's memory to its place, not before that moment, and wait
         until it is there; on a reader's thread."""
         host = self._host_blocks.passing(spec)

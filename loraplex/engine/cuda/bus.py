@@ -6,7 +6,7 @@ copy that was launched before it (`kernels.triton.gate`), and no thread of the h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,11 +37,14 @@ class Bus:
         self._numbers, self._writable = numbers, numbers.numpy()
         self._last = 0
 
-    def carry(self, copies: Sequence[Copy], after: Moment | None) -> int:
-        """Copy in this order, not before that moment of another stream; returns at once, with the number of
-        the last one."""
+    def wait_for(self, moments: Iterable[Moment]) -> None:
+        """What is carried from now on comes after these, of other streams."""
+        for moment in moments:
+            self._stream.wait_for(moment)
+
+    def carry(self, copies: Sequence[Copy]) -> int:
+        """Copy in this order; returns at once, with the number of the last one."""
         with self._stream.entered():
-            self._stream.wait_for(after)
             for copy in copies:
                 copy.target.copy_(copy.source, non_blocking=True)
             return self._publish()
@@ -49,7 +52,7 @@ class Bus:
     def moment(self) -> Moment:
         """When all that was launched so far is complete."""
         with self._stream.entered():
-            return Moment(self._device)
+            return Moment(self._device, timed=True)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -291,17 +291,19 @@ class CudaExecutor:
         return tickets
 
     def _take_arrived(self) -> list[AdapterEvent]:
-        arrived = []
+        arrived: dict[str, Arrival] = {}
         for version, arrival in self._arrivals.items():
             # Workers compute with it where it is on the host, up to the end of the step.
             last_step = self._assisted_steps.get(version)
             if not arrival.done.passed or (last_step is not None and not last_step.passed):
                 break  # nor have those behind it
-            arrived.append(version)
+            arrived[version] = arrival
         for version in arrived:
             del self._arrivals[version]
             self._assisted_steps.pop(version, None)
-        return [AdapterEvent(version=version) for version in arrived]
+        return [
+            AdapterEvent(version=version, copied=_copied(arrival)) for version, arrival in arrived.items()
+        ]
 
     def _seat(self, chunk: Chunk) -> int:
         seat = self._seats.get(chunk.request_id)
@@ -358,3 +360,8 @@ class CudaExecutor:
         output.tokens_L2[:, 0].index_copy_(0, rows.to(device), tokens_L)
         seats = torch.tensor([self._seats[request_id] for request_id in request_ids], device=device)
         self._runner.last_tokens.index_copy_(0, seats, tokens_L)
+
+
+def _copied(arrival: Arrival) -> tuple[int, float] | None:
+    seconds = arrival.done.seconds_since(arrival.freight.begun)
+    return None if seconds is None else (arrival.freight.num_bytes, seconds)

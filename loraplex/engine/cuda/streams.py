@@ -20,15 +20,22 @@ def use_device(device: torch.device) -> None:
 class Moment:
     """A moment of the current stream: all that was launched on it before."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, timed: bool = False) -> None:
+        """`timed`: it can be told how long after another such one it came."""
         self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
             self.event.record()
 
     @property
     def passed(self) -> bool:
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, earlier: Moment) -> float | None:
+        """When both have passed; None where nothing takes time."""
+        if self.event is None or earlier.event is None:
+            return None
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
 
     def wait(self) -> None:
         if self.event is not None:
@@ -52,9 +59,9 @@ class SideStream:
         """Within it, launches go to this stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def wait_for(self, moment: Moment | None) -> None:
+    def wait_for(self, moment: Moment) -> None:
         """What is launched here from now on runs after it."""
-        if self._stream is not None and moment is not None and moment.event is not None:
+        if self._stream is not None and moment.event is not None:
             self._stream.wait_event(moment.event)
 
     def synchronize(self) -> None:

@@ -24,6 +24,7 @@ from loraplex.core.request import FinishReason
 from loraplex.engine.cuda.adapter_block import block_bytes
 from loraplex.engine.cuda.bus import Bus, Copy
 from loraplex.engine.cuda.device_arena import page_bytes
+from loraplex.engine.cuda.streams import Moment
 from loraplex.kernels.triton.gate import Gate
 
 WARM = random_specs("warm", "tiny", num_adapters=1, ranks=[4], modules="q")[0]
@@ -50,7 +51,7 @@ class LateBus:
         self.threads: list[threading.Thread] = []
         self._number = 0
         await_tables = Gate.await_tables
-        monkeypatch.setattr(Bus, "carry", lambda bus, copies, after: self.carry(bus, copies))
+        monkeypatch.setattr(Bus, "carry", lambda bus, copies: self.carry(bus, copies))
 
         def begin_and_wait(gate: Gate) -> None:
             self.begin()
@@ -219,6 +220,65 @@ def test_a_request_cancelled_during_the_read_leaves_nothing_held() -> None:
     run_to_end(engine)
     assert engine.stats().host_adapter_bytes == 0
     assert engine.stats().device_adapter_bytes == 0
+    engine.close()
+
+
+class Underway:
+    """Copies that are not complete before it is said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.complete = False
+        monkeypatch.setattr(Moment, "passed", property(lambda moment: self.complete))
+
+
+def test_while_copies_are_under_way_everything_they_touch_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, spec = staged(ColdStart.PIPELINED)
+    underway = Underway(monkeypatch)
+    engine.add_request(greedy("a", spec.version, tokens=1))
+    engine.add_request(greedy("b", spec.version, tokens=1))
+    while engine.stats().num_running + engine.stats().num_waiting > 0:
+        engine.step()
+    (stats,) = engine.stats().adapters
+    assert (stats.tier, stats.in_flight) == ("loading", 0)
+    engine.check_integrity()
+    assert engine.has_work(), "nobody would learn of its end"
+    engine.remove_adapter(spec.version)
+    engine.take_removed_adapters()
+    engine.step()
+    engine.check_integrity()
+    assert engine.stats().device_adapter_bytes > 0, "memory that is being written to was given away"
+    underway.complete = True
+    run_to_end(engine)
+    assert engine.stats().device_adapter_bytes == engine.stats().host_adapter_bytes == 0
+    engine.close()
+
+
+def test_a_request_cancelled_during_the_copy_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, spec = staged(ColdStart.PIPELINED)
+    underway = Underway(monkeypatch)
+    engine.add_request(greedy("a", spec.version, tokens=5))
+    engine.step()
+    engine.cancel("a")
+    engine.check_integrity()
+    underway.complete = True
+    run_to_end(engine)
+    (stats,) = engine.stats().adapters
+    assert (stats.tier, stats.in_flight) == ("device", 0)
+    engine.add_request(greedy("again", spec.version))
+    assert len(run_to_end(engine)["again"].token_ids) == 2
+    engine.close()
+
+
+def test_a_step_of_single_tokens_waits_for_the_whole_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, spec = staged(ColdStart.PIPELINED)
+    underway = Underway(monkeypatch)
+    held_back = []
+    monkeypatch.setattr(Moment, "hold_back", lambda moment: held_back.append(moment))
+    engine.add_request(greedy("a", spec.version, prompt=1, tokens=1))
+    engine.step()
+    assert len(held_back) == 1
+    underway.complete = True
+    run_to_end(engine)
     engine.close()
 
 
