@@ -40,7 +40,7 @@ def interpreted(
     padded_to: int | None = None,
     cold_start: ColdStart = ColdStart.OVERLAP,
     host_bytes: int = 1 << 18,
-    read: ReadSlab = fill_slab,
+    read: ReadSlab | None = fill_slab,
     cpu_workers: int | None = None,
 ) -> Engine:
     options = CudaOptions(

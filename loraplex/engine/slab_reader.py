@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cache
 from io import FileIO
 from typing import Final
 
@@ -95,25 +94,26 @@ def read_slab(
                 _read_part(file.fileno(), part)
         else:
             reads = [helpers.submit(_read_part, file.fileno(), part) for part in parts]
-            wait(
-                reads
-            )  # all of them: none may go on reading a file that is closed, or into memory given away
+            # All of them: none may go on reading a file that is closed, or into memory given away.
+            wait(reads)
             for read in reads:
                 read.result()
         _check_unchanged(spec, file)
 
 
-def read_slab_together(
-    spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor, shard: Shard = WHOLE
-) -> None:
-    """With the help of a few threads that are there for all such reads of this process: one core alone copies
-    no faster than a good disk reads."""
-    read_slab(spec, layout, slab, shard, _helpers())
+class SlabReaders:
+    """`read_slab` with the help of a few threads: one core alone copies no faster than a good disk reads."""
 
+    def __init__(self, shard: Shard = WHOLE) -> None:
+        self._shard = shard
+        self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_HELPERS), "adapter-reader")
 
-@cache
-def _helpers() -> Executor:
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_HELPERS), thread_name_prefix="adapter-reader")
+    def __call__(self, spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
+        read_slab(spec, layout, slab, self._shard, self._threads)
+
+    def close(self) -> None:
+        """After the last read."""
+        self._threads.shutdown()
 
 
 def _matrices(

@@ -31,7 +31,7 @@ from loraplex.engine.machine import available_bytes, num_cores
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
 from loraplex.engine.profile_subject import known_costs
-from loraplex.engine.slab_reader import read_slab_together
+from loraplex.engine.slab_reader import SlabReaders
 from loraplex.kernels.triton.triton_kernels import TritonKernels
 from loraplex.model.collective import SOLO, Collective
 from loraplex.model.config import ModelConfig, load_config
@@ -117,19 +117,20 @@ def build_cuda_core(
     weights: ModelWeights,
     options: CudaOptions,
     *,
-    read: ReadSlab = read_slab_together,
+    read: ReadSlab | None = None,
     host_blocks: HostBlocks | None = None,
     collective: Collective = SOLO,
 ) -> Engine:
     """An engine over weights that are on the device already.
 
-    `read`: how an adapter's weights come into the host's memory; `host_blocks`: instead of that memory.
+    `read`: how an adapter's weights come into the host's memory, if not from its files; `host_blocks`:
+    instead of that memory.
     """
     plan = _plan_memory(options, config.shape, weights.embedding_VH.device)
     device, memory = weights.embedding_VH.device, None
     if host_blocks is None:
         memory = HostMemory(options.host_bytes, pinned=device.type == "cuda")
-        host_blocks = HostPool(config.shape, options.dtype, memory, read)
+        host_blocks = _host_pool(config.shape, options.dtype, memory, read)
     executor = _build_executor(config, weights, options, plan, host_blocks, memory, collective=collective)
     return _engine(options, plan, config.shape, executor, weights.embedding_VH.device.type)
 
@@ -185,11 +186,23 @@ def _build_shard(
     weights = load_weights(folder, config, options.dtype, on_bytes, shard, device)
     report("preparing kernels", 0.9)
     memory = HostMemory(options.host_bytes, pinned=True)
-    read = partial(read_slab_together, shard=shard)
-    host_blocks = HostPool(shard.config(config).shape, options.dtype, memory, read)
+    host_blocks = _host_pool(shard.config(config).shape, options.dtype, memory, shard=shard)
     return _build_executor(
         shard.config(config), weights, options, plan, host_blocks, memory, collective=collective
     )
+
+
+def _host_pool(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    memory: HostMemory,
+    read: ReadSlab | None = None,
+    shard: Shard = WHOLE,
+) -> HostPool:
+    if read is not None:
+        return HostPool(shape, dtype, memory, read)
+    readers = SlabReaders(shard)
+    return HostPool(shape, dtype, memory, readers, readers.close)
 
 
 def _build_executor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -39,11 +40,20 @@ class HostBlocks(Protocol):
 class HostPool:
     """Blocks read from the adapters' files."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, memory: HostMemory, read: ReadSlab) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        memory: HostMemory,
+        read: ReadSlab,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_close`: what else there is to let go of at the end."""
         self._shape = shape
         self._dtype = dtype
         self._memory = memory
         self._read = read
+        self._on_close = on_close
 
     def read(self, spec: AdapterSpec, place: int) -> None:
         block = self._memory.take(place, place + block_bytes(spec, self._shape, self._dtype))
@@ -63,3 +73,4 @@ class HostPool:
 
     def close(self) -> None:
         self._memory.close()
+        self._on_close()

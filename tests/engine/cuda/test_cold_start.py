@@ -326,12 +326,10 @@ def with_files(saved: Path, tmp_path: Path) -> tuple[object, AdapterSpec, Adapte
     """An engine that reads from files, with two adapters of which one is to go bad."""
     from shutil import copytree
 
-    from loraplex.engine.slab_reader import read_slab_together
-
     good, bad = (
         read_adapter(copytree(saved / name, tmp_path / name), CONFIG.shape) for name in ("good", "bad")
     )
-    engine = interpreted(cold_start=ColdStart.PIPELINED, read=read_slab_together)
+    engine = interpreted(cold_start=ColdStart.PIPELINED, read=None)
     for spec in (good, bad):
         engine.add_adapter(spec)
     engine.add_request(greedy("good", good.version, tokens=4))
