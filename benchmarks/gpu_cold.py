@@ -14,14 +14,17 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from loraplex.bench.cold_scenarios import MakeSpecs, burst, compare_policies, measure_idle
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.bench.cold_scenarios import MakeSpecs, burst, compare_policies, forget, measure_idle
 from loraplex.bench.distribution import Distribution
+from loraplex.bench.engine_scenarios import run_dry
 from loraplex.bench.environment import ENGINE_PACKAGES, environment
 from loraplex.core.cold_start import ColdStart
 from loraplex.engine.core import Engine
@@ -184,35 +187,36 @@ def requests_of(setting: Setting, setup: Setup) -> list[WorkloadRequest]:
 
 
 def syncs(setting: Setting) -> dict[str, Any]:
-    """Times that the host waits for the device while it launches a prompt on a cold adapter."""
+    """Times that the host waits for the device in the step that a prompt on a cold adapter runs in: from the
+    start of its load to the end of the launch."""
     import torch
 
     from loraplex.bench.engine_scenarios import first_token_ms, new_request
     from loraplex.bench.random_engine import register
 
-    engine = build(setting, cold_start=ColdStart.PIPELINED)
-    versions = register(engine, maker(setting, 64, QKV)("syncs", 3))
-    for seed, version in enumerate(versions[:2]):
-        first_token_ms(engine, version, setting.prompt_tokens, setting.vocab_size, seed)
-    launch = engine._executor.launch
-    counts: list[dict[str, int]] = []
-
-    def counted(plan: Any) -> Any:
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
-            flight = launch(plan)
-        names = [event.name for event in profiler.events()]
-        counts.append({name: names.count(name) for name in set(names) if name.startswith("cuda")})
-        return flight
-
-    engine._executor.launch = counted  # type: ignore[method-assign]
-    request = new_request("one", setting.prompt_tokens, 1, versions[2], vocab_size=setting.vocab_size, seed=9)
-    engine.add_request(request)
-    while engine.has_work():
-        engine.step()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    engine, found = build(setting, from_files=True, cpu_workers=workers()), {}
+    with saved_adapters(setting, 3) as saved:
+        for policy in (ColdStart.PIPELINED, ColdStart.CPU_ASSIST):
+            engine.choose_cold_start(policy)
+            versions = register(engine, saved)
+            for seed, version in enumerate(versions[:2]):  # compiles
+                first_token_ms(engine, version, setting.prompt_tokens, setting.vocab_size, seed)
+            request = new_request(
+                "one", setting.prompt_tokens, 1, versions[2], vocab_size=setting.vocab_size, seed=9
+            )
+            engine.add_request(request)
+            with torch.profiler.profile(activities=activities) as profiler:
+                engine.step()
+            assert engine.stats().num_running == 1, "the step that was looked at did not run the prompt"
+            run_dry(engine)
+            forget(engine, versions)
+            names = [event.name for event in profiler.events() if event.name.startswith("cuda")]
+            calls = {name: names.count(name) for name in sorted(set(names))}
+            waits = sum(count for name, count in calls.items() if "Synchronize" in name)
+            found[str(policy)] = {"host_synchronisations": waits, "calls": calls}
     engine.close()
-    waits = {name: count for name, count in counts[0].items() if "Synchronize" in name}
-    return {"host_synchronisations": sum(waits.values()), "calls": counts[0]}
+    return found
 
 
 def signal(setting: Setting) -> dict[str, Any]:
@@ -221,12 +225,10 @@ def signal(setting: Setting) -> dict[str, Any]:
 
     from loraplex.engine.assist.pool import AssistPool
     from loraplex.engine.assist.shared_block import SharedBlock
-    from loraplex.engine.assist.split import default_num_workers
     from loraplex.engine.assist.tasks import AssistPart, AssistTask
     from loraplex.engine.cuda.cpu_assist import StreamSignals
-    from loraplex.engine.machine import num_cores
 
-    num_workers = default_num_workers(num_cores())
+    num_workers = workers()
     weights = SharedBlock(1 << 16)
     with AssistPool(
         num_workers=num_workers, dtype=torch.bfloat16, x_elements=1 << 12, y_elements=1 << 12
@@ -274,6 +276,31 @@ SECTIONS: Final[dict[str, Callable[[Setting], dict[str, Any]]]] = {
     "signal": signal,
 }
 ON_A_GPU_ALONE: Final = ("syncs", "signal")
+
+
+@contextmanager
+def saved_adapters(setting: Setting, count: int) -> Iterator[list[AdapterSpec]]:
+    """Files in a folder that is there for the time being."""
+    from loraplex.bench.adapter_files import save_random_adapters
+    from loraplex.bench.random_engine import module_names
+    from loraplex.model.shapes import config_of_shape
+
+    with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
+        yield save_random_adapters(
+            Path(folder),
+            config_of_shape(setting.shape).shape,
+            dtype_of(setting),
+            count=count,
+            rank=64 if setting.device == "cuda" else 4,
+            modules=module_names(QKV),
+        )
+
+
+def workers() -> int:
+    from loraplex.engine.assist.split import default_num_workers
+    from loraplex.engine.machine import num_cores
+
+    return default_num_workers(num_cores())
 
 
 def build(setting: Setting, **options: Any) -> Engine:
