@@ -24,7 +24,8 @@ ROOM: Final = 0.4
 """The engine's memory, as a part of what all adapters would take."""
 COMPARED_EVERY: Final = 10
 TIE: Final = 1e-3
-"""Of log-probabilities, in float32: in bfloat16, rounding alone makes other texts of half the requests."""
+"""Of log-probabilities, in float32: in bfloat16, rounding alone makes other texts of most requests, as the
+section `batch` shows."""
 _NOT_IN_MEMORY: Final = ("disk", "loading")
 
 

@@ -43,9 +43,9 @@ _COUNTED_HOST_BYTES = 1 << 40
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomEngineOptions:
     """What a benchmark may choose of its engine. `distinct`: adapters have weights of their own, also on the
-    host; for small shapes. `memory_bytes`: for adapters, on a GPU together with the KV
-    cache; None: a gigabyte, or what a GPU has. `padded_to`: on a GPU, pad adapters to the largest rank of
-    their batch, up to this one. `compiled`: on a CPU, the kernels that `serve` has, not plain torch.
+    host; for small shapes. `memory_bytes`: for adapters, on a GPU together with the KV cache; None: a
+    gigabyte, or what a GPU has. `padded_to`: on a GPU, pad adapters to the largest rank of their batch, up to
+    this one. `compiled`: on a CPU, the kernels that `serve` has, not plain torch.
     `from_files`: adapters are read from their files. `cpu_workers`: processes that compute LoRA beside a
     GPU, for adapters from files."""
 

@@ -187,3 +187,25 @@ def test_what_a_step_took_is_not_asked_of_adapters_that_are_gone() -> None:
     scheduler.adapter_loaded("v")
     scheduler.adapters.take_removed()
     scheduler.adapters.observe_step(plan, 1.0)
+    assert step_ratio(scheduler) == 1.0
+
+
+def test_nothing_is_learnt_from_a_step_that_may_have_waited() -> None:
+    scheduler = scheduler_of(costs())
+    stage(scheduler, "v", MB)
+    add(scheduler, "a", "v")
+    waits = scheduler.schedule()
+    assert waits.stalls
+    scheduler.adapters.observe_step(waits, 1.0)
+    assert step_ratio(scheduler) == 1.0
+    land(scheduler, waits)
+    scheduler.adapter_loaded("v")
+    scheduler.adapters.observe_step(scheduler.schedule(), 1.0)
+    assert step_ratio(scheduler) > 1.0
+
+
+def step_ratio(scheduler: Scheduler) -> float:
+    """What steps were found to take, by what was predicted."""
+    watch = scheduler.adapters._costs
+    assert watch is not None
+    return watch.ratio(CostKind.STEP)

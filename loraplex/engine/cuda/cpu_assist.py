@@ -142,6 +142,10 @@ class CpuAssist:
         """Whether any worker is there."""
         return self._pool.num_workers > 0
 
+    def arm(self) -> None:
+        """Wake the workers for products to come."""
+        self._pool.arm()
+
     def send(
         self, rows: AssistedRows, x_TI: torch.Tensor, slots: Sequence[ModuleSlot], width: int
     ) -> int | None:

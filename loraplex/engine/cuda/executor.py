@@ -142,7 +142,9 @@ class CudaExecutor:
                 assisted_layers=load.assisted_layers,
             )
             (awaited if load.awaited else others).append(shipment)
-        for shipments in (awaited, *([shipment] for shipment in others)):
+        if self._assist is not None and any(shipment.assisted_layers > 0 for shipment in awaited):
+            self._assist.arm()
+        for shipments in ([awaited] if awaited else []) + [[shipment] for shipment in others]:
             arrivals = self._store.start(shipments)
             for shipment, arrival in zip(shipments, arrivals, strict=True):
                 self._adapters.weights[shipment.spec.version] = arrival.weights
