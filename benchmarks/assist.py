@@ -26,6 +26,7 @@ from loraplex.bench.environment import ENGINE_PACKAGES, environment
 from loraplex.engine.assist.pool import AssistPool
 from loraplex.engine.assist.shared_block import SharedBlock
 from loraplex.engine.assist.tasks import AssistPart, AssistTask
+from loraplex.engine.machine import spread_cores
 
 RESULTS = Path(__file__).parent / "results"
 SCALE: Final = 2.0
@@ -118,15 +119,11 @@ def pause() -> None:
         pass
 
 
-def worker_cores(num_workers: int) -> list[int]:
-    return sorted(os.sched_getaffinity(0))[-num_workers:]
-
-
 @contextmanager
 def off_worker_cores(num_workers: int) -> Iterator[None]:
     """Keep this thread, alone, off the workers' cores, if there are others."""
     cores = os.sched_getaffinity(0)
-    others = cores - set(worker_cores(num_workers))
+    others = cores - set(spread_cores(num_workers))
     torch.set_num_threads(1)  # threads that torch starts now would stay where this one is
     os.sched_setaffinity(0, others or cores)
     try:
@@ -146,7 +143,6 @@ class Workers:
             x_elements=num_elements,
             y_elements=num_elements,
             profiled=(sizes.hidden, sizes.hidden, max(sizes.ranks) // 4),
-            cores=worker_cores(num_workers),
         )
         self._hidden = sizes.hidden
         self._ticket = 0

@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,6 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 QKV, ALL = "q,k,v", "all"
 BURST: Final = 32
 ROUND_TRIPS: Final = 1000
+STEP: Final = "the step that is looked at"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +191,7 @@ def syncs(setting: Setting) -> dict[str, Any]:
     """Times that the host waits for the device in the step that a prompt on a cold adapter runs in: from the
     start of its load to the end of the launch."""
     import torch
+    from torch.profiler import record_function
 
     from loraplex.bench.engine_scenarios import first_token_ms, new_request
     from loraplex.bench.random_engine import register
@@ -206,17 +208,29 @@ def syncs(setting: Setting) -> dict[str, Any]:
                 "one", setting.prompt_tokens, 1, versions[2], vocab_size=setting.vocab_size, seed=9
             )
             engine.add_request(request)
-            with torch.profiler.profile(activities=activities) as profiler:
+            with torch.profiler.profile(activities=activities) as profiler, record_function(STEP):
                 engine.step()
             assert engine.stats().num_running == 1, "the step that was looked at did not run the prompt"
             run_dry(engine)
             forget(engine, versions)
-            names = [event.name for event in profiler.events() if event.name.startswith("cuda")]
+            names = calls_within(STEP, profiler.events())
             calls = {name: names.count(name) for name in sorted(set(names))}
             waits = sum(count for name, count in calls.items() if "Synchronize" in name)
             found[str(policy)] = {"host_synchronisations": waits, "calls": calls}
     engine.close()
     return found
+
+
+def calls_within(mark: str, events: Iterable[Any]) -> list[str]:
+    """Of CUDA's runtime, from the beginning of the mark to its end: the profiler itself waits for the device
+    before and behind it."""
+    found = list(events)
+    span = next(event.time_range for event in found if event.name == mark)
+    return [
+        event.name
+        for event in found
+        if event.name.startswith("cuda") and span.start <= event.time_range.start <= span.end
+    ]
 
 
 def signal(setting: Setting) -> dict[str, Any]:

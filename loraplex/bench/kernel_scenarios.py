@@ -14,7 +14,7 @@ import torch
 
 from loraplex.bench.random_engine import random_specs
 from loraplex.core.modules import GROUPS
-from loraplex.engine.cuda.adapter_block import block_bytes, write_block
+from loraplex.engine.cuda.adapter_block import adapter_block
 from loraplex.kernels.triton.lora_rows import RowsLaunch
 from loraplex.kernels.triton.lora_step import new_step
 from loraplex.model.shapes import config_of_shape
@@ -38,8 +38,13 @@ def _measure(shape_name: str, num_adapters: int, rank: int, device: torch.device
     """Every adapter on one row of a batch; q, k and v."""
     shape = config_of_shape(shape_name).shape
     specs = random_specs("kernel", shape_name, num_adapters=num_adapters, ranks=[rank], modules="q,k,v")
-    host = torch.empty(block_bytes(specs[0], shape, torch.bfloat16), dtype=torch.uint8)
-    write_block(host, specs[0], shape, torch.bfloat16, lambda spec, layout, slab: slab.normal_(std=0.02))
+    host = adapter_block(
+        specs[0],
+        shape,
+        torch.bfloat16,
+        read=lambda spec, layout, slab: slab.normal_(std=0.02),
+        memory=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8),
+    )
     blocks = [host.to(device) for _ in specs]
     rows = torch.arange(num_adapters, device=device)
     step = new_step(

@@ -187,39 +187,40 @@ class _RandomBlocks:
         self._shape = shape
         self._dtype = dtype
         self._slabs: dict[tuple[tuple[int, str, int], ...], torch.Tensor] = {}
-        self._tables: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by version: table and slab
         self._lock = threading.Lock()
 
     def read(self, spec: AdapterSpec, place: int) -> None:
         from loraplex.engine.cuda.adapter_block import table_bytes, write_table
 
         with self._lock:
-            if spec.version not in self._tables:
-                table = torch.empty(table_bytes(self._shape), dtype=torch.uint8, pin_memory=True)
-                write_table(table, spec, self._shape, self._dtype)
-                self._tables[spec.version] = table
-            if _kind(spec) not in self._slabs:
-                layout = slab_layout(spec, self._shape)
+            if spec.version in self._parts:
+                return
+            layout, kind = slab_layout(spec, self._shape), _kind(spec)
+            table = torch.empty(table_bytes(self._shape), dtype=torch.uint8, pin_memory=True)
+            write_table(table, layout, self._shape, self._dtype)
+            if kind not in self._slabs:
                 slab = torch.empty(layout.num_elements, dtype=self._dtype, pin_memory=True)
                 _fill_slab(slab)
-                self._slabs[_kind(spec)] = slab.view(torch.uint8)
+                self._slabs[kind] = slab.view(torch.uint8)
+            self._parts[spec.version] = table, self._slabs[kind]
 
     def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[torch.Tensor]:
-        table, slab = self._tables[spec.version], self._slabs[_kind(spec)]
+        table, slab = self._parts[spec.version]
         split = table.numel()
         parts = [table[begin:end], slab[max(begin - split, 0) : max(end - split, 0)]]
         return [part for part in parts if part.numel() > 0]
 
     def passing(self, spec: AdapterSpec) -> torch.Tensor:
         self.read(spec, 0)
-        return torch.cat([self._tables[spec.version], self._slabs[_kind(spec)]])
+        return torch.cat(self._parts[spec.version])
 
     def prepare(self) -> bool:
         return False
 
     def close(self) -> None:
         self._slabs.clear()
-        self._tables.clear()
+        self._parts.clear()
 
 
 def _kind(spec: AdapterSpec) -> tuple[tuple[int, str, int], ...]:

@@ -17,6 +17,22 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def spread_cores(count: int, topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """So many of the cores that this process may use, as far from each other as can be: two threads of one
+    core share what computes. All of them if there are fewer."""
+    cores = sorted(os.sched_getaffinity(0))
+    threads: dict[str, list[int]] = {}
+    for core in cores:
+        siblings = _lines(topology / f"cpu{core}" / "topology" / "thread_siblings_list")
+        threads.setdefault(siblings[0] if siblings else str(core), []).append(core)
+    firsts = [each[0] for each in threads.values()]
+    # A virtual machine may keep silent about which of its cores are one: those are next to each other.
+    if count <= len(firsts):
+        return [firsts[-1 - index * len(firsts) // count] for index in range(count)][::-1]
+    others = [core for core in cores if core not in firsts]
+    return sorted([*firsts, *others[: count - len(firsts)]])
+
+
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Its name, or whatever there is of one."""
     try:

@@ -2,12 +2,13 @@
 
 Matrices that the slab holds as the file does are read straight into it; others pass through a piece of memory
 small enough for a core's cache. Read, not mapped: a mapped file that is cut short meanwhile would kill the
-process.
+process. A thread reads many matrices in one compiled call, those that are not converted.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,30 +22,30 @@ import torch
 from loraplex.adapters.fingerprint import weights_unchanged
 from loraplex.adapters.slab import SlabLayout
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.adapters.tensors import TensorInfo, WeightsHeader, read_header
+from loraplex.adapters.tensors import WeightsHeader, read_header
 from loraplex.core.errors import AdapterFormatError
+from loraplex.kernels.cpu.file_matrices import FileMatrix, compile_reader, read_matrices
 from loraplex.model.sharding import CUT_BY_INPUT, WHOLE, Shard
 
 _SOURCE_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HELPERS: Final = 8
 _PIECE_BYTES: Final = 256 << 10
-_PART_BYTES: Final = 4 << 20
+_PART_BYTES: Final = 2 << 20
 """What one helper reads before it looks for more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Matrix:
-    """Rows of a matrix in the file, a part of their columns, and the place of that in the slab.
-
-    `target` is (rows, columns), or (columns, rows) if it is `transposed`.
-    """
+    """Rows of a matrix in the file, a part of their columns, and at which element of the slab they go: row
+    by row, or column by column if `transposed`."""
 
     begin: int
     num_rows: int
     num_columns: int
     dtype: torch.dtype
     columns: slice
-    target: torch.Tensor
+    slab: torch.Tensor
+    start: int
     transposed: bool
 
     @property
@@ -52,24 +53,33 @@ class _Matrix:
         return self.num_columns * self.dtype.itemsize
 
     @property
-    def is_as_in_file(self) -> bool:
-        whole = self.columns.stop - self.columns.start == self.num_columns
-        return whole and not self.transposed and self.target.dtype == self.dtype
+    def is_converted(self) -> bool:
+        return self.slab.dtype != self.dtype
+
+    def as_it_is(self) -> FileMatrix:
+        """To be read as it is, if it is not converted."""
+        return FileMatrix(
+            begin=self.begin,
+            num_rows=self.num_rows,
+            num_columns=self.num_columns,
+            first_column=self.columns.start,
+            end_column=self.columns.stop,
+            target=self.slab.data_ptr() + self.start * self.slab.itemsize,
+            transposed=self.transposed,
+            element_bytes=self.dtype.itemsize,
+        )
 
     def read(self, fd: int) -> None:
-        if self.is_as_in_file:
-            _read_into(fd, _bytes_of(self.target), self.begin)
-            return
+        """A few rows at a time."""
+        width = self.columns.stop - self.columns.start
+        placed = self.slab[self.start : self.start + self.num_rows * width]
+        target = placed.view(width, -1).t() if self.transposed else placed.view(-1, width)
         num_rows = max(_PIECE_BYTES // self.row_bytes, 1)
         piece = torch.empty(min(num_rows, self.num_rows), self.num_columns, dtype=self.dtype)
         for row in range(0, self.num_rows, num_rows):
             source = piece[: self.num_rows - row]
             _read_into(fd, _bytes_of(source), self.begin + row * self.row_bytes)
-            rows = slice(row, row + source.shape[0])
-            if self.transposed:
-                _fill(self.target[:, rows], source[:, self.columns].t())
-            else:
-                _fill(self.target[rows], source[:, self.columns])
+            target[row : row + source.shape[0]] = source[:, self.columns]
 
 
 def read_slab(
@@ -107,6 +117,7 @@ class SlabReaders:
     def __init__(self, shard: Shard = WHOLE) -> None:
         self._shard = shard
         self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_HELPERS), "adapter-reader")
+        self._threads.submit(compile_reader)  # before the first read, which would wait for it
 
     def __call__(self, spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
         read_slab(spec, layout, slab, self._shard, self._threads)
@@ -124,33 +135,22 @@ def _matrices(
         rank, by_input = slot.lora.rank, slot.lora.module in CUT_BY_INPUT
         a_info, b_info = header.tensors[slot.lora.a_name], header.tensors[slot.lora.b_name]
         a_columns = shard.part(a_info.shape[1]) if by_input else slice(0, a_info.shape[1])
-        a_RI = slab[slot.a_start : slot.a_start + rank * slot.in_features].view(rank, slot.in_features)
-        yield _matrix(a_info, header, slice(0, rank), a_columns, a_RI, transposed=False)
         b_rows = slice(0, b_info.shape[0]) if by_input else shard.part(b_info.shape[0])
-        b_RO = slab[slot.b_start : slot.b_start + rank * slot.out_features].view(rank, slot.out_features)
-        yield _matrix(b_info, header, b_rows, slice(0, rank), b_RO, transposed=True)
-
-
-def _matrix(
-    info: TensorInfo,
-    header: WeightsHeader,
-    rows: slice,
-    columns: slice,
-    target: torch.Tensor,
-    *,
-    transposed: bool,
-) -> _Matrix:
-    dtype = _SOURCE_DTYPES[info.dtype]
-    num_columns = info.shape[1]
-    return _Matrix(
-        begin=header.data_start + info.begin + rows.start * num_columns * dtype.itemsize,
-        num_rows=rows.stop - rows.start,
-        num_columns=num_columns,
-        dtype=dtype,
-        columns=columns,
-        target=target,
-        transposed=transposed,
-    )
+        for info, rows, columns, start in (
+            (a_info, slice(0, rank), a_columns, slot.a_start),
+            (b_info, b_rows, slice(0, rank), slot.b_start),
+        ):
+            dtype, num_columns = _SOURCE_DTYPES[info.dtype], info.shape[1]
+            yield _Matrix(
+                begin=header.data_start + info.begin + rows.start * num_columns * dtype.itemsize,
+                num_rows=rows.stop - rows.start,
+                num_columns=num_columns,
+                dtype=dtype,
+                columns=columns,
+                slab=slab,
+                start=start,
+                transposed=info is b_info,
+            )
 
 
 def _parts(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
@@ -167,8 +167,26 @@ def _parts(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
 
 
 def _read_part(fd: int, part: Sequence[_Matrix]) -> None:
+    plain = [matrix for matrix in part if not matrix.is_converted]
+    scratch_bytes = max((matrix.row_bytes for matrix in plain), default=0)
+    num_read = read_matrices(fd, [matrix.as_it_is() for matrix in plain], _scratch(scratch_bytes))
+    if num_read < len(plain):
+        plain[num_read].read(fd)  # says why
+        _read_part(fd, plain[num_read + 1 :])
     for matrix in part:
-        matrix.read(fd)
+        if matrix.is_converted:
+            matrix.read(fd)
+
+
+def _scratch(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """This thread's: memory that is new has to be got from the system first."""
+    found: npt.NDArray[np.uint8] | None = getattr(_own, "scratch", None)
+    if found is None or found.nbytes < num_bytes:
+        found = _own.scratch = np.empty(max(num_bytes, _PIECE_BYTES), dtype=np.uint8)
+    return found
+
+
+_own = threading.local()
 
 
 def _check_unchanged(spec: AdapterSpec, file: FileIO) -> None:
@@ -190,13 +208,3 @@ def _read_into(fd: int, target: npt.NDArray[np.uint8], offset: int) -> None:
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     found: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
     return found
-
-
-def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target = source, converted. By numpy where it can: its copy stays on this thread, while torch's
-    would wake the thread team that the running step is using."""
-    if target.dtype != source.dtype:
-        target.copy_(source)
-        return
-    words = torch.int16 if target.dtype.itemsize == 2 else torch.int32
-    np.copyto(target.view(words).numpy(), source.view(words).numpy())

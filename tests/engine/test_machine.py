@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from loraplex.engine.machine import available_bytes, cpu_model
+from loraplex.engine.machine import available_bytes, cpu_model, spread_cores
 
 MEMINFO = "MemTotal: 1000 kB\nMemAvailable: 800 kB\n"
 
@@ -46,3 +47,31 @@ def test_cpu_model_reads_both_kinds_of_cpuinfo(tmp_path: Path) -> None:
     cpuinfo.write_text("processor\t: 0\nCPU part\t: 0xd0c\n")
     assert cpu_model(cpuinfo) == "ARM part 0xd0c"
     assert cpu_model(tmp_path / "absent")
+
+
+def say_siblings(folder: Path, siblings: dict[int, str]) -> Path:
+    for core, names in siblings.items():
+        place = folder / f"cpu{core}" / "topology"
+        place.mkdir(parents=True)
+        (place / "thread_siblings_list").write_text(names + "\n")
+    return folder
+
+
+def test_cores_of_their_own_come_before_second_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    topology = say_siblings(tmp_path, {core: f"{core % 4},{core % 4 + 4}" for core in range(8)})
+    assert spread_cores(4, topology) == [0, 1, 2, 3]
+    assert spread_cores(2, topology) == [1, 3]
+    assert spread_cores(6, topology) == [0, 1, 2, 3, 4, 5]
+    assert spread_cores(9, topology) == list(range(8))
+
+
+def test_cores_that_nothing_is_known_of_are_taken_far_from_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2, 10)))
+    assert spread_cores(4, tmp_path) == [3, 5, 7, 9]
+    assert spread_cores(3, tmp_path) == [4, 7, 9]
+    assert spread_cores(1, tmp_path) == [9]

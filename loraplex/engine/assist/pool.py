@@ -21,6 +21,7 @@ from loraplex.engine.assist.messages import Launch
 from loraplex.engine.assist.product import Product
 from loraplex.engine.assist.shared_block import SharedBlock
 from loraplex.engine.assist.tasks import AssistTask
+from loraplex.engine.machine import spread_cores
 
 _RING_SIZE: Final = 1024
 _WAIT_SPINS: Final = 20_000
@@ -57,7 +58,7 @@ class AssistPool:
         self._num_slots = num_slots
         self._ring_size = ring_size
         self._profiled = profiled
-        self._cores = list(cores) if cores is not None else _own_cores(num_slots)
+        self._cores = list(cores) if cores is not None else spread_cores(num_slots)
         self._blocks: list[SharedBlock] = []
         try:
             control_bytes = Control.num_bytes(num_slots, ring_size)
@@ -210,8 +211,3 @@ class AssistPool:
                 assert offset >= 0
                 assert offset % size == 0
                 assert offset + part.rank * width * size <= num_bytes
-
-
-def _own_cores(num_workers: int) -> list[int]:
-    """The last cores that this process may use: the first ones have more of the system's work."""
-    return sorted(os.sched_getaffinity(0))[-num_workers:]

@@ -25,24 +25,31 @@ def table_bytes(shape: ModelShape) -> int:
     return shape.num_layers * len(MODULES) * TABLE_COLUMNS * 8
 
 
-def block_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int:
+def block_bytes(layout: SlabLayout, shape: ModelShape, dtype: torch.dtype) -> int:
     """What an adapter takes on the device."""
-    return table_bytes(shape) + slab_layout(spec, shape).num_elements * dtype.itemsize
+    return table_bytes(shape) + layout.num_elements * dtype.itemsize
 
 
-def write_block(
-    block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, read: ReadSlab
-) -> None:
-    """Fill memory of `block_bytes` bytes with an adapter."""
-    write_table(block, spec, shape, dtype)
-    read(spec, slab_layout(spec, shape), block[table_bytes(shape) :].view(dtype))
+def adapter_block(
+    spec: AdapterSpec,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    read: ReadSlab,
+    memory: Callable[[int], torch.Tensor],
+) -> torch.Tensor:
+    """An adapter in memory of so many bytes."""
+    layout = slab_layout(spec, shape)
+    block = memory(block_bytes(layout, shape, dtype))
+    write_table(block, layout, shape, dtype)
+    read(spec, layout, block[table_bytes(shape) :].view(dtype))
+    return block
 
 
-def write_table(block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> None:
+def write_table(block: torch.Tensor, layout: SlabLayout, shape: ModelShape, dtype: torch.dtype) -> None:
     """The kernels' table (`kernels.lora`), which the slab follows."""
     slab_start, element_bytes = table_bytes(shape), dtype.itemsize
     table = np.zeros((shape.num_layers, len(MODULES), TABLE_COLUMNS), dtype=np.int64)
-    for layer, groups in enumerate(slab_layout(spec, shape).layers):
+    for layer, groups in enumerate(layout.layers):
         for slots in groups.values():
             for slot in slots:
                 table[layer, MODULE_INDEX[slot.lora.module]] = (
@@ -56,10 +63,11 @@ def write_table(block: torch.Tensor, spec: AdapterSpec, shape: ModelShape, dtype
     block[:slab_start] = torch.from_numpy(table.view(np.uint8).reshape(-1))
 
 
-def layer_ends(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> list[int]:
-    """Up to which byte of its block each layer needs it."""
-    ends, cursor = [], table_bytes(shape)
-    for groups in slab_layout(spec, shape).layers:
+def part_ends(layout: SlabLayout, shape: ModelShape, dtype: torch.dtype) -> list[int]:
+    """Up to which byte of its block the table needs it, and each layer."""
+    cursor = table_bytes(shape)
+    ends = [cursor]
+    for groups in layout.layers:
         for slots in groups.values():
             last = slots[-1]
             b_end = last.b_start + last.lora.rank * last.out_features

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from loraplex.adapters.slab import touched_groups
+from loraplex.adapters.slab import slab_layout, touched_groups
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.modules import MODULES
 from loraplex.core.shape import ModelShape
-from loraplex.engine.cuda.adapter_block import block_bytes, layer_ends, table_bytes
+from loraplex.engine.cuda.adapter_block import part_ends, table_bytes
 from loraplex.engine.cuda.bus import Bus, Copy
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.host_blocks import HostBlocks
@@ -92,7 +92,7 @@ class AdapterStore:
         self._arena = arena
         self._host_blocks = host_blocks
         self._bus = Bus(device)
-        self._ends: dict[str, Sequence[int]] = {}  # of versions' parts, as it takes a while to find them
+        self._outlines: dict[str, _Outline] = {}  # by version, as it takes a while to find them
         self._passing_stream = SideStream(device)
 
     @property
@@ -103,7 +103,7 @@ class AdapterStore:
     def num_bytes(self, spec: AdapterSpec) -> int:
         if self._padding is not None:
             return self._padding.num_bytes(spec)
-        return block_bytes(spec, self._shape, self._dtype)
+        return self._outline(spec).ends[-1]
 
     def read(self, spec: AdapterSpec, place: int) -> None:
         """From its folder to a place in the host's memory; on a reader's thread."""
@@ -111,17 +111,23 @@ class AdapterStore:
 
     def start(self, shipments: Sequence[Shipment]) -> list[Arrival]:
         """Begin to copy, the first parts of all of them before the next ones of any."""
-        cuts = [self._cuts(shipment) for shipment in shipments]
+        cuts = [
+            cuts_of(self._outline(shipment.spec).ends, shipment.assisted_layers) for shipment in shipments
+        ]
         tickets: list[dict[int, int]] = [{} for _ in shipments]
         self._bus.wait_for(shipment.after for shipment in shipments)
         freight = Freight(
             begun=self._bus.moment(), num_bytes=sum(cut.end - cut.begin for cut in chain.from_iterable(cuts))
         )
-        for number in range(max((len(cut) for cut in cuts), default=0)):
-            for shipment, cut, own in zip(shipments, cuts, tickets, strict=True):
-                if number < len(cut):
-                    last = self._bus.carry(self._copies(shipment, cut[number]))
-                    own |= dict.fromkeys(cut[number].parts, last)
+        for turn in zip_longest(*cuts):
+            ticket = self._bus.carry(
+                copy
+                for shipment, cut in zip(shipments, turn, strict=True)
+                if cut is not None
+                for copy in self._copies(shipment, cut)
+            )
+            for own, cut in zip(tickets, turn, strict=True):
+                own |= dict.fromkeys(cut.parts if cut is not None else (), ticket)
         done = self._bus.moment()
         return [
             Arrival(
@@ -156,28 +162,20 @@ class AdapterStore:
         """The same adapter after its block was copied to another place."""
         return replace(weights, table_LM=self._table_at(place))
 
-    def _cuts(self, shipment: Shipment) -> list[_Cut]:
-        """What is copied at once, in this order: layers that CPU workers compute come last."""
-        version = shipment.spec.version
-        ends = self._ends.get(version)
-        if ends is None:
-            ends = self._ends[version] = self._part_ends(shipment.spec)
-            if len(self._ends) > _MAX_KNOWN:
-                del self._ends[next(iter(self._ends))]
-        table, computed = ends[:1], 1 + shipment.assisted_layers
-        return [
-            *_cut(table, first=0, begin=0),
-            *_cut(ends[computed:], first=computed, begin=ends[computed - 1]),
-            *_cut(ends[1:computed], first=1, begin=ends[0]),
-        ]
+    def _outline(self, spec: AdapterSpec) -> _Outline:
+        found = self._outlines.get(spec.version)
+        if found is None:
+            found = self._outlines[spec.version] = _Outline(self._part_ends(spec), touched_groups(spec))
+            if len(self._outlines) > _MAX_KNOWN:
+                del self._outlines[next(iter(self._outlines))]
+        return found
 
     def _part_ends(self, spec: AdapterSpec) -> Sequence[int]:
-        """Of a block: up to which byte the table needs it, and each layer."""
         if self._padding is not None:  # every copy of it has all layers
             return [self._padding.num_bytes(spec)] * (1 + self._shape.num_layers)
-        return [table_bytes(self._shape), *layer_ends(spec, self._shape, self._dtype)]
+        return part_ends(slab_layout(spec, self._shape), self._shape, self._dtype)
 
-    def _copies(self, shipment: Shipment, cut: _Cut) -> list[Copy]:
+    def _copies(self, shipment: Shipment, cut: Cut) -> list[Copy]:
         copies, cursor = [], shipment.place + cut.begin
         for part in self._host_blocks.parts(shipment.spec, shipment.source, cut.begin, cut.end):
             copies.append(Copy(target=self._arena.span(cursor, part.numel()), source=part))
@@ -189,7 +187,7 @@ class AdapterStore:
             groups=(),
             table_LM=self._table_at(place),
             max_rank=spec.max_rank,
-            touched=touched_groups(spec),
+            touched=self._outline(spec).touched,
             copies={} if self._padding is None else self._padding.offsets(spec),
         )
 
@@ -198,7 +196,15 @@ class AdapterStore:
         return table.view(self._shape.num_layers, len(MODULES), TABLE_COLUMNS)
 
 
-class _Cut(NamedTuple):
+class _Outline(NamedTuple):
+    """Of an adapter's block: up to which byte the table needs it, and each layer; and the groups of linears
+    that it changes."""
+
+    ends: Sequence[int]
+    touched: frozenset[str]
+
+
+class Cut(NamedTuple):
     """Bytes [begin, end) of a block, which are copied at once, and which of its parts end there."""
 
     begin: int
@@ -206,15 +212,26 @@ class _Cut(NamedTuple):
     parts: range
 
 
-def _cut(ends: Sequence[int], *, first: int, begin: int) -> list[_Cut]:
+def cuts_of(ends: Sequence[int], assisted_layers: int = 0) -> list[Cut]:
+    """What is copied at once of a block whose table and layers end there, in this order: the first layers, if
+    CPU workers compute them, come last."""
+    computed = 1 + assisted_layers
+    return [
+        *_cut(ends[:1], first=0, begin=0),
+        *_cut(ends[computed:], first=computed, begin=ends[computed - 1]),
+        *_cut(ends[1:computed], first=1, begin=ends[0]),
+    ]
+
+
+def _cut(ends: Sequence[int], *, first: int, begin: int) -> list[Cut]:
     """`ends`: of parts that follow each other, the first of which has that number and begin."""
-    cuts: list[_Cut] = []
+    cuts: list[Cut] = []
     wanted_bytes = _FIRST_COPY_BYTES
     for part, end in enumerate(ends, start=first):
         if end - begin < wanted_bytes and part + 1 < first + len(ends):
             continue
         done = cuts[-1].parts.stop if cuts else first
-        cuts.append(_Cut(begin, end, range(done, part + 1)))
+        cuts.append(Cut(begin, end, range(done, part + 1)))
         wanted_bytes = min(2 * wanted_bytes, _LARGEST_COPY_BYTES)
         begin = end
     return cuts

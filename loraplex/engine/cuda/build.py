@@ -129,7 +129,9 @@ def build_cuda_core(
     plan = _plan_memory(options, config.shape, weights.embedding_VH.device)
     device, memory = weights.embedding_VH.device, None
     if host_blocks is None:
-        memory = HostMemory(options.host_bytes, pinned=device.type == "cuda")
+        memory = HostMemory(
+            options.host_bytes, pinned=device.type == "cuda", shared=_num_workers(options) > 0
+        )
         host_blocks = _host_pool(config.shape, options.dtype, memory, read)
     executor = _build_executor(config, weights, options, plan, host_blocks, memory, collective=collective)
     return _engine(options, plan, config.shape, executor, weights.embedding_VH.device.type)

@@ -1,12 +1,12 @@
 """Copies from the host to the device, one after the other beside the steps, with numbers.
 
-The number of the last one that is complete stands in the device's own memory: a step may wait there for a
+The number of the last ones that are complete stands in the device's own memory: a step may wait there for a
 copy that was launched before it (`kernels.triton.gate`), and no thread of the host waits for anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,8 +42,8 @@ class Bus:
         for moment in moments:
             self._stream.wait_for(moment)
 
-    def carry(self, copies: Sequence[Copy]) -> int:
-        """Copy in this order; returns at once, with the number of the last one."""
+    def carry(self, copies: Iterable[Copy]) -> int:
+        """Copy in this order; returns at once, with their number."""
         with self._stream.entered():
             for copy in copies:
                 copy.target.copy_(copy.source, non_blocking=True)

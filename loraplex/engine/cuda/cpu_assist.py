@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 
 from loraplex.adapters.slab import ModuleSlot, SlabLayout
-from loraplex.core.errors import CapacityError, EngineDeadError, ModelError
+from loraplex.core.errors import CapacityError, EngineDeadError
 from loraplex.core.modules import GROUPS, MODULES
 from loraplex.core.shape import ModelShape
 from loraplex.engine.assist.pool import AssistPool
 from loraplex.engine.assist.tasks import AssistPart, AssistTask
+from loraplex.engine.cuda import driver
 from loraplex.engine.cuda.adapter_block import table_bytes
 from loraplex.engine.cuda.adapter_store import Arrival
 from loraplex.engine.cuda.host_memory import HostMemory
@@ -27,8 +28,6 @@ from loraplex.kernels.triton.gate import Gate
 from loraplex.kernels.triton.lora_step import LoraStep
 
 _PATIENCE_S: Final = 60.0
-_MAPPED: Final = 3
-"""cudaHostRegisterPortable | cudaHostRegisterMapped"""
 
 
 class Signals(Protocol):
@@ -66,50 +65,28 @@ class StreamSignals:
     """The stream itself writes the word that workers look at, and looks at theirs."""
 
     def __init__(self, pool: AssistPool) -> None:
-        try:
-            from cuda.bindings import driver  # type: ignore[import-not-found]
-        except ImportError as error:
-            raise ModelError(
-                "--cold-start cpu-assist needs CUDA's Python bindings: pip install cuda-bindings; or choose "
-                "--cold-start pipelined"
-            ) from error
-        self._driver: Any = driver
         self._blocks = pool.blocks
         for block in self._blocks:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(
-                int(runtime.cudaHostRegister(block.address, block.memory.numel(), _MAPPED))
-            )
-        self._signal = self._device_address(pool.signal_address)
-        self._done = [self._device_address(address) for address in pool.done_addresses]
+            error = driver.pin(block.address, block.memory.numel())
+            if error != 0:
+                raise CapacityError(
+                    f"memory of CPU LoRA workers cannot be pinned (CUDA error {error}); allow more of it "
+                    "(ulimit -l), or choose --cold-start auto"
+                )
+        self._signal = driver.written_words([pool.signal_address])
+        self._done = driver.awaited_words(list(pool.done_addresses))
 
     def start(self, ticket: int) -> None:
-        self._check(self._driver.cuStreamWriteValue64(_stream(), self._signal, ticket, 0))
+        self._signal.put(ticket)
 
     def wait(self, ticket: int) -> None:
-        at_least = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        for address in self._done:
-            self._check(self._driver.cuStreamWaitValue64(_stream(), address, ticket, at_least))
+        self._done.put(ticket)
 
     def close(self) -> None:
         """After the last step, and before the pool's own end."""
         torch.cuda.synchronize()
         for block in self._blocks:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(runtime.cudaHostUnregister(block.address)))
-
-    def _device_address(self, address: int) -> int:
-        error, pointer = self._driver.cuMemHostGetDevicePointer(address, 0)
-        self._check((error,))
-        return int(pointer)
-
-    def _check(self, result: Sequence[Any]) -> None:
-        if int(result[0]) != 0:
-            raise EngineDeadError(f"the GPU cannot signal CPU LoRA workers: {result[0]}")
-
-
-def _stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)
+            driver.unpin(block.address)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

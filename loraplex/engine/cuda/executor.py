@@ -91,6 +91,7 @@ class CudaExecutor:
         self._assist = assist
         self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
         self._arrivals: dict[str, Arrival] = {}  # adapters that steps may have to wait for, in their order
+        self._held_back: list[Shipment] = []  # until the step is launched that does not need them
         self._assisted_steps: dict[str, Moment] = {}  # the last one of each of them
         self._last_moves = Moment(device)  # behind what fills the arena at first
         self._expected: set[frozenset[str]] = set()  # groups of linears that steps will touch
@@ -125,9 +126,9 @@ class CudaExecutor:
         self._adapters.read(sources, partial(self._store.read, place=read.place))
 
     def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
-        """Those that the next step uses come first, and their first layers before their last ones."""
+        """Those that the next step uses are copied first, and their first layers before their last ones; the
+        others wait until it is launched."""
         awaited: list[Shipment] = []
-        others: list[Shipment] = []
         for sources, load in loads:
             assert load.place is not None
             after = self._last_moves if load.quiet else Moment(self._device)
@@ -141,14 +142,23 @@ class CudaExecutor:
                 after=after,
                 assisted_layers=load.assisted_layers,
             )
-            (awaited if load.awaited else others).append(shipment)
+            (awaited if load.awaited else self._held_back).append(shipment)
         if self._assist is not None and any(shipment.assisted_layers > 0 for shipment in awaited):
             self._assist.arm()
-        for shipments in ([awaited] if awaited else []) + [[shipment] for shipment in others]:
-            arrivals = self._store.start(shipments)
-            for shipment, arrival in zip(shipments, arrivals, strict=True):
-                self._adapters.weights[shipment.spec.version] = arrival.weights
-                self._arrivals[shipment.spec.version] = arrival
+        self._ship(awaited)
+
+    def _ship(self, shipments: Sequence[Shipment]) -> None:
+        """Copy them, taking turns."""
+        if shipments:
+            for arrival in self._store.start(shipments):
+                self._adapters.weights[arrival.shipment.spec.version] = arrival.weights
+                self._arrivals[arrival.shipment.spec.version] = arrival
+
+    def _ship_held_back(self) -> None:
+        """One after the other: whoever waits longest is there first."""
+        shipments, self._held_back = self._held_back, []
+        for shipment in shipments:
+            self._ship([shipment])
 
     def evict_adapter(self, version: str) -> None:
         """Whoever gets its place comes behind the steps that read it: by the stream, or by `quiet`."""
@@ -164,10 +174,11 @@ class CudaExecutor:
 
     @property
     def num_pending_loads(self) -> int:
-        return self._adapters.num_pending + len(self._arrivals)
+        return self._adapters.num_pending + len(self._arrivals) + len(self._held_back)
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         until = time.monotonic() + timeout_s
+        self._ship_held_back()
         while True:
             wait_s = min(timeout_s, _ARRIVAL_WAIT_S) if self._arrivals else timeout_s
             events = [*self._take_arrived(), *self._adapters.poll(0.0)]
@@ -227,10 +238,12 @@ class CudaExecutor:
             tokens_L2 = tokens_L2[torch.tensor(rows, device=tokens_L2.device)]
         host_L2 = torch.empty(tokens_L2.shape, dtype=torch.int64, pin_memory=tokens_L2.is_cuda)
         host_L2.copy_(tokens_L2, non_blocking=True)
+        done = Moment(tokens_L2.device)
+        self._ship_held_back()
         return CudaFlight(
             request_ids=tuple(built.sampling),
             tokens_L2=host_L2,
-            done=Moment(tokens_L2.device),
+            done=done,
             runs_ahead=on_device,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

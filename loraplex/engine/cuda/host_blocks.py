@@ -9,7 +9,7 @@ import torch
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.shape import ModelShape
-from loraplex.engine.cuda.adapter_block import ReadSlab, block_bytes, write_block
+from loraplex.engine.cuda.adapter_block import ReadSlab, adapter_block
 from loraplex.engine.cuda.host_memory import HostMemory
 
 
@@ -56,17 +56,14 @@ class HostPool:
         self._on_close = on_close
 
     def read(self, spec: AdapterSpec, place: int) -> None:
-        block = self._memory.take(place, place + block_bytes(spec, self._shape, self._dtype))
-        write_block(block, spec, self._shape, self._dtype, self._read)
+        self._fill(spec, lambda num_bytes: self._memory.take(place, place + num_bytes))
 
     def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[torch.Tensor]:
         memory = self._memory
         return [memory.span(low, high) for low, high in memory.pieces(place + begin, place + end)]
 
     def passing(self, spec: AdapterSpec) -> torch.Tensor:
-        block = torch.empty(block_bytes(spec, self._shape, self._dtype), dtype=torch.uint8)
-        write_block(block, spec, self._shape, self._dtype, self._read)
-        return block
+        return self._fill(spec, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
 
     def prepare(self) -> bool:
         return self._memory.pin_ahead()
@@ -74,3 +71,6 @@ class HostPool:
     def close(self) -> None:
         self._memory.close()
         self._on_close()
+
+    def _fill(self, spec: AdapterSpec, memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        return adapter_block(spec, self._shape, self._dtype, self._read, memory)

@@ -2,26 +2,33 @@
 
 Its addresses are reserved at once; memory is taken and pinned piece by piece as it is used, as pinning is
 slow, and only from pinned memory does a copy run beside the steps at the full speed of the bus. A piece stays
-pinned. Other processes may map it.
+pinned.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import mmap
 import os
 import threading
 from collections.abc import Iterator
-from typing import Final
+from contextlib import suppress
+from typing import Final, Protocol
 
 import torch
 
 from loraplex.core.errors import CapacityError
 from loraplex.engine.assist.shared_block import SharedBlock
+from loraplex.engine.cuda import driver
+from loraplex.engine.machine import available_bytes
 
 logger = logging.getLogger(__name__)
 
-_PORTABLE: Final = 1
-"""cudaHostRegisterPortable: whichever thread does it, and on whichever device."""
+_NO_RESERVE: Final = 0x4000
+"""MAP_NORESERVE"""
+_POPULATE: Final = 23
+"""MADV_POPULATE_WRITE"""
 _PIECE_BYTES: Final = 64 << 20
 _PINNED_AHEAD_BYTES: Final = 1 << 30
 """How much is pinned before it is used: half a second of adapters off a fast disk."""
@@ -30,22 +37,31 @@ _PINNED_AHEAD_BYTES: Final = 1 << 30
 class HostMemory:
     """Used from the top downwards (`adapters.host_room`)."""
 
-    def __init__(self, num_bytes: int, *, pinned: bool, piece_bytes: int = _PIECE_BYTES) -> None:
+    def __init__(
+        self, num_bytes: int, *, pinned: bool, shared: bool = False, piece_bytes: int = _PIECE_BYTES
+    ) -> None:
+        """`shared`: other processes may map it."""
         self._num_bytes = num_bytes
         self._pins = pinned
         self._piece_bytes = piece_bytes
         try:
-            self.block = _reserve(max(num_bytes, 1))
-        except (OSError, OverflowError, RuntimeError) as error:
+            self._pages: _Pages = (_SharedPages if shared else _LargePages)(max(num_bytes, 1))
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise CapacityError(
                 f"the host has no {num_bytes:,} bytes for adapters; lower --host-adapter-memory"
             ) from error
-        self._bytes = self.block.memory
+        self._bytes = self._pages.memory
         self._taken: set[int] = set()  # pieces
         self._pinned: dict[int, bool] = {}  # by piece: whether that could be done
         self._is_exhausted = False  # when last pinned ahead
         self._lock = threading.Lock()
         self._lowest = num_bytes
+
+    @property
+    def block(self) -> SharedBlock:
+        """What other processes map."""
+        assert isinstance(self._pages, _SharedPages)
+        return self._pages.block
 
     def span(self, begin: int, end: int) -> torch.Tensor:
         return self._bytes[begin:end]
@@ -84,10 +100,10 @@ class HostMemory:
         """After the last copy."""
         with self._lock:
             for piece in [piece for piece, pinned in self._pinned.items() if pinned]:
-                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                torch.cuda.check_error(int(runtime.cudaHostUnregister(self._piece(piece).data_ptr())))
+                driver.unpin(self._piece(piece).data_ptr())
             self._pinned.clear()
-            self.block.close()
+            self._pages.close()
+            self._bytes = self._pages.memory = torch.empty(0, dtype=torch.uint8)
 
     def _piece(self, piece: int) -> torch.Tensor:
         return self._bytes[piece * self._piece_bytes : min((piece + 1) * self._piece_bytes, self._num_bytes)]
@@ -100,8 +116,7 @@ class HostMemory:
                 self._taken.add(piece)
             if not self._pins or piece in self._pinned:
                 return
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
+            error = driver.pin(memory.data_ptr(), memory.numel())
             self._pinned[piece] = error == 0
             if error != 0:
                 logger.warning("host memory cannot be pinned (CUDA error %d): adapters load slower", error)
@@ -109,7 +124,9 @@ class HostMemory:
     def _allocate(self, begin: int, num_bytes: int) -> None:
         """All of it now: a page that is not to be had later would kill whoever touches it."""
         try:
-            os.posix_fallocate(self.block.fd, begin, num_bytes)
+            if num_bytes > available_bytes():
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            self._pages.allocate(begin, num_bytes)
         except OSError as error:
             raise CapacityError(
                 f"the host has no memory left for adapters ({error.strerror}); free some, or lower "
@@ -117,12 +134,54 @@ class HostMemory:
             ) from error
 
 
-def _reserve(num_bytes: int) -> SharedBlock:
-    """Addresses, and no memory yet."""
-    fd = os.memfd_create("loraplex-adapters", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, num_bytes)
-    except BaseException:
-        os.close(fd)
-        raise
-    return SharedBlock(num_bytes, fd=fd)
+class _Pages(Protocol):
+    """Addresses; memory behind them as it is allocated."""
+
+    memory: torch.Tensor
+
+    def allocate(self, begin: int, num_bytes: int) -> None:
+        """OSError if it is not to be had."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _SharedPages:
+    """Memory that other processes map."""
+
+    def __init__(self, num_bytes: int) -> None:
+        fd = os.memfd_create("loraplex-adapters", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.block = SharedBlock(num_bytes, fd=fd)
+        self.memory = self.block.memory
+
+    def allocate(self, begin: int, num_bytes: int) -> None:
+        os.posix_fallocate(self.block.fd, begin, num_bytes)
+
+    def close(self) -> None:
+        self.block.close()
+
+
+class _LargePages:
+    """Memory of this process, in large pages where the system has them: those are taken and pinned several
+    times as fast."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        with suppress(OSError):  # a system without large pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def allocate(self, begin: int, num_bytes: int) -> None:
+        try:
+            self._map.madvise(_POPULATE, begin, num_bytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # older systems cannot; pages come as they are touched
+                raise
+
+    def close(self) -> None:
+        """The memory goes with the last tensor over it."""

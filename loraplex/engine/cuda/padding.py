@@ -38,7 +38,7 @@ class Padding:
         offsets, cursor = {}, 0
         for rank, copy in self._copies(spec):
             offsets[rank] = cursor
-            cursor += -(-block_bytes(copy, self.shape, self.dtype) // _ALIGNMENT) * _ALIGNMENT
+            cursor += -(-self._block_bytes(copy) // _ALIGNMENT) * _ALIGNMENT
         return offsets
 
     def num_bytes(self, spec: AdapterSpec) -> int:
@@ -46,7 +46,7 @@ class Padding:
         if spec.max_rank > self.max_rank:
             raise CapacityError(f"the adapter has rank {spec.max_rank}, ranks are padded to {self.max_rank}")
         last = max(self.offsets(spec).items())
-        return last[1] + block_bytes(_with_rank(spec, last[0]), self.shape, self.dtype)
+        return last[1] + self._block_bytes(_with_rank(spec, last[0]))
 
     def block(self, spec: AdapterSpec, plain: torch.Tensor) -> torch.Tensor:
         """All copies of an adapter whose block this is."""
@@ -55,11 +55,14 @@ class Padding:
         source = plain[header:].view(self.dtype)
         offsets = self.offsets(spec)
         for rank, copy in self._copies(spec):
-            end = offsets[rank] + block_bytes(copy, self.shape, self.dtype)
-            part = block[offsets[rank] : end]
-            write_table(part, copy, self.shape, self.dtype)
-            _copy_slab(source, layout, part[header:].view(self.dtype), slab_layout(copy, self.shape))
+            copied = slab_layout(copy, self.shape)
+            part = block[offsets[rank] : offsets[rank] + block_bytes(copied, self.shape, self.dtype)]
+            write_table(part, copied, self.shape, self.dtype)
+            _copy_slab(source, layout, part[header:].view(self.dtype), copied)
         return block
+
+    def _block_bytes(self, spec: AdapterSpec) -> int:
+        return block_bytes(slab_layout(spec, self.shape), self.shape, self.dtype)
 
     def _copies(self, spec: AdapterSpec) -> Iterator[tuple[int, AdapterSpec]]:
         rank = padded_rank(spec.max_rank)

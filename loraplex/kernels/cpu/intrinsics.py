@@ -33,6 +33,26 @@ def _int64_pointer(typingctx, address):
 
 
 @intrinsic
+def _int32_pointer(typingctx, address):
+    """An integer address as an int32 pointer."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.IntType(32).as_pointer())
+
+    return types.CPointer(types.int32)(types.int64), codegen
+
+
+@intrinsic
+def _int16_pointer(typingctx, address):
+    """An integer address as an int16 pointer."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.IntType(16).as_pointer())
+
+    return types.CPointer(types.int16)(types.int64), codegen
+
+
+@intrinsic
 def _fetch_add(typingctx, pointer):
     """Atomically add one to an int64 in memory and return what it was."""
 
@@ -125,6 +145,16 @@ def float32_array(address, length):
 @njit(inline="always")
 def int64_array(address, length):
     return carray(_int64_pointer(address), length, np.int64)
+
+
+@njit(inline="always")
+def int32_array(address, length):
+    return carray(_int32_pointer(address), length, np.int32)
+
+
+@njit(inline="always")
+def int16_array(address, length):
+    return carray(_int16_pointer(address), length, np.int16)
 
 
 @njit(inline="always")

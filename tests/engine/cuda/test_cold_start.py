@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +13,13 @@ from driving import run_to_end
 from tiny import save_adapter, save_model
 
 from loraplex.adapters.peft_reader import read_adapter
-from loraplex.adapters.slab import SlabLayout
+from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.random_engine import random_specs
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError
 from loraplex.core.request import FinishReason
+from loraplex.engine.cuda import host_memory
 from loraplex.engine.cuda.adapter_block import block_bytes
 from loraplex.engine.cuda.bus import Bus, Copy
 from loraplex.engine.cuda.device_arena import page_bytes
@@ -184,7 +183,9 @@ def test_cached_adapters_are_there_before_anybody_asks_and_stay() -> None:
 
 
 def test_cached_needs_memory_for_all() -> None:
-    num_bytes = sum(block_bytes(spec, SHAPE, torch.float32) for spec in (COLD[0], COLD[2]))
+    num_bytes = sum(
+        block_bytes(slab_layout(spec, SHAPE), SHAPE, torch.float32) for spec in (COLD[0], COLD[2])
+    )
     num_pages = num_bytes // page_bytes(SHAPE, 16, torch.float32) + 2
     engine = interpreted(cold_start=ColdStart.CACHED, num_pages=num_pages)
     engine.add_adapter(COLD[0])
@@ -283,13 +284,10 @@ def test_a_step_of_single_tokens_waits_for_the_whole_adapter(monkeypatch: pytest
 
 
 def test_without_memory_on_the_host_only_those_who_need_it_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(fd: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     engine = interpreted(cold_start=ColdStart.PIPELINED)
     engine.add_adapter(COLD[0])
     engine.add_request(greedy("base", tokens=3))
-    monkeypatch.setattr(os, "posix_fallocate", none_left)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
     engine.add_request(greedy("cold", COLD[0].version))
     done = run_to_end(engine)
     assert "lower --host-adapter-memory" in (done["cold"].error or "")

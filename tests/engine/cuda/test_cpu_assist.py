@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 from cuda_engines import greedy, interpreted
 from driving import run_to_end
 
@@ -17,11 +16,9 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError
 from loraplex.engine.assist.pool import AssistPool
 from loraplex.engine.core import Engine
-from loraplex.engine.cuda.adapter_store import AdapterStore, Shipment
+from loraplex.engine.cuda.adapter_store import cuts_of
 from loraplex.engine.cuda.cpu_assist import AssistedStep, CpuAssist
-from loraplex.engine.cuda.streams import Moment
 
-CPU = torch.device("cpu")
 SPECS = [
     *random_specs("q", "tiny", num_adapters=1, ranks=[5], modules="q"),
     *random_specs("many", "tiny", num_adapters=1, ranks=[8], modules="q,v,down"),
@@ -125,10 +122,7 @@ def test_what_workers_have_no_time_for_is_done_on_the_device(
 
 def test_layers_that_workers_compute_are_copied_last() -> None:
     ends = [10, 30, 60, 100, 150]  # a table and four layers
-    store = AdapterStore.__new__(AdapterStore)
-    store._ends = {SPECS[0].version: ends}
-    shipment = Shipment(spec=SPECS[0], source=0, place=0, after=Moment(CPU), assisted_layers=2)
-    assert [(cut.begin, cut.end, list(cut.parts)) for cut in store._cuts(shipment)] == [
+    assert [(cut.begin, cut.end, list(cut.parts)) for cut in cuts_of(ends, assisted_layers=2)] == [
         (0, 10, [0]),
         (60, 150, [3, 4]),
         (10, 60, [1, 2]),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
 from loraplex.core.errors import CapacityError
+from loraplex.engine.cuda import driver, host_memory
 from loraplex.engine.cuda.host_memory import HostMemory
 
 
@@ -15,8 +19,9 @@ def test_a_stretch_is_cut_where_pieces_meet() -> None:
     assert list(memory.pieces(10, 10)) == []
 
 
-def test_what_was_written_is_there() -> None:
-    memory = HostMemory(1000, pinned=False, piece_bytes=256)
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_was_written_is_there(shared: bool) -> None:
+    memory = HostMemory(1000, pinned=False, shared=shared, piece_bytes=256)
     memory.take(200, 600).fill_(7)
     memory.take(600, 610).fill_(8)
     assert memory.span(199, 201).tolist() == [0, 7]
@@ -30,6 +35,37 @@ def test_nothing_is_pinned_where_there_is_no_device() -> None:
     memory.close()
 
 
-def test_more_than_the_host_has_is_refused_with_the_option() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_more_than_the_host_has_is_refused_with_the_option(shared: bool) -> None:
     with pytest.raises(CapacityError, match="--host-adapter-memory"):
-        HostMemory(1 << 60, pinned=False)
+        HostMemory(1 << 60, pinned=False, shared=shared)
+
+
+def test_memory_that_is_not_there_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory(1000, pinned=False, piece_bytes=256)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 255)
+    with pytest.raises(CapacityError, match="--host-adapter-memory"):
+        memory.take(200, 600)
+
+
+def test_a_shared_memory_that_is_full_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    memory = HostMemory(1000, pinned=False, shared=True, piece_bytes=256)
+    monkeypatch.setattr(os, "posix_fallocate", none_left)
+    with pytest.raises(CapacityError, match="No space left on device"):
+        memory.take(200, 600)
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unpinned: list[int] = []
+    monkeypatch.setattr(driver, "pin", lambda address, num_bytes: 2 if not unpinned else 0)
+    monkeypatch.setattr(driver, "unpin", unpinned.append)
+    memory = HostMemory(1000, pinned=True, piece_bytes=512)
+    memory.take(0, 1000).fill_(7)
+    assert "cannot be pinned (CUDA error 2)" in caplog.text
+    memory.close()
+    assert unpinned == [], "what was not pinned is not unpinned"

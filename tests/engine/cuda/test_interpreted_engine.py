@@ -107,7 +107,7 @@ def test_memory_for_one_adapter_at_a_time_changes_no_text(monkeypatch: pytest.Mo
     moves = []
     move = DeviceArena.move
     monkeypatch.setattr(DeviceArena, "move", lambda arena, all_: (moves.extend(all_), move(arena, all_)))
-    largest = max(block_bytes(spec, SHAPE, torch.float32) for spec in SPECS)
+    largest = max(block_bytes(slab_layout(spec, SHAPE), SHAPE, torch.float32) for spec in SPECS)
     num_pages = largest // page_bytes(SHAPE, BLOCK_SIZE, torch.float32) + 5
     assert texts(lambda: interpreted(num_pages)) == texts(plain)
     assert moves
