@@ -1,6 +1,6 @@
 """Every published figure of cold starts on a GPU.
 
-    python -m benchmarks.gpu_cold profile idle large burst setups syncs signal --workloads DIR
+    python -m benchmarks.gpu_cold profile idle large burst setups syncs signal timeline --workloads DIR
 
 Writes results/gpu_cold.json; sections that are not named keep what they hold. `profile` comes first on a
 machine that has none: `auto` decides by it. Each section runs in a process of its own. `--tiny` tries the
@@ -99,23 +99,9 @@ def profile(setting: Setting) -> dict[str, Any]:
 
 def idle(setting: Setting) -> dict[str, Any]:
     """First token of one request: adapter on disk (in the page cache), in host memory, on the device."""
-    from loraplex.bench.adapter_files import save_random_adapters
-    from loraplex.bench.random_engine import module_names
-    from loraplex.engine.assist.split import default_num_workers
-    from loraplex.engine.machine import num_cores
-    from loraplex.model.shapes import config_of_shape
-
     on_gpu = setting.device == "cuda"
-    engine = build(setting, from_files=True, cpu_workers=default_num_workers(num_cores()) if on_gpu else None)
-    with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
-        saved = save_random_adapters(
-            Path(folder),
-            config_of_shape(setting.shape).shape,
-            dtype_of(setting),
-            count=setting.num_adapters + 1,
-            rank=64 if on_gpu else 4,
-            modules=module_names(QKV),
-        )
+    engine = build(setting, from_files=True, cpu_workers=workers() if on_gpu else None)
+    with saved_adapters(setting, setting.num_adapters + 1) as saved:
         found = measure_idle(
             engine,
             list(ColdStart) if on_gpu else setting.policies,
@@ -280,6 +266,21 @@ def signal(setting: Setting) -> dict[str, Any]:
     return {"workers": num_workers, "round_trip_us": rounded(found)}
 
 
+def timeline(setting: Setting) -> dict[str, Any]:
+    """What the device does from a cold adapter's request to its first token, others decoding, policy by
+    policy; `benchmarks.draw_timelines` draws it. On a CPU there is nothing of a device in it."""
+    from benchmarks.cold_timeline import NUM_ROUNDS, Scene, record_policies
+
+    on_gpu, rank = setting.device == "cuda", setting.large_rank
+    engine = build(setting, from_files=True, cpu_workers=workers() if on_gpu else None)
+    scene = Scene(prompt_tokens=setting.prompt_tokens, vocab_size=setting.vocab_size)
+    with saved_adapters(setting, 1) as resident, saved_adapters(setting, NUM_ROUNDS, rank) as cold:
+        policies = list(ColdStart) if on_gpu else setting.policies
+        found = record_policies(engine, policies, resident[0], cold, scene)
+    engine.close()
+    return {"rank": rank, "modules": QKV} | asdict(scene) | {"policies": found}
+
+
 SECTIONS: Final[dict[str, Callable[[Setting], dict[str, Any]]]] = {
     "profile": profile,
     "idle": idle,
@@ -288,12 +289,13 @@ SECTIONS: Final[dict[str, Callable[[Setting], dict[str, Any]]]] = {
     "setups": setups,
     "syncs": syncs,
     "signal": signal,
+    "timeline": timeline,
 }
 ON_A_GPU_ALONE: Final = ("syncs", "signal")
 
 
 @contextmanager
-def saved_adapters(setting: Setting, count: int) -> Iterator[list[AdapterSpec]]:
+def saved_adapters(setting: Setting, count: int, rank: int | None = None) -> Iterator[list[AdapterSpec]]:
     """Files in a folder that is there for the time being."""
     from loraplex.bench.adapter_files import save_random_adapters
     from loraplex.bench.random_engine import module_names
@@ -305,7 +307,7 @@ def saved_adapters(setting: Setting, count: int) -> Iterator[list[AdapterSpec]]:
             config_of_shape(setting.shape).shape,
             dtype_of(setting),
             count=count,
-            rank=64 if setting.device == "cuda" else 4,
+            rank=rank or (64 if setting.device == "cuda" else 4),
             modules=module_names(QKV),
         )
 
