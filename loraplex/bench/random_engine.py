@@ -23,6 +23,7 @@ from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cpu_build import choose_kernels
+from loraplex.engine.cuda.bus import Stretch
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
@@ -205,11 +206,14 @@ class _RandomBlocks:
                 self._slabs[kind] = slab.view(torch.uint8)
             self._parts[spec.version] = table, self._slabs[kind]
 
-    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[torch.Tensor]:
+    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[Stretch]:
         table, slab = self._parts[spec.version]
         split = table.numel()
-        parts = [table[begin:end], slab[max(begin - split, 0) : max(end - split, 0)]]
-        return [part for part in parts if part.numel() > 0]
+        parts = [
+            Stretch(table.data_ptr() + begin, min(end, split) - begin),
+            Stretch(slab.data_ptr() + max(begin - split, 0), end - max(begin, split)),
+        ]
+        return [part for part in parts if part.num_bytes > 0]
 
     def passing(self, spec: AdapterSpec) -> torch.Tensor:
         self.read(spec, 0)

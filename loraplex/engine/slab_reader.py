@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from io import FileIO
 from typing import Final
@@ -98,16 +98,18 @@ def read_slab(
     with FileIO(spec.weights_path) as file:
         _check_unchanged(spec, file)
         header = read_header(spec.weights_path, file)
-        parts = _parts(list(_matrices(layout, header, slab, shard)))
-        if helpers is None:
-            for part in parts:
-                _read_part(file.fileno(), part)
-        else:
-            reads = [helpers.submit(_read_part, file.fileno(), part) for part in parts]
+        reads: list[Future[None]] = []
+        try:
+            for part in _parts(_matrices(layout, header, slab, shard)):
+                if helpers is None:
+                    _read_part(file.fileno(), part)
+                else:
+                    reads.append(helpers.submit(_read_part, file.fileno(), part))
+        finally:
             # All of them: none may go on reading a file that is closed, or into memory given away.
             wait(reads)
-            for read in reads:
-                read.result()
+        for read in reads:
+            read.result()
         _check_unchanged(spec, file)
 
 
@@ -153,17 +155,18 @@ def _matrices(
             )
 
 
-def _parts(matrices: Sequence[_Matrix]) -> list[list[_Matrix]]:
+def _parts(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
     """Cut into runs of about the same size."""
-    parts: list[list[_Matrix]] = [[]]
+    part: list[_Matrix] = []
     num_bytes = 0
     for matrix in matrices:
-        if num_bytes >= _PART_BYTES:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(matrix)
+        part.append(matrix)
         num_bytes += matrix.num_rows * matrix.row_bytes
-    return parts
+        if num_bytes >= _PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part
 
 
 def _read_part(fd: int, part: Sequence[_Matrix]) -> None:

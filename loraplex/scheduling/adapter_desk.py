@@ -13,6 +13,7 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError
 from loraplex.core.stats import AdapterStats
 from loraplex.perf.drift import DriftWatch
+from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.adapter_pins import AdapterPins
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
@@ -48,6 +49,7 @@ class AdapterDesk:
         self._staging = memory.staging
         self._costs = costs
         self._popularity = Popularity()
+        self._under_way: deque[StepFeatures] = deque()
         self.pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
         self.choose_cold_start(config.cold_start)
 
@@ -166,7 +168,15 @@ class AdapterDesk:
             after=step_features([*chunks, own], num_bytes),
             coming_before=self.pins.coming_for(used),
             coming_after=self.pins.coming_for(used | {sequence.adapter}),
+            under_way=self._under_way,
         )
+
+    def step_decided(self, chunks: Many[Chunk]) -> None:
+        self._under_way.append(step_features(chunks, self._residency.num_bytes))
+
+    def step_landed(self) -> None:
+        """The oldest of those decided."""
+        self._under_way.popleft()
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
         """Told of some steps: how long this one took."""

@@ -109,6 +109,7 @@ class Scheduler:
             self._admit(chunks, budget)
         if chunks:
             self._memory.step_decided()
+            self.adapters.step_decided(chunks)
             self._under_way.append([self._advance(chunk) for chunk in chunks])
         orders = self.adapters.take_orders({chunk.adapter for chunk in chunks}, self._waiting)
         return StepPlan(
@@ -140,6 +141,7 @@ class Scheduler:
         """
         updates = []
         self._memory.step_landed()
+        self.adapters.step_landed()
         for chunk, under_way in zip(plan.chunks, self._under_way.popleft(), strict=True):
             sequence = under_way.sequence
             if not self._is_live(sequence):

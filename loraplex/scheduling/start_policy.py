@@ -6,6 +6,7 @@ the step would wait with it, against the step that it would have to wait for oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,19 +49,21 @@ class StartPolicy:
         after: StepFeatures,
         coming_before: Coming,
         coming_after: Coming,
+        under_way: Sequence[StepFeatures] = (),
     ) -> bool:
-        """Whether a request may join a step, which is `after` with it and `before` without."""
+        """Whether a request may join a step, which is `after` with it and `before` without, and begins when
+        those are over that are under way."""
         if self._costs is None or self._cold_start is not ColdStart.AUTO:
             return self.streams
         num_others = before.num_decodes + before.num_prompts
         if num_others == 0:
             return True  # nobody waits but itself
         model = self._costs.model
-        step_s = model.step_s(after)
-        stall_s = _stall_s(model, coming_after, step_s)
+        step_s, begins_s = model.step_s(after), sum(map(model.step_s, under_way))
+        stall_s = _stall_s(model, coming_after, step_s, begins_s)
         if before.num_decodes > 0 and stall_s > _MAX_DECODE_STALL * step_s:
             return False
-        added_s = stall_s - _stall_s(model, coming_before, model.step_s(before))
+        added_s = stall_s - _stall_s(model, coming_before, model.step_s(before), begins_s)
         return added_s * num_others <= step_s
 
     def assisted_layers(self, num_bytes: int, prompt: StepFeatures) -> int:
@@ -93,13 +96,13 @@ class StartPolicy:
             self._costs.observe(CostKind.STEP, predicted_s=predicted_s, measured_s=seconds)
 
 
-def _stall_s(model: CostModel, coming: Coming, step_s: float) -> float:
-    """Layers are taken to be alike."""
+def _stall_s(model: CostModel, coming: Coming, step_s: float, begins_s: float) -> float:
+    """Of a step that begins so long from now. Layers are taken to be alike."""
     if coming.awaited_bytes == 0:
         return 0.0
     num_layers = model.subject.num_layers
     arrivals = [
-        model.copy_s(coming.backlog_bytes + coming.awaited_bytes * (layer + 1) / num_layers)
+        model.copy_s(coming.backlog_bytes + coming.awaited_bytes * (layer + 1) / num_layers) - begins_s
         for layer in range(num_layers)
     ]
     return model.stall_s(arrivals, step_s)

@@ -50,12 +50,14 @@ def joins(
     awaited_mb: int = 0,
     own_mb: int,
     backlog_mb: int = 0,
+    under_way: tuple[StepFeatures, ...] = (),
 ) -> bool:
     return policy.may_join(
         before=replace(step, num_prompts=others - step.num_decodes),
         after=replace(step, num_prompts=1, num_prompt_tokens=step.num_prompt_tokens + 128),
         coming_before=Coming(awaited_bytes=awaited_mb * MB, backlog_bytes=backlog_mb * MB),
         coming_after=Coming(awaited_bytes=(awaited_mb + own_mb) * MB, backlog_bytes=backlog_mb * MB),
+        under_way=under_way,
     )
 
 
@@ -68,6 +70,13 @@ def test_those_who_decode_do_not_wait_for_a_slow_copy() -> None:
     auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs()))
     assert not joins(auto, DECODES, others=8, own_mb=1000)
     assert not joins(auto, DECODES, others=8, own_mb=100, backlog_mb=100)
+
+
+def test_what_arrives_while_the_step_before_runs_holds_nobody_up() -> None:
+    auto = StartPolicy(ColdStart.AUTO, DriftWatch(costs()))
+    assert not joins(auto, DECODES, others=8, own_mb=400)  # 8 ms of copies in a step of 5
+    assert joins(auto, DECODES, others=8, own_mb=400, under_way=(DECODES,))
+    assert not joins(auto, DECODES, others=8, own_mb=1000, under_way=(DECODES, PROMPTS))
 
 
 def test_alone_it_starts_at_once_however_slow() -> None:

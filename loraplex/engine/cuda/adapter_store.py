@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -20,12 +21,12 @@ from loraplex.engine.cuda.host_blocks import HostBlocks
 from loraplex.engine.cuda.streams import Moment, SideStream
 from loraplex.kernels.lora import TABLE_COLUMNS, LoraWeights
 
-_FIRST_COPY_BYTES: Final = 1 << 20
-_LARGEST_COPY_BYTES: Final = 16 << 20
-"""The table comes alone, and the first layers do, as the step waits for them; the further a layer is from its
-turn, the more of them share a copy, which has a cost of its own."""
-
 _MAX_KNOWN: Final = 10_000
+_MAX_PLANS: Final = 256
+
+
+PlanGroups = Callable[[Sequence[int]], Sequence[int]]
+"""From the bytes of each layer: how many of them to copy at a time, one after the other."""
 
 
 class Padding(Protocol):
@@ -83,6 +84,7 @@ class AdapterStore:
         device: torch.device,
         arena: DeviceArena,
         host_blocks: HostBlocks,
+        plan_groups: PlanGroups,
         padding: Padding | None = None,
     ) -> None:
         """`padding`: how adapters are padded to their batches, if they are; `host_blocks` has them so."""
@@ -92,6 +94,7 @@ class AdapterStore:
         self._arena = arena
         self._host_blocks = host_blocks
         self._bus = Bus(device)
+        self._plan_groups = lru_cache(_MAX_PLANS)(plan_groups)  # adapters are alike
         self._outlines: dict[str, _Outline] = {}  # by version, as it takes a while to find them
         self._passing_stream = SideStream(device)
 
@@ -111,9 +114,7 @@ class AdapterStore:
 
     def start(self, shipments: Sequence[Shipment]) -> list[Arrival]:
         """Begin to copy, the first parts of all of them before the next ones of any."""
-        cuts = [
-            cuts_of(self._outline(shipment.spec).ends, shipment.assisted_layers) for shipment in shipments
-        ]
+        cuts = [self._cuts(shipment) for shipment in shipments]
         tickets: list[dict[int, int]] = [{} for _ in shipments]
         self._bus.wait_for(shipment.after for shipment in shipments)
         freight = Freight(
@@ -162,6 +163,9 @@ class AdapterStore:
         """The same adapter after its block was copied to another place."""
         return replace(weights, table_LM=self._table_at(place))
 
+    def _cuts(self, shipment: Shipment) -> list[Cut]:
+        return cuts_of(self._outline(shipment.spec).ends, shipment.assisted_layers, self._plan_groups)
+
     def _outline(self, spec: AdapterSpec) -> _Outline:
         found = self._outlines.get(spec.version)
         if found is None:
@@ -176,10 +180,10 @@ class AdapterStore:
         return part_ends(slab_layout(spec, self._shape), self._shape, self._dtype)
 
     def _copies(self, shipment: Shipment, cut: Cut) -> list[Copy]:
-        copies, cursor = [], shipment.place + cut.begin
-        for part in self._host_blocks.parts(shipment.spec, shipment.source, cut.begin, cut.end):
-            copies.append(Copy(target=self._arena.span(cursor, part.numel()), source=part))
-            cursor += part.numel()
+        copies, target = [], self._arena.address + shipment.place + cut.begin
+        for stretch in self._host_blocks.parts(shipment.spec, shipment.source, cut.begin, cut.end):
+            copies.append(Copy(target, stretch))
+            target += stretch.num_bytes
         return copies
 
     def _weights(self, spec: AdapterSpec, place: int) -> LoraWeights:
@@ -212,26 +216,13 @@ class Cut(NamedTuple):
     parts: range
 
 
-def cuts_of(ends: Sequence[int], assisted_layers: int = 0) -> list[Cut]:
-    """What is copied at once of a block whose table and layers end there, in this order: the first layers, if
-    CPU workers compute them, come last."""
+def cuts_of(ends: Sequence[int], assisted_layers: int, plan_groups: PlanGroups) -> list[Cut]:
+    """What is copied at once of a block whose table and layers end there, in this order: the table, then
+    layers in groups, then the first layers, if CPU workers compute them."""
     computed = 1 + assisted_layers
+    layer_bytes = tuple(end - begin for begin, end in pairwise(ends[assisted_layers:]))
+    stops = accumulate(plan_groups(layer_bytes), initial=computed)
+    groups = [(0, 1), *pairwise(stops), *([(1, computed)] if assisted_layers > 0 else [])]
     return [
-        *_cut(ends[:1], first=0, begin=0),
-        *_cut(ends[computed:], first=computed, begin=ends[computed - 1]),
-        *_cut(ends[1:computed], first=1, begin=ends[0]),
+        Cut(ends[first - 1] if first > 0 else 0, ends[stop - 1], range(first, stop)) for first, stop in groups
     ]
-
-
-def _cut(ends: Sequence[int], *, first: int, begin: int) -> list[Cut]:
-    """`ends`: of parts that follow each other, the first of which has that number and begin."""
-    cuts: list[Cut] = []
-    wanted_bytes = _FIRST_COPY_BYTES
-    for part, end in enumerate(ends, start=first):
-        if end - begin < wanted_bytes and part + 1 < first + len(ends):
-            continue
-        done = cuts[-1].parts.stop if cuts else first
-        cuts.append(Cut(begin, end, range(done, part + 1)))
-        wanted_bytes = min(2 * wanted_bytes, _LARGEST_COPY_BYTES)
-        begin = end
-    return cuts

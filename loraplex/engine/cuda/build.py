@@ -16,7 +16,7 @@ from loraplex.engine.assist.split import default_num_workers
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_block import ReadSlab
-from loraplex.engine.cuda.adapter_store import AdapterStore
+from loraplex.engine.cuda.adapter_store import AdapterStore, PlanGroups
 from loraplex.engine.cuda.cpu_assist import start_assist
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
@@ -38,7 +38,9 @@ from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.decoder import Decoder
 from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import ModelWeights, load_weights, weight_bytes
+from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
+from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.staging import Staging
@@ -51,6 +53,7 @@ DEFAULT_MEMORY_FRACTION: Final = 0.9
 _RESERVE_BYTES: Final = 4 << 30
 """Left for activations, graphs and libraries."""
 _MAX_STEP_TOKENS: Final = 2048
+_SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=128)
 _DEFAULT_HOST_SHARE: Final = 0.25
 _MAX_DEFAULT_HOST_BYTES: Final = 64 << 30
 
@@ -260,7 +263,15 @@ def _build_store(
     if options.padded_to is not None:
         padding = Padding(shape=shape, dtype=options.dtype, max_rank=options.padded_to)
         host_blocks = PaddedBlocks(padding, host_blocks, pinned=device.type == "cuda")
-    return AdapterStore(shape, options.dtype, device, arena, host_blocks, padding)
+    plan_groups = _group_planner(known_costs(shape, device.type, options.dtype))
+    return AdapterStore(shape, options.dtype, device, arena, host_blocks, plan_groups, padding)
+
+
+def _group_planner(costs: CostModel) -> PlanGroups:
+    """Groups that a step with a short prompt waits least for; single layers where there is no bus."""
+    if costs.bus is None:
+        return lambda layer_bytes: (1,) * len(layer_bytes)
+    return partial(costs.plan_groups, step_s=costs.step_s(_SHORT_PROMPT))
 
 
 def _num_workers(options: CudaOptions) -> int:

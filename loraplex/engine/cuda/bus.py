@@ -6,24 +6,32 @@ copy that was launched before it (`kernels.triton.gate`), and no thread of the h
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
+from loraplex.engine.cuda import driver
 from loraplex.engine.cuda.streams import Moment, SideStream
 
 _MAX_UNDER_WAY: Final = 1 << 16
 """Numbers that may be on their way at a time."""
+_NUMBER_BYTES: Final = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Copy:
-    """From pinned memory of the host."""
+class Stretch(NamedTuple):
+    """Bytes of the host's memory, pinned if copies are to run beside the steps."""
 
-    target: torch.Tensor
-    source: torch.Tensor
+    address: int
+    num_bytes: int
+
+
+class Copy(NamedTuple):
+    """To an address of the device. By addresses, as tensors would take longer to make than to copy."""
+
+    target: int
+    source: Stretch
 
 
 class Bus:
@@ -35,6 +43,7 @@ class Bus:
         self.ticket_1 = torch.zeros(1, dtype=torch.int64, device=device)
         numbers = torch.zeros(_MAX_UNDER_WAY, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._numbers, self._writable = numbers, numbers.numpy()
+        self._ticket = self.ticket_1.data_ptr()
         self._last = 0
 
     def wait_for(self, moments: Iterable[Moment]) -> None:
@@ -44,10 +53,9 @@ class Bus:
 
     def carry(self, copies: Iterable[Copy]) -> int:
         """Copy in this order; returns at once, with their number."""
-        with self._stream.entered():
-            for copy in copies:
-                copy.target.copy_(copy.source, non_blocking=True)
-            return self._publish()
+        for target, source in copies:
+            self._copy(target, source.address, source.num_bytes)
+        return self._publish()
 
     def moment(self) -> Moment:
         """When all that was launched so far is complete."""
@@ -63,5 +71,11 @@ class Bus:
         self._last += 1
         place = self._last % _MAX_UNDER_WAY
         self._writable[place] = self._last
-        self.ticket_1.copy_(self._numbers[place : place + 1], non_blocking=True)
+        self._copy(self._ticket, self._numbers.data_ptr() + place * _NUMBER_BYTES, _NUMBER_BYTES)
         return self._last
+
+    def _copy(self, target: int, source: int, num_bytes: int) -> None:
+        if self._stream.handle is None:
+            ctypes.memmove(target, source, num_bytes)
+        else:
+            driver.copy_to_device(target, source, num_bytes, self._stream.handle)

@@ -44,6 +44,7 @@ class DeviceArena:
             KVCache(k=pages[:, layer, 0], v=pages[:, layer, 1]) for layer in range(shape.num_layers)
         ]
         self._bytes = pages.view(-1).view(torch.uint8)
+        self.address = self._bytes.data_ptr()
         self._staging = torch.empty(
             min(_STAGING_BYTES, self._bytes.numel()), dtype=torch.uint8, device=device
         )

@@ -42,6 +42,13 @@ def device_address(address: int) -> int:
     return int(found.value)
 
 
+def copy_to_device(target: int, source: int, num_bytes: int, stream: int) -> None:
+    """Behind all that was launched on the stream; returns at once if the source is pinned."""
+    error = _copy()(target, source, num_bytes, stream)
+    if error != 0:
+        _check(error, "copy from the host")
+
+
 class StreamWords:
     """Words in memory of the host that streams write, or wait for; all of them in one call."""
 
@@ -72,6 +79,13 @@ def awaited_words(addresses: list[int]) -> StreamWords:
 @lru_cache(maxsize=1)
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
+
+
+@lru_cache(maxsize=1)
+def _copy() -> Any:
+    function = _driver().cuMemcpyHtoDAsync_v2
+    function.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return function
 
 
 def _pointer(address: int) -> ctypes.c_void_p:

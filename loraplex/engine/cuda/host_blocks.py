@@ -10,6 +10,7 @@ import torch
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.shape import ModelShape
 from loraplex.engine.cuda.adapter_block import ReadSlab, adapter_block
+from loraplex.engine.cuda.bus import Stretch
 from loraplex.engine.cuda.host_memory import HostMemory
 
 
@@ -20,7 +21,7 @@ class HostBlocks(Protocol):
         """Fill the block at a byte of the host's memory; on a reader's thread."""
         ...
 
-    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[torch.Tensor]:
+    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[Stretch]:
         """Bytes [begin, end) of the block that was read to that place, in pieces to copy one by one."""
         ...
 
@@ -58,9 +59,9 @@ class HostPool:
     def read(self, spec: AdapterSpec, place: int) -> None:
         self._fill(spec, lambda num_bytes: self._memory.take(place, place + num_bytes))
 
-    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[torch.Tensor]:
-        memory = self._memory
-        return [memory.span(low, high) for low, high in memory.pieces(place + begin, place + end)]
+    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[Stretch]:
+        pieces = self._memory.pieces(place + begin, place + end)
+        return [Stretch(self._memory.address + low, high - low) for low, high in pieces]
 
     def passing(self, spec: AdapterSpec) -> torch.Tensor:
         return self._fill(spec, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))

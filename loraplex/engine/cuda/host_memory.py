@@ -51,6 +51,7 @@ class HostMemory:
                 f"the host has no {num_bytes:,} bytes for adapters; lower --host-adapter-memory"
             ) from error
         self._bytes = self._pages.memory
+        self.address = self._bytes.data_ptr()
         self._taken: set[int] = set()  # pieces
         self._pinned: dict[int, bool] = {}  # by piece: whether that could be done
         self._is_exhausted = False  # when last pinned ahead

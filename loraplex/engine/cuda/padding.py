@@ -19,6 +19,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import CapacityError
 from loraplex.core.shape import ModelShape
 from loraplex.engine.cuda.adapter_block import block_bytes, table_bytes, write_table
+from loraplex.engine.cuda.bus import Stretch
 from loraplex.engine.cuda.host_blocks import HostBlocks
 from loraplex.kernels.lora import padded_rank
 
@@ -85,8 +86,8 @@ class PaddedBlocks:
             block = self.passing(spec)
             self._blocks[spec.version] = block.pin_memory() if self._pinned else block
 
-    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[torch.Tensor]:
-        return [self._blocks[spec.version][begin:end]]
+    def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[Stretch]:
+        return [Stretch(self._blocks[spec.version].data_ptr() + begin, end - begin)]
 
     def passing(self, spec: AdapterSpec) -> torch.Tensor:
         return self._padding.block(spec, self._plain.passing(spec))

@@ -52,8 +52,11 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
+        self.handle: int | None = None
+        """As the driver knows it; None where there is no stream."""
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.handle = self._stream.cuda_stream
 
     def entered(self) -> AbstractContextManager[object]:
         """Within it, launches go to this stream."""

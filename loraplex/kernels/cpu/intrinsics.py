@@ -158,6 +158,11 @@ def int16_array(address, length):
 
 
 @njit(inline="always")
+def uint64_at(address):
+    return carray(_int64_pointer(address), 1, np.int64).view(np.uint64)
+
+
+@njit(inline="always")
 def claim(block):
     """The next work item of a parallel region. `block` is the kernel's argument block."""
     return _fetch_add(block)

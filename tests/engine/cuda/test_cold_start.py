@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,10 @@ class LateBus:
 
         monkeypatch.setattr(Gate, "await_tables", begin_and_wait)
 
-    def carry(self, bus: Bus, copies: Sequence[Copy]) -> int:
+    def carry(self, bus: Bus, copies: Iterable[Copy]) -> int:
         self.bus = bus
         self._number += 1
-        self.pending.append((copies, self._number))
+        self.pending.append((list(copies), self._number))
         return self._number
 
     def begin(self) -> None:
@@ -74,7 +75,7 @@ class LateBus:
         assert self.bus is not None
         for copies, number in pending:
             for copy in copies:
-                copy.target.copy_(copy.source)
+                ctypes.memmove(copy.target, copy.source.address, copy.source.num_bytes)
             self.bus.ticket_1.fill_(number)
 
 

@@ -120,13 +120,21 @@ def test_what_workers_have_no_time_for_is_done_on_the_device(
     assert spy.num_products == 3
 
 
-def test_layers_that_workers_compute_are_copied_last() -> None:
+def test_layers_are_copied_in_groups_and_those_that_workers_compute_last() -> None:
     ends = [10, 30, 60, 100, 150]  # a table and four layers
-    assert [(cut.begin, cut.end, list(cut.parts)) for cut in cuts_of(ends, assisted_layers=2)] == [
-        (0, 10, [0]),
-        (60, 150, [3, 4]),
-        (10, 60, [1, 2]),
-    ]
+    planned: list[list[int]] = []
+
+    def plan_groups(layer_bytes: Sequence[int]) -> Sequence[int]:
+        planned.append(list(layer_bytes))
+        return [1, len(layer_bytes) - 1]
+
+    def cuts(assisted_layers: int) -> list[tuple[int, int, list[int]]]:
+        found = cuts_of(ends, assisted_layers, plan_groups)
+        return [(cut.begin, cut.end, list(cut.parts)) for cut in found]
+
+    assert cuts(0) == [(0, 10, [0]), (10, 30, [1]), (30, 150, [2, 3, 4])]
+    assert cuts(2) == [(0, 10, [0]), (60, 100, [3]), (100, 150, [4]), (10, 60, [1, 2])]
+    assert planned == [[20, 30, 40, 50], [40, 50]]
 
 
 def logprobs(cold_start: ColdStart) -> list[float]:
