@@ -11,9 +11,8 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from io import FileIO
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,51 +27,46 @@ from loraplex.kernels.cpu.file_matrices import FileMatrix, compile_reader, read_
 from loraplex.model.sharding import CUT_BY_INPUT, WHOLE, Shard
 
 _SOURCE_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_MAX_HELPERS: Final = 8
+_MAX_HELPERS: Final = 12
 _PIECE_BYTES: Final = 256 << 10
 _PART_BYTES: Final = 2 << 20
 """What one helper reads before it looks for more."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Matrix:
+class _Matrix(NamedTuple):
     """Rows of a matrix in the file, a part of their columns, and at which element of the slab they go: row
     by row, or column by column if `transposed`."""
 
     begin: int
     num_rows: int
     num_columns: int
-    dtype: torch.dtype
     columns: slice
-    slab: torch.Tensor
     start: int
     transposed: bool
+    dtype: torch.dtype
 
     @property
     def row_bytes(self) -> int:
         return self.num_columns * self.dtype.itemsize
 
-    @property
-    def is_converted(self) -> bool:
-        return self.slab.dtype != self.dtype
-
-    def as_it_is(self) -> FileMatrix:
-        """To be read as it is, if it is not converted."""
+    def unconverted(self, slab_address: int) -> FileMatrix:
+        """To be read as it is, to a slab of the same type."""
+        size = self.dtype.itemsize
         return FileMatrix(
-            begin=self.begin,
-            num_rows=self.num_rows,
-            num_columns=self.num_columns,
-            first_column=self.columns.start,
-            end_column=self.columns.stop,
-            target=self.slab.data_ptr() + self.start * self.slab.itemsize,
-            transposed=self.transposed,
-            element_bytes=self.dtype.itemsize,
+            self.begin,
+            self.num_rows,
+            self.num_columns,
+            self.columns.start,
+            self.columns.stop,
+            slab_address + self.start * size,
+            self.transposed,
+            size,
         )
 
-    def read(self, fd: int) -> None:
-        """A few rows at a time."""
+    def read(self, fd: int, slab: torch.Tensor) -> None:
+        """A few rows at a time, whatever the slab's type."""
         width = self.columns.stop - self.columns.start
-        placed = self.slab[self.start : self.start + self.num_rows * width]
+        placed = slab[self.start : self.start + self.num_rows * width]
         target = placed.view(width, -1).t() if self.transposed else placed.view(-1, width)
         num_rows = max(_PIECE_BYTES // self.row_bytes, 1)
         piece = torch.empty(min(num_rows, self.num_rows), self.num_columns, dtype=self.dtype)
@@ -100,11 +94,11 @@ def read_slab(
         header = read_header(spec.weights_path, file)
         reads: list[Future[None]] = []
         try:
-            for part in _parts(_matrices(layout, header, slab, shard)):
+            for part in _parts(_matrices(layout, header, shard)):
                 if helpers is None:
-                    _read_part(file.fileno(), part)
+                    _read_part(file.fileno(), part, slab)
                 else:
-                    reads.append(helpers.submit(_read_part, file.fileno(), part))
+                    reads.append(helpers.submit(_read_part, file.fileno(), part, slab))
         finally:
             # All of them: none may go on reading a file that is closed, or into memory given away.
             wait(reads)
@@ -129,9 +123,7 @@ class SlabReaders:
         self._threads.shutdown()
 
 
-def _matrices(
-    layout: SlabLayout, header: WeightsHeader, slab: torch.Tensor, shard: Shard
-) -> Iterator[_Matrix]:
+def _matrices(layout: SlabLayout, header: WeightsHeader, shard: Shard) -> Iterator[_Matrix]:
     """In the order in which they lie in the slab, layer by layer."""
     for slot in (slot for groups in layout.layers for slots in groups.values() for slot in slots):
         rank, by_input = slot.lora.rank, slot.lora.module in CUT_BY_INPUT
@@ -143,16 +135,9 @@ def _matrices(
             (b_info, b_rows, slice(0, rank), slot.b_start),
         ):
             dtype, num_columns = _SOURCE_DTYPES[info.dtype], info.shape[1]
-            yield _Matrix(
-                begin=header.data_start + info.begin + rows.start * num_columns * dtype.itemsize,
-                num_rows=rows.stop - rows.start,
-                num_columns=num_columns,
-                dtype=dtype,
-                columns=columns,
-                slab=slab,
-                start=start,
-                transposed=info is b_info,
-            )
+            begin = header.data_start + info.begin + rows.start * num_columns * dtype.itemsize
+            num_rows = rows.stop - rows.start
+            yield _Matrix(begin, num_rows, num_columns, columns, start, info is b_info, dtype)
 
 
 def _parts(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
@@ -169,16 +154,17 @@ def _parts(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
         yield part
 
 
-def _read_part(fd: int, part: Sequence[_Matrix]) -> None:
-    plain = [matrix for matrix in part if not matrix.is_converted]
-    scratch_bytes = max((matrix.row_bytes for matrix in plain), default=0)
-    num_read = read_matrices(fd, [matrix.as_it_is() for matrix in plain], _scratch(scratch_bytes))
+def _read_part(fd: int, part: Sequence[_Matrix], slab: torch.Tensor) -> None:
+    address = slab.data_ptr()
+    plain = [matrix for matrix in part if matrix.dtype == slab.dtype]
+    scratch = _scratch(max((matrix.row_bytes for matrix in plain), default=0))
+    num_read = read_matrices(fd, [matrix.unconverted(address) for matrix in plain], scratch)
     if num_read < len(plain):
-        plain[num_read].read(fd)  # says why
-        _read_part(fd, plain[num_read + 1 :])
+        plain[num_read].read(fd, slab)  # says why
+        _read_part(fd, plain[num_read + 1 :], slab)
     for matrix in part:
-        if matrix.is_converted:
-            matrix.read(fd)
+        if matrix.dtype != slab.dtype:
+            matrix.read(fd, slab)
 
 
 def _scratch(num_bytes: int) -> npt.NDArray[np.uint8]:

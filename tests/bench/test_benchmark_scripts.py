@@ -272,17 +272,17 @@ def test_cold_starts_are_measured_by_policy(tmp_path: Path) -> None:
     found = {name: section["results"] for name, section in json.loads(out.read_text()).items()}
     assert found["idle"].keys() == {"cached", "on-demand", "overlap"}
     assert found["idle"]["overlap"].keys() == {"disk", "ready"}
-    assert found["setups"]["S2"]["policies"].keys() == {"cached", "on-demand", "overlap"}
+    assert found["setups"]["S3"]["policies"].keys() == {"cached", "on-demand", "overlap"}
 
 
 def test_setups_keep_the_arrivals_and_change_the_rate(tmp_path: Path) -> None:
     requests = [
-        WorkloadRequest(arrival_s=float(i), prompt_tokens=5, output_tokens=3, adapter=0) for i in range(10)
+        WorkloadRequest(arrival_s=float(i), prompt_tokens=5, output_tokens=3, adapter=0) for i in range(201)
     ]
     write_workload(tmp_path / "poisson-9rps-30s.jsonl", requests)
     setting = replace(gpu_cold.TINY, workloads=tmp_path)
     slower = gpu_cold.requests_of(setting, gpu_cold.Setup(name="S2", rank=64, requests_per_s=6))
-    assert [request.arrival_s for request in slower] == [0.0, 1.5, 3.0, 4.5, 6.0, 7.5, 9.0]
+    assert [request.arrival_s for request in slower] == [1.5 * i for i in range(200)]
 
 
 def test_what_needs_a_gpu_is_not_tried_on_a_cpu() -> None:

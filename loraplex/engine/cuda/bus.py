@@ -18,6 +18,9 @@ from loraplex.engine.cuda.streams import Moment, SideStream
 _MAX_UNDER_WAY: Final = 1 << 16
 """Numbers that may be on their way at a time."""
 _NUMBER_BYTES: Final = 8
+_LARGEST_BYTES: Final = 8 << 20
+"""Of one copy. The small ones that every step begins with come between two of these: the device's copy engine
+leaves none half done."""
 
 
 class Stretch(NamedTuple):
@@ -38,7 +41,6 @@ class Bus:
     """Used by one thread. `ticket_1`: the number of the last copy that is complete."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream = SideStream(device)
         self.ticket_1 = torch.zeros(1, dtype=torch.int64, device=device)
         numbers = torch.zeros(_MAX_UNDER_WAY, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -54,13 +56,14 @@ class Bus:
     def carry(self, copies: Iterable[Copy]) -> int:
         """Copy in this order; returns at once, with their number."""
         for target, source in copies:
-            self._copy(target, source.address, source.num_bytes)
+            for begin in range(0, source.num_bytes, _LARGEST_BYTES):
+                num_bytes = min(_LARGEST_BYTES, source.num_bytes - begin)
+                self._copy(target + begin, source.address + begin, num_bytes)
         return self._publish()
 
     def moment(self) -> Moment:
-        """When all that was launched so far is complete."""
-        with self._stream.entered():
-            return Moment(self._device, timed=True)
+        """When all that was launched so far is complete; timed."""
+        return self._stream.moment()
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -18,14 +18,16 @@ def use_device(device: torch.device) -> None:
 
 
 class Moment:
-    """A moment of the current stream: all that was launched on it before."""
+    """A moment of a stream, the current one if none is named: all that was launched on it before."""
 
-    def __init__(self, device: torch.device, *, timed: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, timed: bool = False, stream: torch.cuda.Stream | None = None
+    ) -> None:
         """`timed`: it can be told how long after another such one it came."""
         self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
-            self.event.record()
+            self.event.record(stream)
 
     @property
     def passed(self) -> bool:
@@ -51,6 +53,7 @@ class SideStream:
     """A stream beside the one that steps run on."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream: torch.cuda.Stream | None = None
         self.handle: int | None = None
         """As the driver knows it; None where there is no stream."""
@@ -61,6 +64,10 @@ class SideStream:
     def entered(self) -> AbstractContextManager[object]:
         """Within it, launches go to this stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def moment(self) -> Moment:
+        """When all that was launched here so far is complete; timed."""
+        return Moment(self._device, timed=True, stream=self._stream)
 
     def wait_for(self, moment: Moment) -> None:
         """What is launched here from now on runs after it."""
