@@ -101,26 +101,28 @@ def profile(setting: Setting) -> dict[str, Any]:
 
 
 def idle(setting: Setting) -> dict[str, Any]:
-    """First token of one request: adapter on disk (in the page cache), in host memory, on the device. CPU
-    workers are only there for the policy that uses them."""
-    on_gpu = setting.device == "cuda"
-    found = {}
+    """First token of one request: adapter on disk (in the page cache), in host memory, on the device."""
+    return first_tokens(setting, setting.policies)
+
+
+def idle_assist(setting: Setting) -> dict[str, Any]:
+    """The same by the policy that needs CPU workers."""
+    return first_tokens(setting, [ColdStart.CPU_ASSIST], cpu_workers=workers())
+
+
+def first_tokens(setting: Setting, policies: Sequence[ColdStart], **options: Any) -> dict[str, Any]:
+    engine = build(setting, from_files=True, **options)
     with saved_adapters(setting, setting.num_adapters + 1) as saved:
-        for policies, num_workers in (
-            (setting.policies, None),
-            ([ColdStart.CPU_ASSIST] if on_gpu else [], workers()),
-        ):
-            engine = build(setting, from_files=True, cpu_workers=num_workers if on_gpu else None)
-            found |= measure_idle(
-                engine,
-                policies,
-                lambda name, count: saved[:count],
-                starts=("disk", "host") if on_gpu else ("disk",),
-                num_adapters=setting.num_adapters,
-                prompt_tokens=setting.prompt_tokens,
-                vocab_size=setting.vocab_size,
-            )
-            engine.close()
+        found = measure_idle(
+            engine,
+            policies,
+            lambda name, count: saved[:count],
+            starts=("disk", "host") if setting.device == "cuda" else ("disk",),
+            num_adapters=setting.num_adapters,
+            prompt_tokens=setting.prompt_tokens,
+            vocab_size=setting.vocab_size,
+        )
+    engine.close()
     return {str(policy): figures(times) for policy, times in found.items()}
 
 
@@ -296,6 +298,7 @@ def timeline(setting: Setting) -> dict[str, Any]:
 SECTIONS: Final[dict[str, Callable[[Setting], dict[str, Any]]]] = {
     "profile": profile,
     "idle": idle,
+    "idle_assist": idle_assist,
     "large": large,
     "burst": burst_of_32,
     "setups": setups,
@@ -303,7 +306,7 @@ SECTIONS: Final[dict[str, Callable[[Setting], dict[str, Any]]]] = {
     "signal": signal,
     "timeline": timeline,
 }
-ON_A_GPU_ALONE: Final = ("syncs", "signal")
+ON_A_GPU_ALONE: Final = ("idle_assist", "syncs", "signal")
 
 
 @contextmanager

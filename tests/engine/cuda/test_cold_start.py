@@ -367,11 +367,11 @@ def test_a_file_cut_short_during_the_read_fails_its_own_requests(
     engine, _, bad = with_files(saved, tmp_path)
     matrices = slab_reader._matrices
 
-    def cut_first(layout, header, slab, shard):
+    def cut_first(layout, header, shard):
         if bad.weights_path.exists() and cutting:
             with bad.weights_path.open("r+b") as file:
                 file.truncate(header.data_start + 100)
-        return matrices(layout, header, slab, shard)
+        return matrices(layout, header, shard)
 
     cutting: list[bool] = []
     monkeypatch.setattr(slab_reader, "_matrices", cut_first)
