@@ -18,9 +18,6 @@ from loraplex.engine.cuda.streams import Moment, SideStream
 _MAX_UNDER_WAY: Final = 1 << 16
 """Numbers that may be on their way at a time."""
 _NUMBER_BYTES: Final = 8
-_LARGEST_BYTES: Final = 8 << 20
-"""Of one copy. The small ones that every step begins with come between two of these: the device's copy engine
-leaves none half done."""
 
 
 class Stretch(NamedTuple):
@@ -56,9 +53,7 @@ class Bus:
     def carry(self, copies: Iterable[Copy]) -> int:
         """Copy in this order; returns at once, with their number."""
         for target, source in copies:
-            for begin in range(0, source.num_bytes, _LARGEST_BYTES):
-                num_bytes = min(_LARGEST_BYTES, source.num_bytes - begin)
-                self._copy(target + begin, source.address + begin, num_bytes)
+            self._copy(target, source.address, source.num_bytes)
         return self._publish()
 
     def moment(self) -> Moment:

@@ -389,10 +389,10 @@ def test_a_file_replaced_during_the_read_fails_its_own_requests(
     engine, good, bad = with_files(saved, tmp_path)
     read_part = slab_reader._read_part
 
-    def overwrite_then_read(fd, part):
+    def overwrite_then_read(fd, part, slab):
         if cutting:
             bad.weights_path.write_bytes(good.weights_path.read_bytes())
-        read_part(fd, part)
+        read_part(fd, part, slab)
 
     cutting: list[bool] = []
     monkeypatch.setattr(slab_reader, "_read_part", overwrite_then_read)
