@@ -57,7 +57,7 @@ class RandomEngineOptions:
     memory_bytes: int | None = None
     padded_to: int | None = None
     distinct: bool = False
-    cold_start: ColdStart = ColdStart.OVERLAP
+    cold_start: ColdStart = ColdStart.AUTO
     compiled: bool = False
     from_files: bool = False
     cpu_workers: int | None = None

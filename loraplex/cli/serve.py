@@ -55,7 +55,7 @@ def serve(
     cold_start: Annotated[
         ColdStart,
         typer.Option(help="What a request does whose adapter is not on the device yet."),
-    ] = ColdStart.OVERLAP,
+    ] = ColdStart.AUTO,
     cpu_workers: Annotated[
         int | None,
         typer.Option(

@@ -43,7 +43,7 @@ class EngineOptions:
     num_threads: int | None = None
     runs_ahead: bool | None = None
     tensor_parallel: int = 1
-    cold_start: ColdStart = ColdStart.OVERLAP
+    cold_start: ColdStart = ColdStart.AUTO
     cpu_workers: int | None = None
     loads_popular: bool = False
 

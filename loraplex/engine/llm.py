@@ -96,7 +96,7 @@ class LLM:
         max_model_len: int | None = None,
         num_threads: int | None = None,
         tensor_parallel: int = 1,
-        cold_start: str = ColdStart.OVERLAP,
+        cold_start: str = ColdStart.AUTO,
         parts: EngineParts | None = None,
     ) -> None:
         if parts is None:

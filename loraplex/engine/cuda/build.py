@@ -75,7 +75,7 @@ class CudaOptions:
     max_step_tokens: int = _MAX_STEP_TOKENS
     max_running: int = 256
     block_size: int = 16
-    cold_start: ColdStart = ColdStart.OVERLAP
+    cold_start: ColdStart = ColdStart.AUTO
     cpu_workers: int | None = None
     loads_popular: bool = False
     padded_to: int | None = None
@@ -132,9 +132,7 @@ def build_cuda_core(
     plan = _plan_memory(options, config.shape, weights.embedding_VH.device)
     device, memory = weights.embedding_VH.device, None
     if host_blocks is None:
-        memory = HostMemory(
-            options.host_bytes, pinned=device.type == "cuda", shared=_num_workers(options) > 0
-        )
+        memory = _host_memory(options, device)
         host_blocks = _host_pool(config.shape, options.dtype, memory, read)
     executor = _build_executor(config, weights, options, plan, host_blocks, memory, collective=collective)
     return _engine(options, plan, config.shape, executor, weights.embedding_VH.device.type)
@@ -190,11 +188,15 @@ def _build_shard(
     config, device = load_config(folder), torch.device("cuda", shard.index)
     weights = load_weights(folder, config, options.dtype, on_bytes, shard, device)
     report("preparing kernels", 0.9)
-    memory = HostMemory(options.host_bytes, pinned=True)
+    memory = _host_memory(options, device)
     host_blocks = _host_pool(shard.config(config).shape, options.dtype, memory, shard=shard)
     return _build_executor(
         shard.config(config), weights, options, plan, host_blocks, memory, collective=collective
     )
+
+
+def _host_memory(options: CudaOptions, device: torch.device) -> HostMemory:
+    return HostMemory(options.host_bytes, pinned=device.type == "cuda", shared=_num_workers(options) > 0)
 
 
 def _host_pool(
