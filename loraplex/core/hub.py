@@ -115,8 +115,8 @@ def _explain(repo: HubRepo, error: Exception) -> str:
             return f"{repo.repo_id} is gated: ask for access at {page}, and {_TOKEN}"
         case RepositoryNotFoundError():
             return (
-                f"the Hugging Face hub has no repository {repo.repo_id}, or it is private; "
-                f"check the spelling, and for a private one {_TOKEN}"
+                f"{repo.repo_id} is no folder here, and the Hugging Face hub has no such repository, or it "
+                f"is private; check the spelling, and for a private one {_TOKEN}"
             )
         case RevisionNotFoundError():
             revision = repo.revision or constants.DEFAULT_REVISION

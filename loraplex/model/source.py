@@ -34,7 +34,7 @@ def resolve_model(model: str, *, weights: bool = True) -> Path:
             )
         return folder
     except HubError as error:
-        raise ModelError(f"there is no folder {model} here, and {error}") from error
+        raise ModelError(str(error)) from error
 
 
 def load_shape(model: str) -> ModelShape:

@@ -117,8 +117,16 @@ def no_weights(hub: FakeHub, files: dict[str, bytes]) -> None:
 @pytest.mark.parametrize(
     ("prepare", "error", "words"),
     [
-        (nothing, "AdapterFetchError", ["no repository org/it", "private", "spelling", "HF_TOKEN"]),
-        (private, "AdapterFetchError", ["no repository org/it", "private", "HF_TOKEN"]),
+        (
+            nothing,
+            "AdapterFetchError",
+            ["org/it is no folder here", "no such repository", "private", "spelling", "HF_TOKEN"],
+        ),
+        (
+            private,
+            "AdapterFetchError",
+            ["org/it is no folder here", "no such repository", "private", "HF_TOKEN"],
+        ),
         (gated, "AdapterFetchError", ["org/it is gated", "ask for access at http", "HF_TOKEN"]),
         (forbidden, "AdapterFetchError", ["status 403", "HF_TOKEN"]),
         (other_branch, "AdapterFetchError", ["no branch, tag or commit"]),
