@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from loraplex.core import errors
+from loraplex.core.hub import HubRepo
+
 FETCH = """
 import json, resource, sys
 from loraplex.adapters.hub import resolve_adapter
@@ -86,6 +89,13 @@ class FakeHub:
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+    def fetch_adapter(self, repo: HubRepo) -> Path:
+        """What the function of that name does, in a child."""
+        answer = self.fetch(str(repo))
+        if "error" in answer:
+            raise getattr(errors, answer["error"])(answer["message"])
+        return Path(answer["folder"])
 
 
 @contextmanager
