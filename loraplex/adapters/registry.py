@@ -7,7 +7,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -19,13 +19,14 @@ from loraplex.adapters.registry_database import START_AFRESH, connect, translate
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.adapters.spec_json import spec_from_json, spec_to_json
 from loraplex.core.errors import StorageError
+from loraplex.core.hub import HubRepo, parse_hub_repo
 from loraplex.core.shape import ModelShape
 
 DATABASE_FILE: Final = "registry.sqlite3"
 
 
 class Origin(StrEnum):
-    """Who gave an adapter its name: a subfolder of a folder that is served, or a call of the API."""
+    """Who gave an adapter its name: a folder or adapter the server was started with, or a call of the API."""
 
     FOLDER = "folder"
     API = "api"
@@ -33,12 +34,16 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegistryEntry:
-    """A name and the version it stands for. `loaded_at_s` is in seconds since 1970."""
+    """A name and the version it stands for. `loaded_at_s` is in seconds since 1970.
+
+    `source` is the repository and commit that the files were fetched from; None if they are the user's own.
+    """
 
     name: str
     spec: AdapterSpec
     loaded_at_s: float
     origin: Origin
+    source: HubRepo | None = None
 
 
 def base_model_key(model: str, shape: ModelShape) -> str:
@@ -71,12 +76,20 @@ class AdapterRegistry:
         with translated_errors(self._path):
             self._connection = connect(self._path)
 
-    def put(self, name: str, spec: AdapterSpec, *, origin: Origin = Origin.API) -> None:
+    def put(
+        self, name: str, spec: AdapterSpec, *, origin: Origin = Origin.API, source: HubRepo | None = None
+    ) -> None:
         """Make the name stand for this version, whatever it stood for before."""
-        self.put_many([(name, spec)], origin=origin)
+        self.put_many([(name, spec)], origin=origin, sources={name: source})
 
-    def put_many(self, adapters: Sequence[tuple[str, AdapterSpec]], *, origin: Origin = Origin.API) -> None:
-        """`put` for many names in one transaction: all or none."""
+    def put_many(
+        self,
+        adapters: Sequence[tuple[str, AdapterSpec]],
+        *,
+        origin: Origin = Origin.API,
+        sources: Mapping[str, HubRepo | None] | None = None,
+    ) -> None:
+        """`put` for many names in one transaction: all or none. A name without source is a user's folder."""
         now_s = self._wall_clock_s()
         rows = [
             (
@@ -87,11 +100,12 @@ class AdapterRegistry:
                 spec_to_json(spec),
                 now_s,
                 origin.value,
+                _source_text((sources or {}).get(name)),
             )
             for name, spec in adapters
         ]
         with self._transaction() as connection:
-            connection.executemany("INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            connection.executemany("INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def remove(self, name: str) -> bool:
         """Forget a name; False if it was not there."""
@@ -132,7 +146,7 @@ class AdapterRegistry:
     def _select(self, clause: str, *values: str) -> list[RegistryEntry]:
         with self._lock, translated_errors(self._path):
             rows = self._connection.execute(
-                f"SELECT name, spec, loaded_at, origin FROM adapters WHERE base_model = ? {clause}",
+                f"SELECT name, spec, loaded_at, origin, source FROM adapters WHERE base_model = ? {clause}",
                 (self._base_model, *values),
             ).fetchall()
         return [_entry(self._path, *row) for row in rows]
@@ -157,15 +171,32 @@ def read_registry(state_dir: Path) -> list[tuple[str, RegistryEntry]]:
         raise StorageError(f"no {DATABASE_FILE} in {state_dir}; is it the state folder of a server?")
     with translated_errors(path), closing(connect(path)) as connection:
         rows = connection.execute(
-            "SELECT base_model, name, spec, loaded_at, origin FROM adapters ORDER BY 1, 2"
+            "SELECT base_model, name, spec, loaded_at, origin, source FROM adapters ORDER BY 1, 2"
         ).fetchall()
     return [(base_model, _entry(path, *row)) for base_model, *row in rows]
 
 
-def _entry(path: Path, name: str, spec: str, loaded_at_s: float, origin: str) -> RegistryEntry:
+def _entry(
+    path: Path, name: str, spec: str, loaded_at_s: float, origin: str, source: str | None
+) -> RegistryEntry:
     try:
         return RegistryEntry(
-            name=name, spec=spec_from_json(spec), loaded_at_s=loaded_at_s, origin=Origin(origin)
+            name=name,
+            spec=spec_from_json(spec),
+            loaded_at_s=loaded_at_s,
+            origin=Origin(origin),
+            source=None if source is None else _parse_source(source),
         )
     except (ValueError, KeyError, TypeError, IndexError) as exc:
         raise StorageError(f"{path}: the entry of adapter {name!r} is damaged; {START_AFRESH}") from exc
+
+
+def _source_text(source: HubRepo | None) -> str | None:
+    return None if source is None else str(source)
+
+
+def _parse_source(text: str) -> HubRepo:
+    repo = parse_hub_repo(text)
+    if repo is None:
+        raise ValueError(text)
+    return repo

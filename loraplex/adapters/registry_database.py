@@ -15,7 +15,7 @@ from typing import Final
 
 from loraplex.core.errors import StorageError
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 
 START_AFRESH: Final = (
     "stop the servers that use it, move it away together with its -wal and -shm files, "
@@ -34,11 +34,14 @@ CREATE TABLE adapters (
     spec       TEXT NOT NULL,
     loaded_at  REAL NOT NULL,
     origin     TEXT NOT NULL,
+    source     TEXT,
     PRIMARY KEY (base_model, name)
 ) WITHOUT ROWID
 """
 # Schema 1 did not say where an entry came from; what nobody gave a folder for must not be lost.
 _ADD_ORIGIN: Final = "ALTER TABLE adapters ADD COLUMN origin TEXT NOT NULL DEFAULT 'api'"
+# Up to schema 2 all adapters were folders of the user.
+_ADD_SOURCE: Final = "ALTER TABLE adapters ADD COLUMN source TEXT"
 
 
 @contextmanager
@@ -82,8 +85,10 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     if version == 0:
         connection.execute(_CREATE)
         connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-    elif version == 1:
+    if version == 1:
         connection.execute(_ADD_ORIGIN)
+    if version in (1, 2):
+        connection.execute(_ADD_SOURCE)
     if version < SCHEMA_VERSION:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")

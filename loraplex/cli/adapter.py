@@ -37,7 +37,12 @@ _SHOWN_VERSION_CHARS: Final = 8
 
 @app.command()
 def check(
-    path: Annotated[Path, typer.Argument(exists=True, help="The adapter's folder.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="The adapter's folder, or a Hugging Face repository: owner/name or owner/name@revision."
+        ),
+    ],
     model: Annotated[str, typer.Option(help="The base model: a checkpoint folder or a Hugging Face id.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
@@ -47,7 +52,7 @@ def check(
     """
     from loraplex.model.source import load_shape
 
-    raise typer.Exit(run_check(path, model, as_json=as_json, load_shape=load_shape))
+    raise typer.Exit(run_check(_bring(source), model, as_json=as_json, load_shape=load_shape))
 
 
 @app.command("list")
@@ -73,6 +78,19 @@ def list_adapters(
         typer.echo("no adapters")
         return
     print_table(rows, columns)
+
+
+def _bring(source: str) -> Path:
+    """The adapter's folder; one that is fetched from the hub is here when this returns."""
+    from loraplex.adapters.hub import resolve_adapter
+    from loraplex.core.errors import AdapterError, AdapterFormatError
+
+    try:
+        return resolve_adapter(source)
+    except AdapterFormatError as error:
+        _fail(str(error), EXIT_REFUSED)
+    except AdapterError as error:
+        _fail(str(error), EXIT_USAGE)
 
 
 def run_check(path: Path, model: str, *, as_json: bool, load_shape: Callable[[str], ModelShape]) -> int:

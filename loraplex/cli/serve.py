@@ -13,13 +13,32 @@ from typing import Annotated, Final
 
 import typer
 
+from loraplex.adapters.names import validate_adapter_name
 from loraplex.cli.sizes import parse_size
 from loraplex.core.cold_start import ColdStart
+from loraplex.core.errors import InvalidRequestError
 
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
+_Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=SOURCE",
+        help="One adapter: its folder, or a Hugging Face repository (owner/name or owner/name@revision); "
+        "may be repeated.",
+    ),
+]
 _AllowedDirs = Annotated[
     list[Path] | None,
     typer.Option(help="A folder adapters may be loaded from at run time; may be repeated."),
+]
+_AllowedRepos = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Hugging Face repositories that adapters may be fetched from at run time, as in 'my-org/*'; "
+        "may be repeated. None by default.",
+    ),
 ]
 
 
@@ -29,6 +48,7 @@ def serve(
         list[Path] | None,
         typer.Option(help="A folder whose subfolders are LoRA adapters; may be repeated."),
     ] = None,
+    adapter: _Adapters = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
     device: Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")] = "auto",
@@ -72,6 +92,7 @@ def serve(
         str | None, typer.Option(help="What clients call the base model; --model as given by default.")
     ] = None,
     allow_adapter_dir: _AllowedDirs = None,
+    allow_adapter_repo: _AllowedRepos = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where loaded adapters are remembered.")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="LORAPLEX_API_KEY", help="Clients must send one of these.")
@@ -83,9 +104,12 @@ def serve(
         None if host_adapter_memory is None else parse_size(host_adapter_memory, "--host-adapter-memory")
     )
     api_keys = _checked_keys(api_key or ())
+    adapter_sources = _parse_adapters(adapter or ())
     _log_to_stderr()
 
+    from loraplex.adapters.hub import locate_adapter
     from loraplex.engine.build import EngineOptions
+    from loraplex.server.adapter_startup import GivenAdapter
     from loraplex.server.run import ServeOptions
     from loraplex.server.run import serve as run_server
 
@@ -105,8 +129,13 @@ def serve(
                 loads_popular=load_popular,
             ),
             served_model_name=served_model_name,
+            adapters=tuple(
+                GivenAdapter(name=name, source=locate_adapter(source))
+                for name, source in adapter_sources.items()
+            ),
             adapter_dirs=tuple(adapters or ()),
             allow_adapter_dirs=tuple(allow_adapter_dir or ()),
+            allow_adapter_repos=tuple(allow_adapter_repo or ()),
             host=host,
             port=port,
             state_dir=state_dir,
@@ -142,6 +171,23 @@ def demo(
             state_dir=Path(state_dir),
         )
         run_server(options, Announcer(prompts))
+
+
+def _parse_adapters(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=SOURCE of each --adapter, as name to source."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, source = text.partition("=")
+        if not equals or not source:
+            raise typer.BadParameter(f"{text!r} is not NAME=SOURCE", param_hint="--adapter")
+        try:
+            validate_adapter_name(name)
+        except InvalidRequestError as error:
+            raise typer.BadParameter(str(error), param_hint="--adapter") from None
+        if name in found:
+            raise typer.BadParameter(f"{name!r} is given twice", param_hint="--adapter")
+        found[name] = source
+    return found
 
 
 def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:

@@ -9,8 +9,10 @@
     │   ├── AdapterError           an adapter that cannot be served as it is
     │   │   ├── AdapterFormatError     the checkpoint is broken or asks for something unsupported
     │   │   ├── AdapterMismatchError   the checkpoint belongs to another base model
+    │   │   ├── AdapterFetchError      it could not be brought from the Hugging Face hub
     │   │   └── AdapterConflictError   the name is taken, or the adapter is being changed right now
-    │   └── PathNotAllowedError    a path outside the folders the operator opened
+    │   ├── HubError               the Hugging Face hub did not deliver
+    │   └── PathNotAllowedError    a path or repository that the operator did not open
     ├── CapacityError              it would never fit: memory budget or context length
     ├── StorageError               the state directory cannot be written
     ├── KernelError                a GPU kernel could not be compiled or launched (names it, and its shapes)
@@ -66,12 +68,20 @@ class AdapterMismatchError(AdapterError):
     """The adapter was trained on a base model of another shape."""
 
 
+class AdapterFetchError(AdapterError):
+    """The adapter could not be brought from the Hugging Face hub."""
+
+
 class AdapterConflictError(AdapterError):
     """The name is taken, or another change of the same adapter is under way."""
 
 
+class HubError(UserError):
+    """The Hugging Face hub, the network or the disk did not let a repository be fetched."""
+
+
 class PathNotAllowedError(UserError):
-    """A path resolves to somewhere outside the allowed folders."""
+    """A path resolves to somewhere outside the allowed folders, or a repository is not an allowed one."""
 
 
 class CapacityError(LoraplexError):

@@ -18,11 +18,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from loraplex.adapters.discovery import discover_adapters
+from loraplex.adapters.hub import locate_adapter, resolve_adapter
 from loraplex.adapters.names import validate_adapter_name
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import CONFIG_FILE
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import AdapterConflictError, InvalidRequestError, UnknownModelError
+from loraplex.core.hub import HubRepo
 from loraplex.core.request import FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
@@ -78,9 +80,10 @@ class LLM:
     """A base model with adapters, in this process. Close it, or use it as a context manager.
 
     `adapters` is a folder of adapters, a list of adapter folders (named after them), or a dict of
-    name to folder. `tensor_parallel` processes share the model, this one and children of it; memory is
-    what each of them may take. The synchronous methods may be called from any thread; the asynchronous
-    ones from any event loop.
+    name to folder. Instead of an adapter's folder, a string may be a repository of the Hugging Face hub
+    (`owner/name` or `owner/name@revision`). `tensor_parallel` processes share the model, this one and
+    children of it; memory is what each of them may take. The synchronous methods may be called from any
+    thread; the asynchronous ones from any event loop.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class LLM:
         self._versions: dict[str, str] = {}
         self._request_numbers = itertools.count()
         try:
-            for name, path in _named_folders(adapters):
+            for name, path in _named_sources(adapters):
                 self.add_adapter(name, path)
         except BaseException:
             self.close()
@@ -143,10 +146,13 @@ class LLM:
         return sorted(self._versions)
 
     def add_adapter(self, name: str, path: str | Path) -> None:
-        """Make an adapter available under a name. Its weights are read when it is first used."""
+        """Make an adapter available under a name. Its weights are read when it is first used.
+
+        `path` is its folder or a repository of the hub, which is fetched in this thread, not the engine's.
+        """
         if validate_adapter_name(name) in self._versions:
             raise AdapterConflictError(f"there already is an adapter {name!r}; remove it first")
-        spec = read_adapter(Path(path), self._shape)
+        spec = read_adapter(resolve_adapter(path), self._shape)
         _run(self._engine.add_adapter(spec))
         self._versions[name] = spec.version
 
@@ -289,15 +295,20 @@ def _build(options: Any) -> EngineParts:
     return EngineParts(core=build_core(options), tokenizer=tokenizer, shape=config.shape)
 
 
-def _named_folders(adapters: Adapters) -> list[tuple[str, Path]]:
+def _named_sources(adapters: Adapters) -> list[tuple[str, str | Path]]:
+    """Names, and each one's folder or repository."""
     if isinstance(adapters, Mapping):
-        return [(name, Path(path)) for name, path in adapters.items()]
+        return list(adapters.items())
     if isinstance(adapters, (str, Path)):
-        folder = Path(adapters)
-        if (folder / CONFIG_FILE).is_file():
-            return [(folder.resolve().name, folder)]
-        return list(discover_adapters(folder).adapters)
-    return [(Path(path).resolve().name, Path(path)) for path in adapters]
+        located = locate_adapter(adapters)
+        if isinstance(located, Path) and not (located / CONFIG_FILE).is_file():
+            return list(discover_adapters(located).adapters)
+        adapters = [adapters]
+    return [(_name(locate_adapter(source)), source) for source in adapters]
+
+
+def _name(located: Path | HubRepo) -> str:
+    return located.name if isinstance(located, HubRepo) else located.resolve().name
 
 
 def _choice(deltas: Sequence[TextDelta]) -> Choice:

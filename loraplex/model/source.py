@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loraplex.core.errors import ModelError
+from loraplex.core.errors import HubError, ModelError
+from loraplex.core.hub import fetch_snapshot, parse_hub_repo
 from loraplex.core.shape import ModelShape
 from loraplex.model.config import load_config
 
@@ -20,25 +21,20 @@ def resolve_model(model: str, *, weights: bool = True) -> Path:
         return folder
     if folder.exists():
         raise ModelError(f"{model} is a file; give the checkpoint's folder")
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+    repo = parse_hub_repo(model)
+    if repo is None or repo.revision is not None:
         raise ModelError(f"there is no folder {model}, and it is no Hugging Face id (owner/name) either")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     try:
-        folder = Path(snapshot_download(model, allow_patterns=_CONFIG_FILES))
+        folder = fetch_snapshot(repo, _CONFIG_FILES)
         if weights:
             load_config(folder)  # what cannot be served is refused before gigabytes are fetched
-            snapshot_download(
-                model, allow_patterns=_CONFIG_FILES + _WEIGHT_FILES, ignore_patterns=_OTHER_FORMATS
+            # Of the same commit, whatever is pushed meanwhile.
+            fetch_snapshot(
+                repo.at(folder.name), _CONFIG_FILES + _WEIGHT_FILES, ignore_patterns=_OTHER_FORMATS
             )
         return folder
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"{model} is neither a folder here nor to be had from the Hugging Face hub: {reason}. "
-            "Check the spelling and the network, or give a local checkpoint folder."
-        ) from error
+    except HubError as error:
+        raise ModelError(str(error)) from error
 
 
 def load_shape(model: str) -> ModelShape:

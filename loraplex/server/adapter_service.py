@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,9 +34,11 @@ from loraplex.core.errors import (
     StorageError,
     UnknownModelError,
 )
+from loraplex.core.hub import HubRepo, parse_hub_repo
 from loraplex.core.shape import ModelShape
 from loraplex.engine.interface import AsyncEngine
 from loraplex.server.errors import NotServedError
+from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.version_use import VersionUse
 
 logger = logging.getLogger(__name__)
@@ -84,6 +87,7 @@ class AdapterService:
         registry: AdapterRegistry,
         shape: ModelShape,
         allowed: AllowedPaths,
+        hub: HubAdapters | None = None,
         known_as: frozenset[str] | None = None,
     ) -> None:
         """`known_as` has the comparable names of the base model, beside `base_model` its served one."""
@@ -91,6 +95,7 @@ class AdapterService:
         self.known_as = base_names(base_model) if known_as is None else known_as
         self.shape = shape
         self.allowed = allowed
+        self.hub = hub or HubAdapters()
         self.registry = registry
         self._engine = engine
         self._served: dict[str, ServedAdapter] = {}
@@ -114,7 +119,8 @@ class AdapterService:
         return Lease(name=adapter.name, version=adapter.version, use=use)
 
     async def load(self, name: str, path: str, *, replace: bool) -> ServedAdapter:
-        """Serve the adapter in a folder under a name. It is in the registry when this returns.
+        """Serve the adapter in a folder, or of a hub repository, under a name. It is in the registry when
+        this returns, and nothing of it is anywhere before all its files are here and were read.
 
         With `replace` a name that is served moves to the new version at once, while requests in flight
         finish on the old one. On any error everything is as it was.
@@ -126,11 +132,12 @@ class AdapterService:
                     f"the adapter {name!r} is already loaded; set load_inplace to replace it",
                     param="lora_name",
                 )
-            spec, other = await asyncio.to_thread(self._read, self._check_path(path))
+            folder, source = await self._bring(path)
+            spec, other = await asyncio.to_thread(self._read, folder)
             async with self._lock(spec.version):
                 await self._engine.add_adapter(spec)
                 try:
-                    await asyncio.to_thread(self.registry.put, name, spec)
+                    await asyncio.to_thread(self.registry.put, name, spec, source=source)
                 except StorageError:
                     self._retire_if_unused(spec.version)
                     raise
@@ -173,6 +180,7 @@ class AdapterService:
             raise InvalidRequestError(f"{name!r} is the name of the base model", param="lora_name")
 
     async def close(self) -> None:
+        self.hub.close()
         for task in self._retirements:
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)
@@ -229,6 +237,26 @@ class AdapterService:
             yield
         finally:
             self._changing.discard(name)
+
+    async def _bring(self, path: str) -> tuple[Path, HubRepo | None]:
+        """The adapter's folder, all of it here, and the repository and commit that it was fetched from."""
+        located = self._locate(path)
+        if isinstance(located, Path):
+            return located, None
+        folder = await self.hub.fetch(located)
+        return folder, located.at(folder.name)
+
+    def _locate(self, path: str) -> Path | HubRepo:
+        """The folder or repository that a request means, if it may be loaded; a folder that exists wins."""
+        repo = parse_hub_repo(path)
+        if repo is None:
+            return self._check_path(path)
+        if self.allowed.roots:
+            folder = self._check_path(path)
+            if os.path.exists(folder):
+                return folder
+        self.hub.allowed.check(repo)
+        return repo
 
     def _check_path(self, path: str) -> Path:
         try:

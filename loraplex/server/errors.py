@@ -15,6 +15,7 @@ from starlette.responses import Response
 from loraplex.core.errors import (
     AdapterConflictError,
     AdapterError,
+    AdapterFetchError,
     AdapterFormatError,
     AdapterMismatchError,
     CapacityError,
@@ -85,6 +86,9 @@ def describe(error: Exception) -> HttpError:
             return _http_error(409, message, param="lora_name", code="adapter_busy")
         case AdapterFormatError():
             return _http_error(400, message, param=error.field or "lora_path")
+        case AdapterFetchError():
+            # What the hub, the network or the disk is short of: the message says what to do, so not a 5xx.
+            return _http_error(400, message, param="lora_path", code="adapter_fetch_failed")
         case AdapterMismatchError():
             return _http_error(400, message, param="lora_path")
         case AdapterError():  # of a request, not of a load: the adapter was good once

@@ -19,6 +19,7 @@ import uvicorn
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names
 from loraplex.adapters.discovery import discover_adapters
+from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import LoraplexError
@@ -28,12 +29,13 @@ from loraplex.engine.tokenizer import Tokenizer
 from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.source import resolve_model
 from loraplex.server.adapter_service import AdapterService
-from loraplex.server.adapter_startup import start_adapters
+from loraplex.server.adapter_startup import GivenAdapter, start_adapters
 from loraplex.server.app import create_app
 from loraplex.server.banner import Announcer
 from loraplex.server.body import BodyLimits
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_client import EngineClient
+from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
@@ -45,12 +47,17 @@ _LAST_WORDS_S: Final = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """All a user may choose. `adapter_dirs` are served and open for loading, the allowed ones only open."""
+    """All a user may choose. `adapter_dirs` are served and open for loading, the allowed ones only open.
+
+    `adapters` are served and open nothing; `allow_adapter_repos` are patterns of hub repositories.
+    """
 
     engine: EngineOptions
     served_model_name: str | None = None
+    adapters: tuple[GivenAdapter, ...] = ()
     adapter_dirs: tuple[Path, ...] = ()
     allow_adapter_dirs: tuple[Path, ...] = ()
+    allow_adapter_repos: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     state_dir: Path | None = None
@@ -163,12 +170,13 @@ async def _start(
         registry=registry,
         shape=config.shape,
         allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
+        hub=HubAdapters(AllowedRepos(options.allow_adapter_repos)),
         known_as=base_names(options.engine.model, base_model),
     )
     stack.push_async_callback(service.close)
     clock = MonotonicClock()
     started_s = clock.now_s()
-    report = await start_adapters(service, options.adapter_dirs)
+    report = await start_adapters(service, options.adapter_dirs, options.adapters)
     announcer.registered(report.num_served, clock.now_s() - started_s)
     deps = ServerDeps(
         text=TextEngine(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -9,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import typer
 from adapter_factory import SHAPE, encode, lora_name, make_config, make_tensors, write_adapter
+from fake_hub import fake_hub
 from registry_writer import make_spec
 from typer.testing import CliRunner
 
 from loraplex.adapters.registry import AdapterRegistry
+from loraplex.adapters.spec import CONFIG_FILE
 from loraplex.cli.adapter import app, format_layers, run_check
 from loraplex.core.errors import ModelError
 from loraplex.core.shape import ModelShape
@@ -124,6 +129,38 @@ def test_check_with_an_unknown_model_is_a_usage_error(
         run_check(tmp_path, "nothing", as_json=False, load_shape=load_shape)
     assert caught.value.exit_code == 2
     assert "there is no model nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("missing", "exit_code", "words"),
+    [
+        ("", 0, "Servable: "),
+        (CONFIG_FILE, 1, "not that of a whole model"),
+        ("all", 2, "no such repository"),
+    ],
+)
+def test_check_fetches_an_adapter_of_the_hub(
+    tmp_path: Path, missing: str, exit_code: int, words: str
+) -> None:
+    tiny.save_model(tmp_path / "model")
+    tiny.save_adapter(tmp_path / "adapter", tiny.make_model(), rank=4)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
+    files.pop(missing, None)
+    with fake_hub(tmp_path / "hf-home") as hub:
+        if missing != "all":
+            hub.push("org/it", files)
+        command = [sys.executable, "-m", "loraplex.cli.main", "adapter", "check", "org/it", "--model"]
+        done = subprocess.run(
+            [*command, str(tmp_path / "model")],
+            env=hub.environment(COLUMNS="500"),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == exit_code, done.stderr
+    assert words in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_check_without_model_or_folder_is_a_usage_error(tmp_path: Path) -> None:

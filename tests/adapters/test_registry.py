@@ -26,6 +26,7 @@ from loraplex.adapters.registry import (
     read_registry,
 )
 from loraplex.core.errors import InvalidRequestError, StorageError
+from loraplex.core.hub import HubRepo
 
 NOBODY_UID = 65534
 
@@ -106,6 +107,7 @@ def test_an_entry_knows_where_it_came_from(tmp_path: Path) -> None:
 def test_a_database_without_origins_is_brought_up_to_date(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
         registry.put("a", make_spec("v1"))
+        registry._connection.execute("ALTER TABLE adapters DROP COLUMN source")
         registry._connection.execute("ALTER TABLE adapters DROP COLUMN origin")
         registry._connection.execute("PRAGMA user_version = 1")
     for _ in range(2):
@@ -114,6 +116,33 @@ def test_a_database_without_origins_is_brought_up_to_date(tmp_path: Path) -> Non
             assert entry is not None
             assert (entry.spec, entry.origin) == (make_spec("v1"), Origin.API)
             registry.put("b", make_spec("v2"), origin=Origin.FOLDER)
+
+
+def test_a_database_without_sources_is_brought_up_to_date(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put("a", make_spec("v1"), origin=Origin.FOLDER)
+        registry._connection.execute("ALTER TABLE adapters DROP COLUMN source")
+        registry._connection.execute("PRAGMA user_version = 2")
+    for _ in range(2):
+        with opened(tmp_path) as registry:
+            entry = registry.get("a")
+            assert entry is not None
+            assert (entry.origin, entry.source) == (Origin.FOLDER, None)
+            registry.put("b", make_spec("v2"))
+
+
+def test_the_repository_of_an_adapter_is_kept_with_its_commit(tmp_path: Path) -> None:
+    repo = HubRepo(repo_id="org/pirate", revision="0" * 40)
+    with opened(tmp_path) as registry:
+        registry.put("a", make_spec("v1"), source=repo)
+        registry.put_many([("b", make_spec("v1")), ("c", make_spec("v1"))], sources={"c": repo})
+    with opened(tmp_path) as registry:
+        assert {entry.name: entry.source for entry in registry.all()} == {"a": repo, "b": None, "c": repo}
+        registry.put("a", make_spec("v2"))
+        assert [entry.source for _, entry in read_registry(tmp_path)] == [None, None, repo]
+        registry._connection.execute("UPDATE adapters SET source = '../x'")
+        with pytest.raises(StorageError, match="is damaged"):
+            registry.all()
 
 
 def test_one_bad_name_leaves_out_all(tmp_path: Path) -> None:
@@ -272,7 +301,7 @@ def test_a_damaged_entry_is_explained(tmp_path: Path) -> None:
 def test_the_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
         registry._connection.execute("PRAGMA user_version = 7")
-    with pytest.raises(StorageError, match=r"newer version \(schema 7, this one knows 2\)"):
+    with pytest.raises(StorageError, match=r"newer version \(schema 7, this one knows 3\)"):
         AdapterRegistry(tmp_path, BASE_MODEL)
 
 

@@ -212,6 +212,26 @@ def test_adapters_come_from_a_folder_a_list_or_a_dict(
             assert core.requests[-1].adapter == core.adapters[-len(names)]
 
 
+def test_adapters_of_the_hub_are_named_after_their_repository(
+    parts: EngineParts, core: EchoCore, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot(repo_id: str, **_: object) -> str:
+        return str(model_folder / "adapters" / repo_id.removeprefix("org/"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    for adapters, names in (
+        ("org/one", ["one"]),
+        (["org/one@v1", model_folder / "adapters" / "two"], ["one", "two"]),
+        ({"nick": "org/two"}, ["nick"]),
+    ):
+        with LLM("unused", adapters=adapters, parts=parts) as llm:  # type: ignore[arg-type]
+            assert llm.adapters == names
+            llm.generate("Hello", adapter=names[0])
+            assert core.requests[-1].adapter == core.adapters[-len(names)]
+    with pytest.raises(AdapterError, match="no folder neither, and it is no repository"):
+        LLM("unused", adapters="neither", parts=parts)
+
+
 def test_adapters_can_be_added_and_removed(llm: LLM, core: EchoCore, model_folder: Path) -> None:
     folder = model_folder / "adapters"
     llm.add_adapter("first", folder / "one")

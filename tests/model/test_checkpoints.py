@@ -150,7 +150,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "plainname", "a/b/c"])
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "plainname", "a/b/c", "a/b@v1", "a b/c"])
 def test_what_is_neither_folder_nor_hub_id_says_so(model: str) -> None:
     with pytest.raises(ModelError, match="no folder"):
         resolve_model(model)
@@ -181,5 +181,5 @@ def test_an_unsupported_hub_model_is_refused_before_its_weights_are_fetched(
 def test_a_hub_id_that_cannot_be_had_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match="give a local checkpoint folder"):
+    with pytest.raises(ModelError, match=r"HF_HUB_OFFLINE .* or give a local folder"):
         resolve_model("nobody/nothing")

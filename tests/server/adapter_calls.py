@@ -9,7 +9,7 @@ import httpx
 from server_fixtures import Api
 
 
-def load(api: Api, name: str, path: Path, **fields: Any) -> httpx.Response:
+def load(api: Api, name: str, path: Path | str, **fields: Any) -> httpx.Response:
     body = {"lora_name": name, "lora_path": str(path), **fields}
     return api.post("/v1/load_lora_adapter", body)
 

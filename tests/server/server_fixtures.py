@@ -30,6 +30,7 @@ from loraplex.server.app import create_app
 from loraplex.server.body import BodyLimits
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import EngineState, EngineStatus
+from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
 
 SHAPE = ModelShape(
@@ -83,6 +84,7 @@ def make_server(
     api_keys: tuple[str, ...] = (),
     limits: BodyLimits | None = None,
     allowed: list[Path] | None = None,
+    hub: HubAdapters | None = None,
     clock: Clock | None = None,
     drain_timeout_s: float = 30.0,
 ) -> Served:
@@ -93,6 +95,7 @@ def make_server(
         registry=AdapterRegistry(tmp_path / "state", "base"),
         shape=SHAPE,
         allowed=AllowedPaths(allowed or []),
+        hub=hub,
     )
     for name in ("pirate", "poet"):
         spec = make_spec(f"version-of-{name}", path=tmp_path / name)

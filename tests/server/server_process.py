@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,16 +15,17 @@ COMMAND = [sys.executable, "-m", "loraplex.cli.main"]
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def serving(
+    folder: Path, *options: str, environment: Mapping[str, str] = os.environ
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """A server process; yields it, its URL and all it said until it was ready."""
     command = [*COMMAND, "serve", "--model", str(folder), "--served-model-name", "tiny", "--port", "0"]
-    environment = {**os.environ, "NUMBA_NUM_THREADS": "1", "COLUMNS": "200"}
     process = subprocess.Popen(
         [*command, "--kv-memory", "4MiB", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
+        env={**environment, "NUMBA_NUM_THREADS": "1", "COLUMNS": "200"},
     )
     assert process.stdout is not None
     said = ""

@@ -389,7 +389,7 @@ def test_a_full_disk_leaves_everything_as_it_was(
         load(api, "new", folder / "one")
     before = dict(api.served.engine.adapters)
 
-    def full(*args: Any) -> None:
+    def full(*args: Any, **options: Any) -> None:
         raise StorageError("the disk is full; free some space and try again") from sqlite3.OperationalError()
 
     monkeypatch.setattr(api.served.service.registry, "put", full)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tiny
+from fake_hub import fake_hub
 from rich.console import Console
 from server_process import COMMAND, serving
 from serving_fakes import hf_tokenizer
@@ -79,6 +81,55 @@ def test_a_server_serves_loads_remembers_and_ends_in_peace(model_folder: Path, t
         assert last_words(process) == ["shutting down", "shut down"]
 
 
+def test_a_server_fetches_adapters_of_the_hub(model_folder: Path, tmp_path: Path) -> None:
+    with fake_hub(tmp_path / "hf-home") as hub:
+        hub.push("org/one", model_folder / "adapters" / "one")
+        hub.push("org/two", model_folder / "more" / "two")
+        given = ["--adapter", "one=org/one@main", "--adapter", "typo=org/typo", "--state-dir", str(tmp_path)]
+        body = {"lora_name": "two", "lora_path": "org/two"}
+        options = [*given, "--allow-adapter-repo", "org/t*"]
+        with serving(model_folder, *options, environment=hub.environment()) as (_, url, said):
+            assert (
+                "'typo' is not served: org/typo is no folder here, and the Hugging Face hub has no such"
+                in said
+            )
+            closed = body | {"lora_path": "org/one"}
+            assert httpx.post(f"{url}/v1/load_lora_adapter", json=closed, timeout=60).status_code == 403
+            assert httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+            texts = set()
+            for model in ("tiny", "one", "two"):
+                request = {"model": model, "prompt": "the dog", "temperature": 0, "ignore_eos": True}
+                answer = httpx.post(f"{url}/v1/completions", json=request, timeout=60).json()
+                texts.add(answer["choices"][0]["text"])
+            assert len(texts) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "exit_code", "words"),
+    [
+        (["org/one"], 2, "is not NAME=SOURCE"),
+        (["one="], 2, "is not NAME=SOURCE"),
+        (["a/b=org/one"], 2, "not a valid adapter name"),
+        (["one=org/one", "one=org/two"], 2, "given twice"),
+        (["one=./nowhere"], 1, "there is no folder ./nowhere"),
+    ],
+)
+def test_an_adapter_is_given_as_a_name_and_a_source(given: list[str], exit_code: int, words: str) -> None:
+    options = [option for each in given for option in ("--adapter", each)]
+    command = [*COMMAND, "serve", "--model", "x", *options]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert (done.returncode, done.stdout) == (exit_code, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_signal_while_the_model_loads_is_answered_too(monkeypatch: pytest.MonkeyPatch) -> None:
     async def load_for_ever(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -129,6 +180,14 @@ def test_the_number_of_processes_reaches_the_engine(monkeypatch: pytest.MonkeyPa
     assert done.exit_code == 0
     assert seen[0].engine.tensor_parallel == 2
     assert CliRunner().invoke(app, ["serve", "--model", "x", "--tensor-parallel", "0"]).exit_code == 2
+
+
+def test_requests_may_fetch_from_the_hub_only_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[run.ServeOptions] = []
+    monkeypatch.setattr(run, "serve", seen.append)
+    for options in ([], ["--allow-adapter-repo", "a/*", "--allow-adapter-repo", "b/c"]):
+        assert CliRunner().invoke(app, ["serve", "--model", "x", *options]).exit_code == 0
+    assert [options.allow_adapter_repos for options in seen] == [(), ("a/*", "b/c")]
 
 
 @pytest.mark.parametrize("command", [("serve",), ("bench", "serve"), ("adapter", "list")])

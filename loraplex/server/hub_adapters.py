@@ -1,0 +1,46 @@
+"""Adapters of the Hugging Face hub for a server: who may be fetched, and downloads beside everything else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from loraplex.adapters.hub import AllowedRepos, fetch_adapter
+from loraplex.core.errors import AdapterError
+from loraplex.core.hub import HubRepo
+
+_MAX_DOWNLOADS: Final = 4
+
+
+class HubAdapters:
+    """`allowed` is what requests may have fetched. Downloads have threads of their own: those that the
+    server's other work shares must not wait for a slow network."""
+
+    def __init__(
+        self, allowed: AllowedRepos | None = None, *, fetch: Callable[[HubRepo], Path] = fetch_adapter
+    ) -> None:
+        self.allowed = allowed or AllowedRepos()
+        self._fetch = fetch
+        self._threads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="fetch-adapter")
+
+    async def fetch(self, repo: HubRepo) -> Path:
+        """The folder of the adapter, when it is there whole. Raises AdapterError."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, repo)
+
+    def fetch_many(self, repos: Sequence[HubRepo]) -> list[Path | AdapterError]:
+        """For each repository in order its folder or the error, from synchronous code."""
+
+        def fetch_one(repo: HubRepo) -> Path | AdapterError:
+            try:
+                return self._fetch(repo)
+            except AdapterError as error:
+                return error
+
+        return list(self._threads.map(fetch_one, repos))
+
+    def close(self) -> None:
+        """Begin no more downloads; those under way end by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
