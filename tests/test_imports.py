@@ -29,6 +29,11 @@ def test_deciding_code_imports_no_tensors() -> None:
     assert loaded.isdisjoint({"torch", "triton", "ray", "numba", "transformers"})
 
 
+def test_workloads_import_neither_web_servers_nor_plots() -> None:
+    loaded = modules_after_importing("loraplex.workload")
+    assert loaded.isdisjoint({"torch", "ray", "fastapi", "msgspec", "matplotlib", "typer", "rich"})
+
+
 def test_the_engine_imports_no_web_server() -> None:
     loaded = modules_after_importing("loraplex.engine,loraplex.model,loraplex.kernels,loraplex.bench")
     assert "torch" in loaded

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import loraplex
-from loraplex.cli import adapter, bench
+from loraplex.cli import adapter, bench, workload
 from loraplex.cli.profile import profile
 from loraplex.cli.serve import demo, serve
 from loraplex.core.errors import LoraplexError
@@ -24,6 +24,7 @@ app.command()(profile)
 # The command groups import what they need when a command runs, so mounting them costs nothing.
 app.add_typer(adapter.app, name="adapter")
 app.add_typer(bench.app, name="bench")
+app.add_typer(workload.app, name="workload")
 
 
 @app.callback(invoke_without_command=True)

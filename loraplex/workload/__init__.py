@@ -1,5 +1,16 @@
 """Workloads: which request arrives when, how long it is, and whose adapter it asks for."""
 
-from loraplex.workload.jsonl import WorkloadError, WorkloadRequest, read_workload, write_workload
+from loraplex.workload.errors import WorkloadError
+from loraplex.workload.jsonl import WorkloadFile, read_workload, save_workload, write_workload
+from loraplex.workload.request import Workload, WorkloadHeader, WorkloadRequest
 
-__all__ = ["WorkloadError", "WorkloadRequest", "read_workload", "write_workload"]
+__all__ = [
+    "Workload",
+    "WorkloadError",
+    "WorkloadFile",
+    "WorkloadHeader",
+    "WorkloadRequest",
+    "read_workload",
+    "save_workload",
+    "write_workload",
+]

@@ -1,73 +1,186 @@
-"""The workload file: one request a line, in order of arrival.
+"""The workload file: a header, then one request a line, in order of arrival; .gz or not.
 
+    {"loraplex_workload": 1, "ranks": [8, 16], "names": [...], "duration_s": 60.0, "recipe": {...}}
     {"arrival_s": 0.078, "prompt_tokens": 21, "output_tokens": 137, "adapter": 0}
 
-`adapter` is an index; whoever replays the file takes it modulo the number of adapters in use.
+The header may be missing, and all of it but `ranks`. With one, `adapter` is an index into `ranks`; without,
+it is an index that whoever replays the file takes modulo the number of adapters in use.
+
+Reading is strict: a replay with a line misread or left out would measure another workload than the one
+named in the report.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, Final
 
-from loraplex.core.errors import UserError
+from loraplex.workload.errors import WorkloadError
+from loraplex.workload.request import Scalar, Workload, WorkloadHeader, WorkloadRequest
+from loraplex.workload.text_files import read_lines, write_text
 
-KEYS = ("arrival_s", "prompt_tokens", "output_tokens", "adapter")
+__all__ = [
+    "WorkloadError",
+    "WorkloadFile",
+    "WorkloadRequest",
+    "read_workload",
+    "save_workload",
+    "write_workload",
+]
+
+VERSION: Final = 1
+KEYS: Final = ("arrival_s", "prompt_tokens", "output_tokens", "adapter")
+_VERSION_KEY: Final = "loraplex_workload"
+_HEADER_KEYS: Final = (_VERSION_KEY, "ranks", "names", "duration_s", "recipe")
+# A line just as `write_workload` writes it, with nothing in it to refuse: read without a JSON parser, which
+# takes several times as long. Whatever does not match takes the strict way.
+_PLAIN_LINE: Final = re.compile(
+    r'\{"arrival_s": ((?:0|[1-9]\d{0,15})\.\d{1,17}), "prompt_tokens": ([1-9]\d{0,15}), '
+    r'"output_tokens": ([1-9]\d{0,15}), "adapter": (0|[1-9]\d{0,15})\}',
+    re.ASCII,
+)
 
 
-class WorkloadError(UserError):
-    """A workload file that cannot be replayed as it is; the message names file and line."""
+class WorkloadFile:
+    """A Workload in a file. The header is read now, the requests whenever they are gone through."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._header_line, self.header = _read_header(path)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkloadRequest:
-    """One request. `arrival_s` counts from the start of the replay."""
-
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-    adapter: int
+    def __iter__(self) -> Iterator[WorkloadRequest]:
+        """Blank lines are skipped; anything else that is odd is refused with its line."""
+        last_s = -math.inf
+        for number, line in _filled_lines(self.path):
+            if number == self._header_line:
+                continue
+            try:
+                request = _plain_request(line) or _request_of(_parse_object(line))
+                if request.arrival_s < last_s:
+                    raise ValueError(f"arrival_s {request.arrival_s} is before the line above it")
+                _check_with_header(request, self.header)
+            except ValueError as error:
+                raise WorkloadError(f"{self.path}:{number}: {error}") from error
+            last_s = request.arrival_s
+            yield request
+        if last_s < 0:
+            raise WorkloadError(f"{self.path}: no requests in it")
 
 
 def read_workload(path: Path) -> list[WorkloadRequest]:
-    """Every request of the file. Blank lines are skipped; anything else that is odd is refused.
+    """Every request of the file at once."""
+    return list(WorkloadFile(path))
 
-    A replay with a line misread or left out would measure another workload than the one named in
-    the report, so there is no lenient mode.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise WorkloadError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise WorkloadError(
-            f"{path}: not a UTF-8 text file ({error.reason} at byte {error.start})"
-        ) from error
 
-    requests: list[WorkloadRequest] = []
-    for line_number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            request = _parse_line(line)
-            if requests and request.arrival_s < requests[-1].arrival_s:
-                raise ValueError(f"arrival_s {request.arrival_s} is before the line above it")
-        except ValueError as error:
-            raise WorkloadError(f"{path}:{line_number}: {error}") from error
-        requests.append(request)
-    if not requests:
+def write_workload(
+    path: Path, requests: Iterable[WorkloadRequest], header: WorkloadHeader | None = None
+) -> int:
+    """Writes them as they come, and says how many there were. Nothing is left behind on an error."""
+    number = 0
+    with write_text(path) as file:
+        if header is not None:
+            file.write(_header_line(header))
+        for number, request in enumerate(requests, start=1):  # noqa: B007
+            file.write(_request_line(request))
+        if number == 0:
+            raise WorkloadError(f"{path}: not written, as there is not a single request for it")
+    return number
+
+
+def save_workload(path: Path, workload: Workload) -> int:
+    """The workload with its header; how many requests it has."""
+    return write_workload(path, workload, workload.header)
+
+
+def _request_line(request: WorkloadRequest) -> str:
+    # As json.dumps writes it, at a fraction of the time: files of a million lines are common.
+    return (
+        f'{{"arrival_s": {request.arrival_s!r}, "prompt_tokens": {request.prompt_tokens}, '
+        f'"output_tokens": {request.output_tokens}, "adapter": {request.adapter}}}\n'
+    )
+
+
+def _header_line(header: WorkloadHeader) -> str:
+    fields: dict[str, Any] = {_VERSION_KEY: VERSION, "ranks": header.ranks}
+    if header.names is not None:
+        fields["names"] = header.names
+    if header.duration_s is not None:
+        fields["duration_s"] = header.duration_s
+    if header.recipe:
+        fields["recipe"] = dict(header.recipe)
+    return json.dumps(fields, allow_nan=False) + "\n"
+
+
+def _filled_lines(path: Path) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in read_lines(path) if line.strip())
+
+
+def _read_header(path: Path) -> tuple[int | None, WorkloadHeader | None]:
+    """The header and its line, if there is one."""
+    number, line = next(_filled_lines(path), (0, ""))
+    if not line:
         raise WorkloadError(f"{path}: no requests in it")
-    return requests
+    try:
+        fields = _parse_object(line)
+        return (number, _header_of(fields)) if _VERSION_KEY in fields else (None, None)
+    except (ValueError, WorkloadError) as error:
+        raise WorkloadError(f"{path}:{number}: {error}") from error
 
 
-def write_workload(path: Path, requests: Iterable[WorkloadRequest]) -> None:
-    path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests), encoding="utf-8")
+def _header_of(fields: dict[str, Any]) -> WorkloadHeader:
+    if (version := fields[_VERSION_KEY]) != VERSION or isinstance(version, bool):
+        raise ValueError(f"{_VERSION_KEY} is {version!r}; this loraplex reads version {VERSION}")
+    if unknown := [key for key in fields if key not in _HEADER_KEYS]:
+        raise ValueError(f"unknown {', '.join(unknown)} in the header (known: {', '.join(_HEADER_KEYS)})")
+    ranks, names, duration_s = (fields.get(key) for key in ("ranks", "names", "duration_s"))
+    if not isinstance(ranks, list):
+        raise ValueError("ranks must be a list with the rank of each adapter")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError("names must be a list of strings")
+    return WorkloadHeader(
+        ranks=tuple(_count("ranks", rank, least=1) for rank in ranks),
+        names=None if names is None else tuple(names),
+        duration_s=None if duration_s is None else _seconds("duration_s", duration_s),
+        recipe=_recipe(fields.get("recipe", {})),
+    )
 
 
-def _parse_line(line: str) -> WorkloadRequest:
+def _recipe(value: object) -> dict[str, Scalar]:
+    if not isinstance(value, dict) or not all(isinstance(each, Scalar) for each in value.values()):
+        raise ValueError("recipe must be an object of plain values")
+    return value
+
+
+def _check_with_header(request: WorkloadRequest, header: WorkloadHeader | None) -> None:
+    if header is None:
+        return
+    if request.adapter >= header.num_adapters:
+        raise ValueError(
+            f"adapter {request.adapter} is unknown: the header has {header.num_adapters}, counted from 0"
+        )
+    if header.duration_s is not None and request.arrival_s > header.duration_s:
+        raise ValueError(
+            f"arrival_s {request.arrival_s} is after the header's duration_s {header.duration_s}"
+        )
+
+
+def _plain_request(line: str) -> WorkloadRequest | None:
+    if (found := _PLAIN_LINE.fullmatch(line)) is None:
+        return None
+    arrival_s, prompt_tokens, output_tokens, adapter = found.groups()
+    return WorkloadRequest(
+        arrival_s=float(arrival_s),
+        prompt_tokens=int(prompt_tokens),
+        output_tokens=int(output_tokens),
+        adapter=int(adapter),
+    )
+
+
+def _parse_object(line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
@@ -76,18 +189,28 @@ def _parse_line(line: str) -> WorkloadRequest:
         raise ValueError("not a workload request: nested too deeply") from None
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object with {', '.join(KEYS)}")
-    if missing := [key for key in KEYS if key not in fields]:
-        unknown = [key for key in fields if key not in KEYS]
-        instead = f"; instead there is {', '.join(unknown)}" if unknown else ""
-        raise ValueError(f"missing {', '.join(missing)}{instead}")
-    if unknown := [key for key in fields if key not in KEYS]:
-        raise ValueError(f"unknown {', '.join(unknown)} (known: {', '.join(KEYS)})")
+    return fields
+
+
+def _request_of(fields: dict[str, Any]) -> WorkloadRequest:
+    if _VERSION_KEY in fields:
+        raise ValueError("a header must be the first line")
+    if fields.keys() != set(KEYS):
+        _refuse_keys(fields)
     return WorkloadRequest(
-        arrival_s=_seconds(fields["arrival_s"]),
+        arrival_s=_seconds("arrival_s", fields["arrival_s"]),
         prompt_tokens=_count("prompt_tokens", fields["prompt_tokens"], least=1),
         output_tokens=_count("output_tokens", fields["output_tokens"], least=1),
         adapter=_count("adapter", fields["adapter"], least=0),
     )
+
+
+def _refuse_keys(fields: dict[str, Any]) -> None:
+    unknown = [key for key in fields if key not in KEYS]
+    if missing := [key for key in KEYS if key not in fields]:
+        instead = f"; instead there is {', '.join(unknown)}" if unknown else ""
+        raise ValueError(f"missing {', '.join(missing)}{instead}")
+    raise ValueError(f"unknown {', '.join(unknown)} (known: {', '.join(KEYS)})")
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -97,16 +220,16 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-def _seconds(value: object) -> float:
+def _seconds(key: str, value: object) -> float:
     # bool is an int to Python, and NaN and Infinity are numbers to its JSON reader.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"arrival_s must be a number of seconds, not {value!r}")
+        raise ValueError(f"{key} must be a number of seconds, not {value!r}")
     try:
         seconds = float(value)
     except OverflowError:
         seconds = math.inf
     if not math.isfinite(seconds) or seconds < 0:
-        raise ValueError(f"arrival_s must be finite and not negative, not {value!r}")
+        raise ValueError(f"{key} must be finite and not negative, not {value!r}")
     return seconds
 
 

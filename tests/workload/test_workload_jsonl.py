@@ -1,12 +1,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from loraplex.core.errors import LoraplexError
-from loraplex.workload import WorkloadError, WorkloadRequest, read_workload, write_workload
+from loraplex.workload import (
+    Workload,
+    WorkloadError,
+    WorkloadFile,
+    WorkloadHeader,
+    WorkloadRequest,
+    read_workload,
+    save_workload,
+    write_workload,
+)
 
 GOOD = '{"arrival_s": 0.5, "prompt_tokens": 21, "output_tokens": 137, "adapter": 3}'
 
@@ -87,3 +97,155 @@ def test_a_missing_file_and_a_folder_are_user_errors(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.jsonl", tmp_path):
         with pytest.raises(WorkloadError, match=path.name):
             read_workload(path)
+
+
+HEADER = WorkloadHeader(
+    ranks=(8, 64), names=("a", "b"), duration_s=60.0, recipe={"seed": 3, "popularity": "zipf"}
+)
+
+
+def request(arrival_s: float, adapter: int = 0) -> WorkloadRequest:
+    return WorkloadRequest(arrival_s=arrival_s, prompt_tokens=3, output_tokens=2, adapter=adapter)
+
+
+@pytest.mark.parametrize("name", ["w.jsonl", "w.jsonl.gz"])
+@pytest.mark.parametrize("header", [None, HEADER, WorkloadHeader(ranks=(1,) * 7)])
+def test_header_and_requests_come_back_as_they_were(
+    tmp_path: Path, name: str, header: WorkloadHeader | None
+) -> None:
+    path = tmp_path / name
+    requests = [request(0.0), request(1e-06), request(0.1 + 0.2, adapter=1), request(59.0)]
+    assert write_workload(path, requests, header) == 4
+    workload = WorkloadFile(path)
+    assert isinstance(workload, Workload)
+    assert workload.header == header
+    assert list(workload) == requests
+    assert list(workload) == requests, "it can be gone through again"
+    assert read_workload(path) == requests
+    again = tmp_path / f"again-{name}"
+    save_workload(again, workload)
+    assert again.read_bytes() == path.read_bytes()
+    assert sorted(tmp_path.iterdir()) == sorted([path, again]), "nothing else is left behind"
+
+
+def test_each_line_is_json_as_json_dumps_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    write_workload(path, [request(1e-07), request(12345678.9)])
+    for text in path.read_text().splitlines():
+        assert json.dumps(json.loads(text)) == text
+
+
+def test_requests_are_written_and_read_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    alive = 0
+    most_alive = 0
+
+    class Counted(WorkloadRequest):
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    def made() -> Iterator[WorkloadRequest]:
+        nonlocal alive, most_alive
+        for number in range(5_000):
+            alive += 1
+            most_alive = max(most_alive, alive)
+            yield Counted(arrival_s=float(number), prompt_tokens=1, output_tokens=1, adapter=0)
+
+    assert write_workload(path, made()) == 5_000
+    assert most_alive <= 3
+    assert next(iter(WorkloadFile(path))).arrival_s == 0.0
+    with path.open("a") as file:
+        file.write("broken\n")
+    read = iter(WorkloadFile(path))
+    assert [next(read).arrival_s for _ in range(5_000)][-1] == 4_999.0, "the end was not looked at before"
+    with pytest.raises(WorkloadError, match=r"w\.jsonl:5001: not JSON"):
+        next(read)
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ('{"loraplex_workload": 2, "ranks": [8]}', "reads version 1"),
+        ('{"loraplex_workload": 1}', "ranks must be a list"),
+        ('{"loraplex_workload": 1, "ranks": []}', "at least one adapter"),
+        ('{"loraplex_workload": 1, "ranks": [8, 0]}', "ranks must be a whole number of at least 1"),
+        ('{"loraplex_workload": 1, "ranks": [8], "names": ["a", "b"]}', "names: there are 2 for 1"),
+        ('{"loraplex_workload": 1, "ranks": [8], "names": [1]}', "names must be"),
+        ('{"loraplex_workload": 1, "ranks": [8], "duration_s": 0}', "duration_s must be"),
+        ('{"loraplex_workload": 1, "ranks": [8], "duration_s": NaN}', "duration_s must be"),
+        ('{"loraplex_workload": 1, "ranks": [8], "recipe": {"a": []}}', "recipe must be"),
+        ('{"loraplex_workload": 1, "ranks": [8], "colour": 1}', "unknown colour in the header"),
+    ],
+)
+def test_a_bad_header_is_refused_with_its_line(tmp_path: Path, header: str, reason: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f"\n{header}\n{GOOD}\n")
+    with pytest.raises(WorkloadError) as caught:
+        read_workload(path)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (line(adapter=2), "adapter 2 is unknown: the header has 2"),
+        (line(adapter=0, arrival_s=60.5), "after the header's duration_s"),
+        ('{"loraplex_workload": 1, "ranks": [8]}', "a header must be the first line"),
+    ],
+)
+def test_requests_are_held_against_the_header(tmp_path: Path, bad: str, reason: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    write_workload(path, [request(0.25)], HEADER)
+    with path.open("a") as file:
+        file.write(bad + "\n")
+    with pytest.raises(WorkloadError) as caught:
+        read_workload(path)
+    assert str(caught.value).startswith(f"{path}:3: ")
+    assert reason in str(caught.value)
+
+
+def test_a_header_without_requests_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    path.write_text('{"loraplex_workload": 1, "ranks": [8]}\n')
+    with pytest.raises(WorkloadError, match="no requests"):
+        read_workload(path)
+
+
+def test_a_broken_gzip_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl.gz"
+    write_workload(path, [request(float(number)) for number in range(2_000)])
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(WorkloadError, match=r"w\.jsonl\.gz: a broken gzip file"):
+        read_workload(path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    write_workload(path, [request(0.0)])
+    before = path.read_bytes()
+
+    def failing() -> Iterator[WorkloadRequest]:
+        yield request(1.0)
+        raise WorkloadError("the trace is broken")
+
+    with pytest.raises(WorkloadError, match="the trace is broken"):
+        write_workload(path, failing())
+    with pytest.raises(WorkloadError, match="not a single request"):
+        write_workload(path, [])
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(WorkloadError, match="not a plain file"):
+        write_workload(tmp_path, [request(0.0)])
+    for folder in (tmp_path / "absent", path):
+        with pytest.raises(WorkloadError, match="cannot be written"):
+            write_workload(folder / "w.jsonl", [request(0.0)])
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    link, path = tmp_path / "link.jsonl", tmp_path / "w.jsonl"
+    link.symlink_to(path)
+    write_workload(link, [request(0.0)])
+    assert link.is_symlink()
+    assert len(read_workload(path)) == 1

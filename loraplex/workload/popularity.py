@@ -1,0 +1,145 @@
+"""Which adapter a request is for: how the traffic is shared out, and how that moves.
+
+Shares "by rank" first give each distinct rank its part, smaller ranks more, as the LoRAServe paper does;
+adapters of one rank share theirs equally.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from loraplex.workload.arrays import FloatArray, IntArray
+from loraplex.workload.errors import WorkloadError
+
+_HOT_SHARE: Final = 0.5
+
+
+class Popularity(Protocol):
+    """`first`: how many were drawn before. `progress`: where in the workload each is, from 0 to 1."""
+
+    def draw(self, rng: np.random.Generator, *, first: int, progress: FloatArray) -> IntArray: ...
+
+    def mean_shares(self) -> FloatArray:
+        """Of each adapter, over the whole workload."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InTurn:
+    """0, 1, 2, ...: with more adapters than requests, every request has one of its own."""
+
+    num_adapters: int
+
+    def draw(self, rng: np.random.Generator, *, first: int, progress: FloatArray) -> IntArray:
+        return np.arange(first, first + progress.size, dtype=np.int64) % self.num_adapters
+
+    def mean_shares(self) -> FloatArray:
+        return uniform_shares(self.num_adapters)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Shares:
+    """The same all the time."""
+
+    shares: FloatArray
+
+    def draw(self, rng: np.random.Generator, *, first: int, progress: FloatArray) -> IntArray:
+        return _places(self.shares, rng.random(progress.size))
+
+    def mean_shares(self) -> FloatArray:
+        return self.shares
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ShiftingShares:
+    """From one set of shares to another, in a straight line."""
+
+    start: FloatArray
+    end: FloatArray
+
+    def draw(self, rng: np.random.Generator, *, first: int, progress: FloatArray) -> IntArray:
+        # A mixture of both with weights that move is just that line, for every adapter.
+        is_end = rng.random(progress.size) < progress
+        drawn = rng.random(progress.size)
+        return np.where(is_end, _places(self.end, drawn), _places(self.start, drawn))
+
+    def mean_shares(self) -> FloatArray:
+        return (self.start + self.end) / 2
+
+
+def uniform_shares(count: int) -> FloatArray:
+    return np.full(count, 1 / count)
+
+
+def zipf_shares(count: int, exponent: float) -> FloatArray:
+    """The i-th adapter's is in proportion to 1 / i^exponent."""
+    _check_skew(exponent)
+    return _normalized(np.arange(1, count + 1, dtype=np.float64) ** -exponent)
+
+
+def exponential_shares(count: int, decay: float) -> FloatArray:
+    """Falling by a factor of e^(decay / count) from each to the next, about e^decay from first to last."""
+    _check_skew(decay)
+    return _normalized(np.exp(-decay * np.arange(count) / count))
+
+
+def power_by_rank(ranks: Sequence[int], alpha: float) -> FloatArray:
+    """The x-th smallest rank gets a part in proportion to x^-alpha."""
+    return _by_rank(ranks, zipf_shares(len(set(ranks)), alpha))
+
+
+def exponential_by_rank(ranks: Sequence[int], decay: float) -> FloatArray:
+    return _by_rank(ranks, exponential_shares(len(set(ranks)), decay))
+
+
+def shifting_skew(ranks: Sequence[int], hot_share: float = _HOT_SHARE) -> ShiftingShares:
+    """Half of the traffic is for the largest rank at first, for the smallest in the end; others are even."""
+    num_ranks = len(set(ranks))
+    if num_ranks < 2:
+        raise WorkloadError("ranks: a skew that shifts from rank to rank needs two or more")
+    cold = np.full(num_ranks, (1 - hot_share) / (num_ranks - 1))
+    start, end = cold.copy(), cold.copy()
+    start[-1] = end[0] = hot_share
+    return ShiftingShares(start=_by_rank(ranks, start), end=_by_rank(ranks, end))
+
+
+def shares_like(totals: Sequence[float], count: int) -> FloatArray:
+    """As skewed as these totals, for any number of adapters, the busiest first.
+
+    With another number than there are totals, shares lie on the curve of the totals in order of size (of
+    their logarithms, which are spread over many powers of ten), at evenly spaced places.
+    """
+    sizes = np.sort(np.array([total for total in totals if total > 0], dtype=np.float64))[::-1]
+    if not sizes.size:
+        raise WorkloadError("popularity: every total is 0")
+    if sizes.size == count:
+        return _normalized(sizes)
+    known = (np.arange(sizes.size) + 0.5) / sizes.size
+    wanted = (np.arange(count) + 0.5) / count
+    return _normalized(np.exp(np.interp(wanted, known, np.log(sizes))))
+
+
+def _by_rank(ranks: Sequence[int], rank_shares: FloatArray) -> FloatArray:
+    """`rank_shares`: of the distinct ranks, the smallest first."""
+    _, place, counts = np.unique(np.asarray(ranks), return_inverse=True, return_counts=True)
+    return (rank_shares / counts)[place]
+
+
+def _places(shares: FloatArray, drawn: FloatArray) -> IntArray:
+    ends = np.cumsum(shares)
+    places: IntArray = np.searchsorted(ends, drawn * ends[-1], side="right").astype(np.int64)
+    return np.minimum(places, shares.size - 1)
+
+
+def _normalized(weights: FloatArray) -> FloatArray:
+    shares: FloatArray = weights / weights.sum()
+    return shares
+
+
+def _check_skew(skew: float) -> None:
+    if not 0 <= skew < math.inf:
+        raise WorkloadError(f"skew must be finite and not negative, not {skew:g}")
