@@ -1,6 +1,6 @@
 """Fill the tables of the docs from the committed results, so that no published number is typed by hand.
 
-    python -m benchmarks.make_tables            rewrite docs/benchmarks.md and README.md in place
+    python -m benchmarks.make_tables            rewrite the documents that have tables in place
     python -m benchmarks.make_tables --check    exit 1 if a table is not what the results say
 
 A document says where a table goes with a pair of markers; what is between them is replaced:
@@ -19,19 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_tables
-from benchmarks.markdown import Result, table
+from benchmarks import cold_tables, cost_tables, gpu_tables
+from benchmarks.markdown import Result, TableError, table
 
 RESULTS = Path(__file__).parent / "results"
-DOCUMENTS = (Path("docs/benchmarks.md"), Path("README.md"))
+DOCUMENTS = (Path("docs/benchmarks.md"), Path("docs/cold-start.md"), Path("README.md"))
 _BLOCK = re.compile(
     r"<!-- table:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- /table:(?P=name) -->",
     re.DOTALL,
 )
-
-
-class TableError(Exception):
-    """A document or a result file that no table can be made from."""
 
 
 def serve_table(result: Result) -> str:
@@ -148,8 +144,8 @@ def limits_table(result: Result) -> str:
 
 
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
-CORRECTNESS = "gpu_correctness.json"
-TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
+CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.json"
+TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "cpu-serve": (SERVE, serve_table),
     "cpu-startup": (SERVE, startup_table),
     "cpu-runs": (SERVE, runs_table),
@@ -166,8 +162,19 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "gpu-padded": (GPU, gpu_tables.padded_table),
     "gpu-cold": (GPU, gpu_tables.cold_table),
     "gpu-correctness": (CORRECTNESS, gpu_tables.correctness_table),
+    "cold-machine": (COLD, gpu_tables.machine_note),
+    "cold-idle": (COLD, cold_tables.idle_table),
+    "cold-large": (COLD, cost_tables.large_table),
+    "cold-setups": (COLD, cold_tables.setups_table),
+    "cold-burst": (COLD, cold_tables.burst_table),
+    "cold-waits": (COLD, cold_tables.waits_table),
+    "cold-aims": ((COLD, ASSIST), cost_tables.aims_table),
+    "cold-fits": (COLD, cost_tables.fits_table),
+    "cold-predictions": ((COLD, ASSIST), cost_tables.predictions_table),
+    "workers-machine": (ASSIST, cold_tables.workers_note),
+    "workers": (ASSIST, cold_tables.workers_table),
 }
-"""Name of a table -> the result file it is made from, and how."""
+"""Name of a table -> the result file or files it is made from, and how."""
 
 
 def fill(text: str, results: Path) -> str:
@@ -188,12 +195,14 @@ def fill(text: str, results: Path) -> str:
 
 
 def _make(name: str, results: Path) -> str:
-    file, make = TABLES[name]
-    try:
-        result = json.loads((results / file).read_text())
-    except OSError as error:
-        raise TableError(f"table {name!r} needs {file}: {error}") from error
-    return make(result)
+    files, make = TABLES[name]
+    found: list[Result] = []
+    for file in (files,) if isinstance(files, str) else files:
+        try:
+            found.append(json.loads((results / file).read_text()))
+        except OSError as error:
+            raise TableError(f"table {name!r} needs {file}: {error}") from error
+    return make(*found)
 
 
 def _suite(result: Result, name: str) -> Any:
