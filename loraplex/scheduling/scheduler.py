@@ -22,7 +22,9 @@ from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.adapter_desk import AdapterDesk
+from loraplex.scheduling.adapter_slots import AdapterSlots
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.leap import decode_all, leap_length
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.request_limits import check_request, room_in_words
@@ -53,6 +55,8 @@ class Scheduler:
         self._pins = self.adapters.pins
         self._failures: list[TokenUpdate] = []
         self._under_way: deque[list[_ChunkUnderWay]] = deque()
+        self._slots = AdapterSlots(config.max_adapters)
+        self._is_settled = False  # the last step decoded, and whoever waits will wait on
         self._num_preemptions = 0
 
     # ---- what callers tell it
@@ -67,6 +71,7 @@ class Scheduler:
         sequence = Sequence(request)
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
+        self._is_settled = False
 
     def cancel(self, request_id: str) -> None:
         """Free all a request holds; unknown ids are ignored."""
@@ -76,12 +81,14 @@ class Scheduler:
 
     def adapter_read(self, version: str, error: str | None = None) -> None:
         """A read ended: the version is in the host's memory, or the requests that wait for it fail."""
+        self._is_settled = False
         self.adapters.read(version, failed=error is not None)
         if error is not None:
             # Those who have it on the device, or on its way there, need no other.
             self._fail_all(version, error, pinned=False)
 
     def adapter_loaded(self, version: str) -> None:
+        self._is_settled = False
         self.adapters.loaded(version)
 
     def adapter_failed(self, version: str, message: str) -> None:
@@ -103,10 +110,16 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step. May be empty of chunks while adapters load."""
         preempted: list[Sequence] = []
-        chunks, budget = self._schedule_running(preempted)
-        self.adapters.bring_in(self._waiting, self._running)
-        if not preempted:
-            self._admit(chunks, budget)
+        num_running = len(self._running)
+        if self._config.prompts_first:
+            chunks, budget = self._prompts_or_decodes(preempted)
+        else:
+            chunks, budget = self._schedule_running(preempted)
+            self.adapters.bring_in(self._waiting, self._running)
+            if not preempted:
+                self._admit(chunks, budget)
+        all_decode = not preempted and len(self._running) == num_running == len(chunks)
+        self._is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
         if chunks:
             self._memory.step_decided()
             self._under_way.append([self._advance(chunk) for chunk in chunks])
@@ -160,7 +173,39 @@ class Scheduler:
         failures, self._failures = self._failures, []
         return failures
 
+    # ---- steps that are alike
+
+    def leap_length(self) -> int:
+        """For how many steps from now every running request does nothing but decode, and nothing else can
+        happen unless it is told; the last of these may end some. 0: the next step has to be decided."""
+        if self._under_way or self._failures or self.adapters.has_work() or self._config.loads_popular:
+            return 0
+        if self._waiting and not (self._is_settled and self._waits_for_ends):
+            return 0
+        return leap_length(self._running, self._pool, self._config.max_model_len)
+
+    @property
+    def _waits_for_ends(self) -> bool:
+        """Whether those for whom a step of decodes had no place have none before one of these ends."""
+        shares = self._memory.shared or self._config.work.position_cost > 0
+        return not shares and self._residency.num_loading == 0
+
+    def leap(self, num_steps: int, token_id: int) -> list[TokenUpdate]:
+        """As so many times `schedule` and `update`, each request being given this token, which ends none of
+        them, in each. The updates of the last step."""
+        assert 0 < num_steps <= self.leap_length()
+        for sequence in self._running:
+            decode_all(sequence, self._pool, num_steps, token_id)
+            self._publish(sequence, sequence.num_computed)
+        return [self._accept(sequence, token_id) for sequence in list(self._running)]
+
     # ---- running requests
+
+    def _prompts_or_decodes(self, preempted: list[Sequence]) -> tuple[list[Chunk], float]:
+        chunks: list[Chunk] = []
+        self.adapters.bring_in(self._waiting, self._running)
+        self._admit(chunks, self._config.work.max_tokens)
+        return (chunks, 0.0) if chunks else self._schedule_running(preempted)
 
     def _schedule_running(self, preempted: list[Sequence]) -> tuple[list[Chunk], float]:
         """Chunks of running requests, oldest first, and the budget left for prompts."""
@@ -219,6 +264,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self._slots.leave(sequence.adapter)
         self._pool.release(sequence.block_ids)
         sequence.reset()
         self._waiting.appendleft(sequence)
@@ -238,11 +284,15 @@ class Scheduler:
             if self._pins.is_arriving(sequence) and not self.adapters.may_join(sequence, chunks):
                 passed_over.append(sequence)
                 continue
+            if not self._slots.has_room_for(sequence.adapter):
+                passed_over.append(sequence)
+                continue
             num_tokens = self._start(sequence, budget)
             if num_tokens == 0:
                 passed_over.append(sequence)
                 break
             self._running.append(sequence)
+            self._slots.enter(sequence.adapter)
             chunks.append(self._chunk(sequence, num_tokens))
             budget -= self._config.work.cost(sequence.num_computed, num_tokens)
         self._waiting.extendleft(reversed(passed_over))
@@ -253,9 +303,10 @@ class Scheduler:
         cached = self._pool.match(sequence.adapter, sequence.token_ids) if searches else []
         self._pool.share(cached)
         num_cached = len(cached) * self._pool.block_size
-        num_tokens = min(
-            len(sequence.token_ids) - num_cached, self._config.work.tokens_within(budget, num_cached)
-        )
+        num_tokens = self._first_chunk(len(sequence.token_ids) - num_cached, num_cached, budget)
+        if num_tokens == 0:
+            self._pool.release(cached)
+            return 0
         missing = self._pool.blocks_for(num_cached + num_tokens) - len(cached)
         blocks = self._pool.allocate(missing)
         while blocks is None and not self._running and self._pins.unpin_youngest(self._waiting):
@@ -271,6 +322,13 @@ class Scheduler:
         if searches:
             self._pool.count_match(sequence.token_ids, cached)
         return num_tokens
+
+    def _first_chunk(self, num_tokens: int, start: int, budget: float) -> int:
+        """Of so many tokens to compute, how many to begin with."""
+        work = self._config.work
+        if self._config.prompts_first:
+            return num_tokens if num_tokens <= budget or budget >= work.max_tokens else 0
+        return min(num_tokens, work.tokens_within(budget, start))
 
     # ---- after a step
 
@@ -346,8 +404,10 @@ class Scheduler:
     def _drop(self, sequence: Sequence) -> None:
         """Out of every queue, all memory and pins given back."""
         del self._sequences[sequence.request_id]
+        self._is_settled = False
         if sequence in self._running:
             self._running.remove(sequence)
+            self._slots.leave(sequence.adapter)
         else:
             self._waiting.remove(sequence)
         self._pool.release(sequence.block_ids)
@@ -357,6 +417,14 @@ class Scheduler:
             sequence.pinned = False
 
     # ---- what it shows
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     @property
     def request_ids(self) -> Set[str]:
