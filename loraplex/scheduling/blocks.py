@@ -59,7 +59,7 @@ class BlockPool:
         self.block_size = block_size
         self._uses = uses or count()
         self._reserve = reserve
-        self._keeps_contents = keeps_contents
+        self.keeps_contents = keeps_contents
         self._refs = [0] * num_blocks
         self._last_use = [0] * num_blocks  # 0: never
         # The lowest go first, so that the last blocks stay empty and cost nothing to leave. A block may
@@ -181,7 +181,7 @@ class BlockPool:
 
     def match(self, adapter: str | None, token_ids: Sequence[int]) -> list[int]:
         """Cached blocks of the longest known prefix. At least one token is always left to compute."""
-        if not self._keeps_contents:
+        if not self.keeps_contents:
             return []
         num_full = (len(token_ids) - 1) // self.block_size
         node = self._root(adapter)
@@ -208,7 +208,7 @@ class BlockPool:
         Where another sequence published the same contents first, its block stays the findable one, and
         the chain of this sequence ends: it could only repeat what is cached.
         """
-        if not self._keeps_contents:
+        if not self.keeps_contents:
             return
         for index in range(first, end):
             parent = self._root(adapter) if index == 0 else self._node_of.get(blocks[index - 1])

@@ -35,10 +35,6 @@ class Chunk(NamedTuple):
     def end(self) -> int:
         return self.start + (len(self.token_ids) or 1)
 
-    def following(self) -> Chunk:
-        """The sequence's next one, if it decodes from here on."""
-        return Chunk(self.request_id, self.adapter, self.end, [], self.block_ids, True)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:

@@ -61,6 +61,8 @@ START: Final = SlotCosts(
 )
 """Where the search begins: the order of magnitude of a 7B model on a GPU of its time."""
 START_CLIENT: Final = ClientLimits(latency_s=25e-3, max_open=22_000)
+START_MAX_RUNNING: Final = 950
+"""Runs with room for more never had more, whatever they were allowed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +106,14 @@ def calibrate(
     if len(runs) < _LEAST_RUNS:
         raise UserError(f"{len(runs)} runs of {model} to fit to; there must be {_LEAST_RUNS} at least")
     chosen, held_out = _spread(runs, _NUM_RUNS)
-    start = SlotProfile(model=model, hardware=hardware, costs=START, memory=memory, client=START_CLIENT)
+    start = SlotProfile(
+        model=model,
+        hardware=hardware,
+        costs=START,
+        memory=memory,
+        client=START_CLIENT,
+        max_running=START_MAX_RUNNING,
+    )
     search = _Search(start, chosen, book)
     best = search.run(progress)
     profile = search.profile(best.moves_K)
@@ -126,13 +135,17 @@ class _Search:
         self._setups = [setup for setup, _ in runs]
         self._measured_N3 = np.array([[m.output_tok_s, m.itl_s, m.ttft_s] for _, m in runs])
         self._book = book
-        client = start.client
-        self._values_K = np.array([*start.costs.coefficients, client.latency_s, float(client.max_open)])
+        limits = (start.client.latency_s, start.client.max_open, start.max_running)
+        self._values_K = np.array([*start.costs.coefficients, *limits])
 
     def profile(self, moves_K: Floats) -> SlotProfile:
-        *costs, latency_s, max_open = self._values_K * np.exp(moves_K)
-        client = replace(self._start.client, latency_s=float(latency_s), max_open=max(int(max_open), 1))
-        return replace(self._start, costs=SlotCosts.of_coefficients(costs), client=client)
+        *costs, latency_s, max_open, max_running = self._values_K * np.exp(moves_K)
+        return replace(
+            self._start,
+            costs=SlotCosts.of_coefficients(costs),
+            client=ClientLimits(latency_s=float(latency_s), max_open=max(int(max_open), 1)),
+            max_running=max(int(max_running), 1),
+        )
 
     def run(self, progress: Progress) -> _Trial:
         best = self._trial(np.zeros(len(self._values_K)))

@@ -47,7 +47,7 @@ def predict_run(profile: SlotProfile, book: WorkloadBook, setup: RunSetup) -> Pr
         max_rank=setup.max_rank,
         num_blocks=num_blocks,
         spare_blocks=spare_blocks,
-        max_running=setup.max_running,
+        max_running=min(setup.max_running, profile.max_running),
         max_step_tokens=profile.max_step_tokens,
         max_open=profile.client.max_open,
         until_s=setup.duration_s,

@@ -72,7 +72,8 @@ class WorkloadBook:
                 f"no run of {setup.model} over {setup.duration_s:g} s to learn from how long requests are; "
                 "give one to --fit"
             )
-        return Lengths(*np.mean(known, axis=0))
+        prompt, output = (float(mean) for mean in np.mean(known, axis=0))
+        return Lengths(prompt, output)
 
     def num_requests(self, setup: RunSetup) -> int:
         known = self._rps.get((setup.rates, setup.duration_s))

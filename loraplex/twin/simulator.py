@@ -11,23 +11,17 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
-from typing import Final
 
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
-from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan, TokenUpdate
-from loraplex.scheduling.scheduler import Scheduler
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan, TokenUpdate
+from loraplex.scheduling.scheduler import ANY_TOKEN, Scheduler
 from loraplex.twin.outcome import Outcome, Recorder
 from loraplex.twin.times import StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
-
-_TOKEN: Final = 1
-"""What is sampled. Requests say how long they are, and no token ends them."""
-_MAX_IDLE_STEPS: Final = 1000
-"""In a row that compute nothing while there is nothing to wait for: the scheduler would go on like that."""
 
 
 class Simulator:
@@ -116,53 +110,65 @@ class Simulator:
     # ---- steps
 
     def _step(self, recorder: Recorder, next_s: float) -> None:
+        if self._leaps and (self._leap(recorder, next_s) or self._step_beside(recorder)):
+            return
         plan = self.scheduler.schedule()
         if self.plans is not None:
             self.plans.append(plan)
         self._start_loads(plan.adapter_reads, plan.adapter_loads)
         self._wait_for(plan.waits_for)
         if plan.chunks:
-            self._compute(plan, recorder, next_s)
+            self._compute(plan, recorder)
         elif self._ends:
             self._now_s = max(self._now_s, min(self._ends[0][0], next_s))
         elif next_s < math.inf and not plan.adapter_evictions:
             self._now_s = max(self._now_s, next_s)
         self._note(self.scheduler.take_failures(), recorder)
 
-    def _compute(self, plan: StepPlan, recorder: Recorder, next_s: float) -> None:
+    def _compute(self, plan: StepPlan, recorder: Recorder) -> None:
         num_waiting = self.scheduler.num_waiting
         self._now_s += self._times.step_s(plan, num_waiting)
-        updates = self.scheduler.update(plan, {c.request_id: _TOKEN for c in plan.chunks if c.samples})
+        updates = self.scheduler.update(plan, {c.request_id: ANY_TOKEN for c in plan.chunks if c.samples})
         recorder.stepped(self._now_s, self.scheduler.num_running, num_waiting, len(updates))
-        ended = self._note(updates, recorder)
-        if self._leaps:
-            self._leap([c for c in plan.chunks if c.request_id not in ended], recorder, next_s)
-
-    def _leap(self, chunks: Sequence[Chunk], recorder: Recorder, next_s: float) -> None:
-        most = self.scheduler.leap_length()
-        if self._ends:
-            next_s = min(next_s, self._ends[0][0])
-        if most == 0 or len(chunks) != self.scheduler.num_running or next_s <= self._now_s:
-            return
-        num_waiting = self.scheduler.num_waiting
-        first_s, growth_s = self._times.repeats(chunks, num_waiting)
-        num_steps = _steps_until(next_s - self._now_s, first_s, growth_s, most)
-        self._now_s += _sum_s(num_steps, first_s, growth_s)
-        updates = self.scheduler.leap(num_steps, _TOKEN)
-        recorder.leapt(self._now_s, num_steps, len(chunks), num_waiting)
         self._note(updates, recorder)
 
-    def _note(self, updates: Sequence[TokenUpdate], recorder: Recorder) -> set[str]:
-        """Returns who ended."""
-        ended = set()
+    def _step_beside(self, recorder: Recorder) -> bool:
+        """A step of decodes that new requests join with their whole prompts."""
+        plan = self.scheduler.schedule_beside()
+        group = self.scheduler.group
+        if plan is None or group is None:
+            return False
+        self._now_s += self._times.beside_s(group, plan)
+        num_tokens = len(group) + len(plan.chunks)
+        updates = self.scheduler.update_beside(plan)
+        recorder.stepped(self._now_s, self.scheduler.num_running, 0, num_tokens)
+        self._note(updates, recorder)
+        return True
+
+    def _leap(self, recorder: Recorder, next_s: float) -> bool:
+        """All steps up to the next event."""
+        if self._ends:
+            next_s = min(next_s, self._ends[0][0])
+        most = self.scheduler.leap_length() if next_s > self._now_s else 0
+        group = self.scheduler.group if most > 0 else None
+        if group is None:
+            return False
+        num_waiting, num_running = self.scheduler.num_waiting, len(group)
+        repeats = self._times.repeats(group, num_waiting)
+        num_steps = repeats.steps_until(next_s - self._now_s, most)
+        self._now_s += repeats.sum_s(num_steps)
+        ended = self.scheduler.leap(num_steps)
+        recorder.leapt(self._now_s, num_steps, num_running, num_waiting)
+        self._note(ended, recorder)
+        return True
+
+    def _note(self, updates: Sequence[TokenUpdate], recorder: Recorder) -> None:
         for update in updates:
             if update.finish_reason is not None:
-                ended.add(update.request_id)
                 failed = update.finish_reason is FinishReason.ERROR
                 recorder.finished(int(update.request_id), self._now_s, failed=failed)
             elif update.request_id in recorder.without_token:
                 recorder.first_token(int(update.request_id), self._now_s)
-        return ended
 
     # ---- loads
 
@@ -180,24 +186,3 @@ class Simulator:
         for end_s, _, version, _ in self._ends:
             if version in versions:
                 self._now_s = max(self._now_s, end_s)
-
-
-def _steps_until(left_s: float, first_s: float, growth_s: float, most: int) -> int:
-    """How many steps begin before this time is over, one at least; the last one may end after it."""
-    if left_s == math.inf:
-        return most
-    # The seconds of n steps are n * first + growth * n (n - 1) / 2: solved for n, then put right by hand.
-    linear = first_s - growth_s / 2
-    guess = 2 * left_s / (linear + math.sqrt(linear * linear + 2 * growth_s * left_s))
-    if guess >= most:
-        return most
-    num_steps = max(int(guess), 1)
-    while num_steps > 1 and _sum_s(num_steps - 1, first_s, growth_s) >= left_s:
-        num_steps -= 1
-    while num_steps < most and _sum_s(num_steps, first_s, growth_s) < left_s:
-        num_steps += 1
-    return num_steps
-
-
-def _sum_s(num_steps: int, first_s: float, growth_s: float) -> float:
-    return num_steps * first_s + growth_s * num_steps * (num_steps - 1) / 2

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from operator import mul
 from typing import NamedTuple, Protocol
 
-from loraplex.core.cold_start import ColdStart
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.serving_costs import BatchFeatures
 from loraplex.perf.slot_profile import SlotCosts
+from loraplex.perf.step_cost import StepFeatures
+from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.plan import AdapterLoad, Chunk, StepPlan
 from loraplex.scheduling.step_features import step_features
 
 
 class Repeats(NamedTuple):
-    """Steps that decode what one before them did: the seconds of the first, and what each after it adds."""
+    """Steps that decode the same requests: the seconds of the first, what each after it takes more than the
+    one before it, and what is done once, in the first, beside that."""
 
     first_s: float
     growth_s: float
+    once_s: float = 0.0
+
+    def sum_s(self, num_steps: int) -> float:
+        return self.once_s + num_steps * self.first_s + self.growth_s * num_steps * (num_steps - 1) / 2
+
+    def steps_until(self, left_s: float, most: int) -> int:
+        """How many steps begin before this time is over, one at least; the last one may end after it."""
+        rest_s = left_s - self.once_s
+        if rest_s <= 0:
+            return 1
+        if rest_s == math.inf:
+            return most
+        # `sum_s` solved for the number of steps, then put right by hand.
+        linear = self.first_s - self.growth_s / 2
+        guess = 2 * rest_s / (linear + math.sqrt(linear * linear + 2 * self.growth_s * rest_s))
+        num_steps = max(min(int(guess), most), 1)
+        while num_steps > 1 and self.sum_s(num_steps - 1) >= left_s:
+            num_steps -= 1
+        while num_steps < most and self.sum_s(num_steps) < left_s:
+            num_steps += 1
+        return num_steps
 
 
 class StepTimes(Protocol):
@@ -28,9 +54,12 @@ class StepTimes(Protocol):
         """Of a step that computes something."""
         ...
 
-    def repeats(self, chunks: Sequence[Chunk], num_waiting: int) -> Repeats:
-        """Of steps after one of these chunks, each of which computes the next token of every sequence. At
-        least one of them is about to be taken."""
+    def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
+        """Of steps in which the group decodes. At least one of them is about to be taken."""
+        ...
+
+    def beside_s(self, group: DecodeGroup, plan: StepPlan) -> float:
+        """Of a step in which the group decodes beside the chunks of a plan."""
         ...
 
     def load_s(self, load: AdapterLoad) -> float:
@@ -52,12 +81,36 @@ class CostModelTimes:
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
         return self._model.step_s(step_features(plan.chunks, self._bytes))
 
-    def repeats(self, chunks: Sequence[Chunk], num_waiting: int) -> Repeats:
-        following = [chunk.following() for chunk in chunks]
-        first_s = self._model.step_s(step_features(following, self._bytes))
+    def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
         terms = self._model.step.terms
-        growth_s = terms.decode_position_s * len(chunks) * self._model.corrections.step
-        return Repeats(first_s, growth_s)
+        growth_s = terms.decode_position_s * len(group) * self._model.corrections.step
+        sizes = list(map(self._bytes, group.adapters))
+        features = StepFeatures(
+            num_decodes=len(group),
+            decode_positions=group.positions,
+            num_adapters=len(sizes),
+            adapter_bytes=sum(sizes),
+            row_adapter_bytes=sum(map(mul, sizes, group.adapters.values())),
+        )
+        return Repeats(self._model.step_s(features), growth_s)
+
+    def beside_s(self, group: DecodeGroup, plan: StepPlan) -> float:
+        return self._model.step_s(self._features(group, plan.chunks))
+
+    def _features(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> StepFeatures:
+        """As `step_features` counts the chunks of all."""
+        beside = step_features(chunks, self._bytes)
+        sizes = {version: self._bytes(version) for version in group.adapters}
+        rows = sum(count * sizes[version] for version, count in group.adapters.items())
+        others = {chunk.adapter for chunk in chunks if chunk.adapter is not None} - sizes.keys()
+        return replace(
+            beside,
+            num_decodes=beside.num_decodes + len(group),
+            decode_positions=beside.decode_positions + group.positions,
+            num_adapters=len(sizes) + len(others),
+            adapter_bytes=sum(sizes.values()) + sum(map(self._bytes, others)),
+            row_adapter_bytes=beside.row_adapter_bytes + rows,
+        )
 
     def load_s(self, load: AdapterLoad) -> float:
         num_bytes = self._bytes(load.version)
@@ -72,8 +125,6 @@ class CostModelTimes:
 class SlotTimes:
     """By the costs of an engine with slots, which loads within its steps: `Scheduler` is told that every
     adapter is there. `order`: in which it goes through the adapters of a batch."""
-
-    cold_start = ColdStart.OVERLAP
 
     def __init__(
         self,
@@ -96,13 +147,23 @@ class SlotTimes:
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
         chunks = plan.chunks
         versions = {chunk.adapter for chunk in chunks if chunk.adapter is not None}
-        return self._loads_s(versions) + self._compute_s(chunks, len(versions), num_waiting, further=0)
+        return self._loads_s(versions) + self._compute_s(chunks, len(versions), num_waiting)
 
-    def repeats(self, chunks: Sequence[Chunk], num_waiting: int) -> Repeats:
-        versions = {chunk.adapter for chunk in chunks if chunk.adapter is not None}
-        loads_s = self._loads_s(versions)  # none: but whoever is gone since the step before is older now
-        first_s = loads_s + self._compute_s(chunks, len(versions), num_waiting, further=1)
-        return Repeats(first_s, self._costs.decode.kv_token_s * len(chunks))
+    def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
+        batch = BatchFeatures(
+            num_requests=len(group),
+            num_adapters=len(group.adapters),
+            max_rank=self._max_rank,
+            num_slots=self._num_slots,
+            kv_tokens=group.positions,
+            num_waiting=num_waiting,
+        )
+        first_s = self._costs.scheduler.predict(batch) + self._costs.decode.predict(batch)
+        growth_s = self._costs.decode.kv_token_s * len(group)
+        return Repeats(first_s, growth_s, once_s=self._loads_s(set(group.adapters)))
+
+    def beside_s(self, group: DecodeGroup, plan: StepPlan) -> float:
+        raise AssertionError("an engine that reads prompts first does not decode beside them")
 
     def load_s(self, load: AdapterLoad) -> float:
         return 0.0
@@ -124,17 +185,14 @@ class SlotTimes:
             self._slots.move_to_end(version)
         return seconds
 
-    def _compute_s(
-        self, chunks: Sequence[Chunk], num_adapters: int, num_waiting: int, *, further: int
-    ) -> float:
-        """`further`: steps after the one that these chunks are of."""
-        reads = not further and any(chunk.start == 0 for chunk in chunks)
+    def _compute_s(self, chunks: Sequence[Chunk], num_adapters: int, num_waiting: int) -> float:
+        reads = any(chunk.start == 0 for chunk in chunks)
         batch = BatchFeatures(
             num_requests=len(chunks),
             num_adapters=num_adapters,
             max_rank=self._max_rank,
             num_slots=self._num_slots,
-            kv_tokens=sum(chunk.end for chunk in chunks) + further * len(chunks),
+            kv_tokens=sum(chunk.end for chunk in chunks),
             num_tokens=sum(chunk.num_tokens for chunk in chunks) if reads else 0,
             num_waiting=num_waiting,
         )
