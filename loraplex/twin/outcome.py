@@ -15,8 +15,6 @@ Floats = npt.NDArray[np.float64]
 
 STARVED_BELOW: Final = 0.9
 """Of what is asked for: a run that serves less is starved."""
-_NUM_POINTS: Final = 400
-"""Of running and waiting over time, at most twice as many."""
 
 
 @dataclass(slots=True)
@@ -29,23 +27,12 @@ class RequestOutcome:
     failed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """At a moment: requests that run, and that wait."""
-
-    at_s: float
-    num_running: int
-    num_waiting: int
-
-
 class Recorder:
     """Takes notes while a workload runs."""
 
     def __init__(self) -> None:
         self.requests: list[RequestOutcome] = []
         self.without_token: set[str] = set()
-        self._points: list[Point] = []
-        self._every_s = 0.0
         self._gaps: list[tuple[float, int]] = []
         self._last_s = 0.0
         self.num_steps = 0
@@ -84,11 +71,6 @@ class Recorder:
         self.num_steps += num_steps
         self.running_s += passed_s * num_running
         self.waiting_s += passed_s * num_waiting
-        if not self._points or now_s >= self._points[-1].at_s + self._every_s:
-            self._points.append(Point(at_s=now_s, num_running=num_running, num_waiting=num_waiting))
-            if len(self._points) > 2 * _NUM_POINTS:  # half of them will do
-                self._points = self._points[::2]
-                self._every_s = max(2 * self._every_s, now_s / _NUM_POINTS)
 
     def outcome(self, end_s: float) -> Outcome:
         return Outcome(
@@ -97,7 +79,6 @@ class Recorder:
             num_steps=self.num_steps,
             mean_running=self.running_s / end_s if end_s else 0.0,
             mean_waiting=self.waiting_s / end_s if end_s else 0.0,
-            timeline=self._points,
             gaps=self._gaps,
         )
 
@@ -111,8 +92,22 @@ class Outcome:
     num_steps: int
     mean_running: float
     mean_waiting: float
-    timeline: Sequence[Point]
     gaps: Sequence[tuple[float, int]]
+
+    def timeline(self, num_points: int = 200) -> dict[str, list[float]]:
+        """Requests that run and that wait, at as many moments."""
+        arrivals_s = np.sort(_seconds(each.request.arrival_s for each in self.requests))
+        firsts_s = np.sort(_seconds(s for each in self.requests if (s := each.first_token_s) is not None))
+        ends_s = np.sort(_seconds(s for each in self.requests if (s := each.finish_s) is not None))
+        at_s = np.linspace(0.0, self.duration_s, num_points)
+        came, began, ended = (
+            np.searchsorted(times, at_s, "right") for times in (arrivals_s, firsts_s, ends_s)
+        )
+        return {
+            "at_s": at_s.tolist(),
+            "running": (began - ended).tolist(),
+            "waiting": (came - began).tolist(),
+        }
 
     def summary(self) -> dict[str, Any]:
         """Seconds, and tokens per second. Latencies are of requests that were served."""
