@@ -101,6 +101,8 @@ class BatchDecode(_Linear):
         "slot_s": "s per slot",
         "slot_rank_s": "s per slot and unit of the largest rank",
         "request_rank_s": "s per request and unit of the largest rank",
+        "request_adapter_s": "s per request and distinct adapter",
+        "request_slot_s": "s per request and slot",
     }
 
     base_s: float
@@ -111,6 +113,8 @@ class BatchDecode(_Linear):
     slot_s: float = 0.0
     slot_rank_s: float = 0.0
     request_rank_s: float = 0.0
+    request_adapter_s: float = 0.0
+    request_slot_s: float = 0.0
 
     @staticmethod
     def amounts(batch: BatchFeatures) -> tuple[float, ...]:
@@ -123,6 +127,8 @@ class BatchDecode(_Linear):
             batch.num_slots,
             batch.num_slots * batch.max_rank,
             batch.num_requests * batch.max_rank,
+            batch.num_requests * batch.num_adapters,
+            batch.num_requests * batch.num_slots,
         )
 
 

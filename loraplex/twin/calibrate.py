@@ -54,6 +54,8 @@ START: Final = SlotCosts(
         slot_s=30e-6,
         slot_rank_s=30e-9,
         request_rank_s=0.3e-6,
+        request_adapter_s=0.3e-6,
+        request_slot_s=0.3e-6,
     ),
     prefill=Prefill(base_s=2.5e-3, token_s=45e-6, adapter_s=500e-6, token_rank_s=0.1e-6),
     load=AdapterLoadCost(slot_s=2e-3, slot_rank_s=10e-6, disk_s=0.3, disk_rank_s=3.5e-3),

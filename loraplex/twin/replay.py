@@ -155,7 +155,7 @@ def _on_slots(profile: SlotProfile, workload: Sequence[WorkloadRequest], options
     ]
     return Outcome(
         requests=outcomes,
-        duration_s=run.duration_s,
+        duration_s=min(run.duration_s + latency_s, options.until_s),
         num_steps=run.num_steps,
         mean_running=run.mean_running,
         mean_waiting=run.mean_waiting,

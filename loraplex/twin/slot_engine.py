@@ -138,15 +138,15 @@ def _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, 
     """The order of `costs` is that of `SlotCosts.coefficients`."""
     rank = limits.max_rank
     num_loads, ranks, num_cold, cold_ranks = loads
-    seconds = costs[12] * num_loads + costs[13] * ranks + costs[14] * num_cold + costs[15] * cold_ranks
-    seconds += costs[16] * num_in_step + costs[17] * counts[NUM_WAITING]
+    seconds = costs[14] * num_loads + costs[15] * ranks + costs[16] * num_cold + costs[17] * cold_ranks
+    seconds += costs[18] * num_in_step + costs[19] * counts[NUM_WAITING]
     if num_tokens > 0:
         return (
             seconds
-            + costs[8]
-            + costs[9] * num_tokens
-            + costs[10] * num_adapters
-            + costs[11] * num_tokens * rank
+            + costs[10]
+            + costs[11] * num_tokens
+            + costs[12] * num_adapters
+            + costs[13] * num_tokens * rank
         )
     return (
         seconds
@@ -158,6 +158,8 @@ def _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, 
         + costs[5] * limits.num_slots
         + costs[6] * limits.num_slots * rank
         + costs[7] * num_in_step * rank
+        + costs[8] * num_in_step * num_adapters
+        + costs[9] * num_in_step * limits.num_slots
     )
 
 
