@@ -1,6 +1,6 @@
 """Fill the tables of the docs from the committed results, so that no published number is typed by hand.
 
-    python -m benchmarks.make_tables            rewrite docs/benchmarks.md and README.md in place
+    python -m benchmarks.make_tables            rewrite the documents in place
     python -m benchmarks.make_tables --check    exit 1 if a table is not what the results say
 
 A document says where a table goes with a pair of markers; what is between them is replaced:
@@ -19,11 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_tables
+from benchmarks import gpu_tables, twin_tables
 from benchmarks.markdown import Result, table
 
 RESULTS = Path(__file__).parent / "results"
-DOCUMENTS = (Path("docs/benchmarks.md"), Path("README.md"))
+DOCUMENTS = (Path("docs/benchmarks.md"), Path("docs/twin.md"), Path("README.md"))
 _BLOCK = re.compile(
     r"<!-- table:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- /table:(?P=name) -->",
     re.DOTALL,
@@ -148,7 +148,7 @@ def limits_table(result: Result) -> str:
 
 
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
-CORRECTNESS = "gpu_correctness.json"
+CORRECTNESS, TWIN = "gpu_correctness.json", "twin_validation.json"
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "cpu-serve": (SERVE, serve_table),
     "cpu-startup": (SERVE, startup_table),
@@ -166,6 +166,9 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "gpu-padded": (GPU, gpu_tables.padded_table),
     "gpu-cold": (GPU, gpu_tables.cold_table),
     "gpu-correctness": (CORRECTNESS, gpu_tables.correctness_table),
+    "twin-machine": (TWIN, twin_tables.machine_note),
+    "twin-validation": (TWIN, twin_tables.validation_table),
+    "twin-speed": (TWIN, twin_tables.speed_table),
 }
 """Name of a table -> the result file it is made from, and how."""
 

@@ -134,23 +134,31 @@ class BatchDecode(_Linear):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefill(_Linear):
-    """By the prompts' tokens, and by the largest rank."""
+    """By the prompts' tokens, by the largest rank, and by the slots, which are launched over in any case."""
 
     UNITS: ClassVar[dict[str, str]] = {
         "base_s": "s",
         "token_s": "s per prompt token",
         "adapter_s": "s per distinct adapter",
         "token_rank_s": "s per prompt token and unit of the largest rank",
+        "slot_s": "s per slot",
     }
 
     base_s: float
     token_s: float = 0.0
     adapter_s: float = 0.0
     token_rank_s: float = 0.0
+    slot_s: float = 0.0
 
     @staticmethod
     def amounts(batch: BatchFeatures) -> tuple[float, ...]:
-        return 1.0, batch.num_tokens, batch.num_adapters, batch.num_tokens * batch.max_rank
+        return (
+            1.0,
+            batch.num_tokens,
+            batch.num_adapters,
+            batch.num_tokens * batch.max_rank,
+            batch.num_slots,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest, FinishReason
@@ -24,10 +24,10 @@ from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.adapter_desk import AdapterDesk
 from loraplex.scheduling.adapter_slots import AdapterSlots
 from loraplex.scheduling.config import SchedulerConfig
-from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.request_limits import check_request, room_in_words
+from loraplex.scheduling.scheduler_view import check_integrity, engine_stats
 from loraplex.scheduling.sequence import Sequence
 
 
@@ -37,10 +37,6 @@ class _ChunkUnderWay(NamedTuple):
     sequence: Sequence
     num_resets: int
     samples: bool
-
-
-ANY_TOKEN: Final = 1
-"""Where tokens are made up: the one that is sampled."""
 
 
 class Scheduler:
@@ -61,7 +57,6 @@ class Scheduler:
         self._under_way: deque[list[_ChunkUnderWay]] = deque()
         self._slots = AdapterSlots(config.max_adapters)
         self._is_settled = False  # the last step decoded, and whoever waits will wait on
-        self._group: DecodeGroup | None = None
         self._num_preemptions = 0
 
     # ---- what callers tell it
@@ -80,7 +75,6 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> None:
         """Free all a request holds; unknown ids are ignored."""
-        self._dissolve_group()
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._drop(sequence)
@@ -104,7 +98,6 @@ class Scheduler:
 
     def _fail_all(self, version: str, message: str, *, pinned: bool) -> None:
         """Requests of a version; those that hold it in memory only if that is said."""
-        self._dissolve_group()
         for sequence in [s for s in self._sequences.values() if s.adapter == version]:
             if pinned or not sequence.pinned:
                 self._fail(sequence, message, param="model")
@@ -116,7 +109,6 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide the next step. May be empty of chunks while adapters load."""
-        self._dissolve_group()
         preempted: list[Sequence] = []
         num_running = len(self._running)
         if self._config.prompts_first:
@@ -185,87 +177,6 @@ class Scheduler:
         failures, self._failures = self._failures, []
         return failures
 
-    # ---- steps that are alike, for a clock that is not of this world
-
-    @property
-    def group(self) -> DecodeGroup | None:
-        """All that run, if they do nothing but decode."""
-        if self._group is None and not self._under_way and all(map(_decodes, self._running)):
-            self._group = DecodeGroup(self._running, self._pool, self._config.max_model_len)
-        return self._group
-
-    def leap_length(self) -> int:
-        """For how many steps from now the group goes on as it is; the last of these may end some. 0: the next
-        step has to be decided."""
-        group = self.group if self._can_leap() else None
-        return 0 if group is None else group.steps_left
-
-    def leap(self, num_steps: int) -> list[TokenUpdate]:
-        """As so many times `schedule` and `update`, with a token each time that ends nobody. Returns how
-        requests ended, which is with the last of these steps."""
-        assert self._group is not None
-        ended = self._group.advance(num_steps, ANY_TOKEN)
-        for sequence in ended:
-            self._publish(sequence, sequence.num_computed)
-        return [self._accept(sequence, ANY_TOKEN) for sequence in ended]
-
-    def schedule_beside(self) -> StepPlan | None:
-        """The next step, if the group goes on in it beside the whole prompts of all who wait: the plan names
-        these alone. None if it is not so easily decided."""
-        if not self._waiting or not self._all_is_quiet() or not self._all_may_start():
-            return None
-        group, chunks = self.group, list[Chunk]()
-        if group is None or not group.has_room_for(self._waiting):
-            return None
-        self.adapters.bring_in(self._waiting, self._running)
-        self._admit(chunks, self._config.work.prefill_budget(len(group)))
-        assert not self._waiting
-        return self._plan(chunks)
-
-    def update_beside(self, plan: StepPlan) -> list[TokenUpdate]:
-        """Account for a step that `schedule_beside` decided; of the group, how requests ended."""
-        assert self._group is not None
-        ended = self.leap(1) if len(self._group) > 0 else []
-        updates = self.update(plan, {chunk.request_id: ANY_TOKEN for chunk in plan.chunks})
-        for update in updates:
-            if update.finish_reason is None:
-                self._group.enter(self._sequences[update.request_id])
-        return ended + updates
-
-    def _can_leap(self) -> bool:
-        if not self._waiting:
-            return self._all_is_quiet()
-        # Those for whom a step of decodes had no place have none before one of these ends.
-        shares = self._memory.shared or self._config.work.position_cost > 0
-        return self._is_settled and not shares and self._residency.num_loading == 0 and self._all_is_quiet()
-
-    def _all_is_quiet(self) -> bool:
-        """Whether nothing is done that no request asked for."""
-        busy = self._under_way or self._failures or self._config.loads_popular
-        return not busy and not self.adapters.has_work()
-
-    def _all_may_start(self) -> bool:
-        """Whether whoever waits finds all it needs, memory for tokens apart."""
-        config, waiting = self._config, self._waiting
-        if config.prompts_first or config.max_adapters is not None or config.work.position_cost > 0:
-            return False
-        num_tokens = sum(len(sequence.token_ids) for sequence in waiting)
-        return (
-            self._residency.num_loading == 0
-            and len(waiting) <= min(config.max_running - len(self._running), config.prefetch_depth)
-            and num_tokens <= config.work.prefill_budget(len(self._running))
-            and all(s.adapter is None or self._residency.is_resident(s.adapter) for s in waiting)
-        )
-
-    def _dissolve_group(self) -> None:
-        """Before anybody looks at those that are in it."""
-        if self._group is None:
-            return
-        self._group.settle(ANY_TOKEN)
-        for sequence in self._running:
-            self._publish(sequence, sequence.num_computed)
-        self._group = None
-
     # ---- running requests
 
     def _prompts_or_decodes(self, preempted: list[Sequence]) -> tuple[list[Chunk], float]:
@@ -281,7 +192,7 @@ class Scheduler:
         budget = work.prefill_budget(decode_cost)
         chunks: list[Chunk] = []
         for sequence in list(self._running):
-            if sequence in preempted or self._needs_no_more(sequence):
+            if sequence in preempted or sequence.needs_no_more(self._config.max_model_len):
                 continue
             decodes = sequence.num_remaining == 1
             num_tokens = 1 if decodes else self._within(budget, sequence)
@@ -291,15 +202,6 @@ class Scheduler:
             if not decodes:
                 budget -= work.cost(sequence.num_computed, num_tokens)
         return chunks, budget
-
-    def _needs_no_more(self, sequence: Sequence) -> bool:
-        """Whether the tokens under way are the last ones, whatever they turn out to be."""
-        if sequence.num_unknown == 0:
-            return False
-        limit, max_tokens = self._config.max_model_len, sequence.request.params.max_tokens
-        if max_tokens is not None:
-            limit = min(limit, sequence.num_prompt + max_tokens)
-        return sequence.num_tokens >= limit
 
     def _within(self, budget: float, sequence: Sequence) -> int:
         return min(sequence.num_remaining, self._config.work.tokens_within(budget, sequence.num_computed))
@@ -403,10 +305,7 @@ class Scheduler:
         """Append a sampled token, or end the request."""
         params = sequence.request.params
         num_output = sequence.num_output + 1
-        stops = token_id in params.stop_token_ids or (
-            not params.ignore_eos and token_id in sequence.request.eos_token_ids
-        )
-        if stops and num_output > params.min_tokens:
+        if sequence.stops_at(token_id):
             self._drop(sequence)
             return TokenUpdate(
                 request_id=sequence.request_id,
@@ -499,49 +398,18 @@ class Scheduler:
         return self._sequences.keys()
 
     def stats(self, num_steps: int) -> EngineStats:
-        self._dissolve_group()
-        residency, staging, on_host = self._residency, self._memory.staging, not self._memory.shared
-        host = staging or residency
-        return EngineStats(
+        return engine_stats(
+            self._memory,
+            num_steps=num_steps,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_kv_blocks=self._pool.num_blocks - self._pool.num_free + self._pool.num_obtainable,
-            num_kv_blocks_used=self._pool.num_blocks - self._pool.num_free,
-            prefix_cache_queries=self._pool.prefix_queries * self._pool.block_size,
-            prefix_cache_hits=self._pool.prefix_hits * self._pool.block_size,
             num_preemptions=self._num_preemptions,
-            num_steps=num_steps,
-            host_adapter_bytes=host.used_bytes if staging or on_host else 0,
-            host_adapter_budget_bytes=host.budget_bytes if staging or on_host else 0,
-            device_adapter_bytes=0 if on_host else residency.used_bytes,
-            device_arena_bytes=self._memory.shared_bytes,
             adapters=self.adapters.snapshot(),
         )
 
     def check_integrity(self) -> None:
         """Assert every invariant that ties queues, blocks and pins together. For tests, after each step."""
-        self._dissolve_group()
-        queued = [*self._waiting, *self._running]
-        assert {s.request_id for s in queued} == self._sequences.keys()
-        assert len(queued) == len(self._sequences)
-        self._pool.check_integrity(s.block_ids for s in queued)
+        assert {s.request_id for s in (*self._waiting, *self._running)} == self._sequences.keys()
+        assert len(self._waiting) + len(self._running) == len(self._sequences)
         unknown = Counter(id(c.sequence) for step in self._under_way for c in step if c.samples)
-        assert all(s.num_unknown == unknown[id(s)] for s in queued), (
-            "a token is counted on that nobody samples"
-        )
-        for sequence in self._waiting:
-            assert not sequence.block_ids, "a waiting request holds blocks"
-        for sequence in self._running:
-            assert sequence.adapter is None or sequence.pinned, "a running request's adapter may vanish"
-            assert 0 <= sequence.num_computed < sequence.num_tokens
-            assert len(sequence.block_ids) >= self._pool.blocks_for(sequence.num_computed)
-        self._memory.check_integrity()
-        self._residency.check_integrity(
-            pins=Counter(s.adapter for s in queued if s.adapter is not None and s.pinned),
-            in_flight=Counter(s.adapter for s in queued if s.adapter is not None),
-        )
-
-
-def _decodes(sequence: Sequence) -> bool:
-    """Of a prompt's last token comes a first one, at a time of its own: that is not decoding yet."""
-    return sequence.num_remaining == 1 and sequence.num_unknown == 0 and sequence.num_output > 0
+        check_integrity(self._waiting, self._running, self._memory, unknown)

@@ -20,6 +20,7 @@ import numpy as np
 from loraplex.core.errors import UserError
 from loraplex.perf.serving_costs import AdapterLoadCost, BatchDecode, Prefill, SchedulerCost, SlotMemory
 from loraplex.perf.slot_profile import ClientLimits, SlotCosts, SlotProfile
+from loraplex.twin.first_guess import first_guess
 from loraplex.twin.predict_run import Predicted, predict_run
 from loraplex.twin.recorded_runs import KvSample, Measured, RunSetup
 from loraplex.twin.run_workload import WorkloadBook
@@ -47,17 +48,17 @@ _STEPS_PER_ROUND: Final = 9
 START: Final = SlotCosts(
     decode=BatchDecode(
         base_s=12.5e-3,
-        request_s=40e-6,
-        adapter_s=400e-6,
+        request_s=20e-6,
+        adapter_s=300e-6,
         adapter_rank_s=5e-6,
         kv_token_s=35e-9,
         slot_s=30e-6,
         slot_rank_s=30e-9,
         request_rank_s=0.3e-6,
-        request_adapter_s=0.3e-6,
-        request_slot_s=0.3e-6,
+        request_adapter_s=0.2e-6,
+        request_slot_s=0.2e-6,
     ),
-    prefill=Prefill(base_s=2.5e-3, token_s=45e-6, adapter_s=500e-6, token_rank_s=0.1e-6),
+    prefill=Prefill(base_s=2.5e-3, token_s=45e-6, adapter_s=300e-6, token_rank_s=0.1e-6, slot_s=30e-6),
     load=AdapterLoadCost(slot_s=2e-3, slot_rank_s=10e-6, disk_s=0.3, disk_rank_s=3.5e-3),
     scheduler=SchedulerCost(request_s=1e-9, waiting_s=0.3e-6),
 )
@@ -111,7 +112,7 @@ def calibrate(
     start = SlotProfile(
         model=model,
         hardware=hardware,
-        costs=START,
+        costs=first_guess(runs, START),
         memory=memory,
         client=START_CLIENT,
         max_running=START_MAX_RUNNING,

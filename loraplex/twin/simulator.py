@@ -16,9 +16,9 @@ from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.leaping import ANY_TOKEN, LeapingScheduler
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan, TokenUpdate
-from loraplex.scheduling.scheduler import ANY_TOKEN, Scheduler
 from loraplex.twin.outcome import Outcome, Recorder
 from loraplex.twin.times import StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
@@ -38,7 +38,7 @@ class Simulator:
         leaps: bool = True,
     ) -> None:
         """`leaps`: False to take every step by itself, for tests."""
-        self.scheduler = Scheduler(config, memory, costs)
+        self.scheduler = LeapingScheduler(config, memory, costs)
         self._memory = memory
         self._times = times
         self._adapters = adapters

@@ -138,8 +138,8 @@ def _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, 
     """The order of `costs` is that of `SlotCosts.coefficients`."""
     rank = limits.max_rank
     num_loads, ranks, num_cold, cold_ranks = loads
-    seconds = costs[14] * num_loads + costs[15] * ranks + costs[16] * num_cold + costs[17] * cold_ranks
-    seconds += costs[18] * num_in_step + costs[19] * counts[NUM_WAITING]
+    seconds = costs[15] * num_loads + costs[16] * ranks + costs[17] * num_cold + costs[18] * cold_ranks
+    seconds += costs[19] * num_in_step + costs[20] * counts[NUM_WAITING]
     if num_tokens > 0:
         return (
             seconds
@@ -147,6 +147,7 @@ def _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, 
             + costs[11] * num_tokens
             + costs[12] * num_adapters
             + costs[13] * num_tokens * rank
+            + costs[14] * limits.num_slots
         )
     return (
         seconds

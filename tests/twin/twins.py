@@ -36,7 +36,7 @@ COSTS = SlotCosts(
         request_adapter_s=3e-6,
         request_slot_s=4e-6,
     ),
-    prefill=Prefill(base_s=5e-3, token_s=50e-6, adapter_s=400e-6, token_rank_s=1e-6),
+    prefill=Prefill(base_s=5e-3, token_s=50e-6, adapter_s=400e-6, token_rank_s=1e-6, slot_s=30e-6),
     load=AdapterLoadCost(slot_s=2e-3, slot_rank_s=0.1e-3, disk_s=20e-3, disk_rank_s=1e-3),
     scheduler=SchedulerCost(request_s=1e-6, waiting_s=5e-6),
 )

@@ -1,0 +1,150 @@
+"""How far the twin is from recorded runs of another engine, and how fast it is.
+
+    python -m benchmarks.twin --runs RUNS --fit OTHERS --out benchmarks/results/twin_validation.json
+
+Beside the runs asked for, which are left out of the fit, the runs to fit to are predicted themselves: each
+half of their workloads from the other half. The result holds scores only, no recorded figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from loraplex.bench.environment import environment
+from loraplex.core.shape import ModelShape
+from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.subject import Subject
+from loraplex.twin.recorded_runs import Measured, RunSetup, RunsFile, read_runs
+from loraplex.twin.replay import ReplayOptions, replay
+from loraplex.twin.validate import Prediction, fit_for, predict, report
+from loraplex.workload.jsonl import WorkloadRequest
+
+LLAMA_7B = ModelShape(
+    family="llama",
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    vocab_size=32000,
+    max_position=4096,
+)
+HOUR_S = 3600.0
+
+
+def scores(predictions: Sequence[Prediction], measured: dict[str, Measured]) -> dict[str, Any]:
+    """Of all, by model, and of starved and other runs apart."""
+    found = report(predictions, measured)
+    by_model = {
+        model: _brief(report([each for each in predictions if each.setup.model == model], measured))
+        for model in sorted({each.setup.model for each in predictions})
+    }
+    by_load = {
+        name: _brief(report(chosen, measured))
+        for name, wanted in (("starved", True), ("served", False))
+        if (chosen := [each for each in predictions if _is_starved(each, measured) is wanted])
+    }
+    return {**_brief(found), "by_model": by_model, "by_load": by_load}
+
+
+def _is_starved(each: Prediction, measured: dict[str, Measured]) -> bool | None:
+    found = measured.get(each.setup.key)
+    return None if found is None or each.predicted is None else found.total_tok_s < 0.9 * each.offered_tok_s
+
+
+def _brief(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in ("smape", "starvation_f1", "num_compared", "num_starved")}
+
+
+def held_out(runs: RunsFile, fit: RunsFile, say: Callable[[str], None]) -> dict[str, Any]:
+    """The runs asked for, from all others."""
+    start_s = time.perf_counter()
+    fitted = fit_for(runs.setups, [fit], progress=say)
+    fit_s = time.perf_counter() - start_s
+    found = scores(predict(fitted, runs.setups), dict(runs.measured))
+    quality = {model: dict(profile.quality) for model, profile in fitted.profiles.items()}
+    return {**found, "fit_s": fit_s, "predict_s": time.perf_counter() - start_s - fit_s, "quality": quality}
+
+
+def halves(runs: RunsFile, models: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+    """Each half of the workloads (by their rates) from the other: not even the requests were seen."""
+    predictions: list[Prediction] = []
+    for half in (0, 1):
+        asked = [s for s in runs.setups if s.model in models and s.key in runs.measured and _half(s) == half]
+        predictions += predict(fit_for(asked, [runs], progress=say), asked)
+    return scores(predictions, dict(runs.measured))
+
+
+def _half(setup: RunSetup) -> int:
+    return zlib.crc32(repr(setup.rates).encode()) % 2
+
+
+def speed() -> dict[str, Any]:
+    """One simulated hour of one GPU: 10 requests a second on 128 adapters, by our own scheduler."""
+    subject = Subject(machine="imagined", device="cuda", model="llama-7b", dtype="bfloat16", num_layers=32)
+    profile = default_cost_model(subject, LLAMA_7B, element_bytes=2, num_cores=16)
+    workload = list(_poisson(10.0, num_adapters=128))
+    options = ReplayOptions(num_adapters=128, kv_tokens=200_000)
+    took_s = []
+    for _ in range(3):
+        start_s = time.process_time()
+        outcome = replay(profile, workload, options)
+        took_s.append(time.process_time() - start_s)
+    summary = outcome.summary()
+    return {
+        "num_requests": len(workload),
+        "num_steps": summary["num_steps"],
+        "mean_running": summary["mean_running"],
+        "cpu_s": min(took_s),
+        "times_real_time": HOUR_S / min(took_s),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _poisson(rps: float, num_adapters: int) -> Iterator[WorkloadRequest]:
+    """Prompts and outputs of about 225 and 195 tokens."""
+    rng, now_s = random.Random(0), 0.0
+    while (now_s := now_s + rng.expovariate(rps)) < HOUR_S:
+        yield WorkloadRequest(
+            arrival_s=now_s,
+            prompt_tokens=max(1, round(rng.gammavariate(1.2, 188))),
+            output_tokens=max(1, round(rng.gammavariate(1.8, 108))),
+            adapter=rng.randrange(num_adapters),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--fit", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--no-halves", action="store_true", help="leave out what takes longest")
+    args = parser.parse_args()
+    result: dict[str, Any] = environment(("loraplex", "numpy", "numba"))
+    result["speed"] = speed()  # first: what the process holds later is not this one's
+    runs, fit = read_runs(args.runs), read_runs(args.fit)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    result["held_out"] = held_out(runs, fit, say)
+    if not args.no_halves:
+        models = sorted({setup.model for setup in runs.setups})
+        result["halves"] = halves(fit, models, say)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
