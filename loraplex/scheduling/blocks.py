@@ -131,13 +131,14 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference each. The end of a sequence is freed first: its start is reused most."""
+        refs, last_use, uses, node_of = self._refs, self._last_use, self._uses, self._node_of
         for block in reversed(blocks):
-            self._refs[block] -= 1
-            assert self._refs[block] >= 0, f"block {block} released twice"
-            if self._refs[block] > 0:
+            refs[block] -= 1
+            assert refs[block] >= 0, f"block {block} released twice"
+            if refs[block] > 0:
                 continue
-            self._last_use[block] = next(self._uses)
-            node = self._node_of.get(block)
+            last_use[block] = next(uses)
+            node = node_of.get(block)
             if node is not None:
                 self._queue_of(node)[node] = None
             else:

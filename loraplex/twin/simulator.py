@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import count
 
 from loraplex.core.request import EngineRequest, FinishReason
@@ -92,7 +93,7 @@ class Simulator:
                 EngineRequest(
                     request_id=str(number),
                     prompt_token_ids=[number] * request.prompt_tokens,
-                    params=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
+                    params=_params(request.output_tokens),
                     adapter=self._adapters[request.adapter] if self._adapters else None,
                 )
             )
@@ -186,3 +187,9 @@ class Simulator:
         for end_s, _, version, _ in self._ends:
             if version in versions:
                 self._now_s = max(self._now_s, end_s)
+
+
+@lru_cache(maxsize=4096)
+def _params(max_tokens: int) -> SamplingParams:
+    """The same for the same length: checking them takes longer than simulating the request."""
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
