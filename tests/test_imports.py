@@ -29,6 +29,12 @@ def test_deciding_code_imports_no_tensors() -> None:
     assert loaded.isdisjoint({"torch", "triton", "ray", "numba", "transformers"})
 
 
+def test_the_twin_imports_no_device_and_no_cluster() -> None:
+    loaded = modules_after_importing("loraplex.twin")
+    assert "loraplex" in loaded
+    assert loaded.isdisjoint({"torch", "triton", "ray", "transformers", "fastapi", "matplotlib"})
+
+
 def test_the_engine_imports_no_web_server() -> None:
     loaded = modules_after_importing("loraplex.engine,loraplex.model,loraplex.kernels,loraplex.bench")
     assert "torch" in loaded
