@@ -140,6 +140,7 @@ def main() -> None:
         print(text, file=sys.stderr, flush=True)
 
     result["held_out"] = held_out(runs, fit, say)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if not args.no_halves:
         models = sorted({setup.model for setup in runs.setups})
         result["halves"] = halves(fit, models, say)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from os import cpu_count
 from typing import Final
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from loraplex.core.errors import UserError
 from loraplex.perf.serving_costs import AdapterLoadCost, BatchDecode, Prefill, SchedulerCost, SlotMemory
-from loraplex.perf.slot_profile import ClientLimits, SlotCosts, SlotProfile
+from loraplex.perf.slot_profile import PARTS, ClientLimits, SlotCosts, SlotProfile
 from loraplex.twin.first_guess import first_guess
 from loraplex.twin.predict_run import Predicted, predict_run
 from loraplex.twin.recorded_runs import KvSample, Measured, RunSetup
@@ -42,8 +43,11 @@ _SLOPE_STEP: Final = 0.1
 _MAX_MOVE: Final = 0.5
 _PULL: Final = 0.02
 """Towards the start, for coefficients that the runs say nothing of."""
-_ROUNDS: Final = 2
-_STEPS_PER_ROUND: Final = 9
+_MAX_ROUNDS: Final = 4
+_LEAST_GAIN: Final = 0.15
+"""Of the loss, in a round that is followed by another. Each begins with measuring the slope."""
+_STEPS_PER_ROUND: Final = 10
+_MAX_SPARE: Final = 0.5
 
 START: Final = SlotCosts(
     decode=BatchDecode(
@@ -138,24 +142,40 @@ class _Search:
         self._setups = [setup for setup, _ in runs]
         self._measured_N3 = np.array([[m.output_tok_s, m.itl_s, m.ttft_s] for _, m in runs])
         self._book = book
-        limits = (start.client.latency_s, start.client.max_open, start.max_running)
+        limits = (start.client.latency_s, start.client.max_open, start.max_running, start.spare_share)
         self._values_K = np.array([*start.costs.coefficients, *limits])
 
     def profile(self, moves_K: Floats) -> SlotProfile:
-        *costs, latency_s, max_open, max_running = self._values_K * np.exp(moves_K)
+        *costs, latency_s, max_open, max_running, spare_share = self._values_K * np.exp(moves_K)
         return replace(
             self._start,
             costs=SlotCosts.of_coefficients(costs),
             client=ClientLimits(latency_s=float(latency_s), max_open=max(int(max_open), 1)),
             max_running=max(int(max_running), 1),
+            spare_share=min(float(spare_share), _MAX_SPARE),
         )
 
     def run(self, progress: Progress) -> _Trial:
-        best = self._trial(np.zeros(len(self._values_K)))
-        for number in range(_ROUNDS):
-            slope_MK = self._slope(best, lambda done: progress(f"slope {number + 1}, {done:.0%}"))  # noqa: B023
-            best = self._descend(best, slope_MK, progress)
+        best = min((self._trial(moves_K) for moves_K in self._starts()), key=lambda trial: trial.loss)
+        for number in range(_MAX_ROUNDS):
+            slope_MK = self._slope(best, number, progress)
+            before, best = best, self._descend(best, slope_MK, progress)
+            if best.loss > (1 - _LEAST_GAIN) * before.loss:
+                break
         return best
+
+    def _starts(self) -> list[Floats]:
+        """What loads cost decides whether a queue that they pile up goes away again, and what admissions
+        leave of memory whether they are taken back: no slope leads from one side to the other."""
+        names = [f"{part}.{name}" for part, kind in PARTS.items() for name in kind.UNITS]
+        starts = []
+        for slot, disk, spare in product((1.0, 0.4), (1.0, 0.3), (1.0, 10.0)):
+            moves_K = np.zeros(len(self._values_K))
+            moves_K[names.index("load.slot_s")] = np.log(slot)
+            moves_K[names.index("load.disk_s")] = np.log(disk)
+            moves_K[-1] = np.log(spare)
+            starts.append(moves_K)
+        return starts
 
     def _descend(self, best: _Trial, slope_MK: Floats, progress: Progress) -> _Trial:
         damping = 1.0
@@ -179,13 +199,13 @@ class _Search:
         downhill_K = weighted_KM @ errors_M + _PULL * at.moves_K
         return np.clip(-np.linalg.solve(curve_KK, downhill_K), -_MAX_MOVE, _MAX_MOVE)
 
-    def _slope(self, at: _Trial, progress: Callable[[float], None]) -> Floats:
+    def _slope(self, at: _Trial, number: int, progress: Progress) -> Floats:
         columns = []
         for index in range(len(at.moves_K)):
             moved_K = at.moves_K.copy()
             moved_K[index] += _SLOPE_STEP
             columns.append((self._trial(moved_K).errors_N3 - at.errors_N3).ravel() / _SLOPE_STEP)
-            progress((index + 1) / len(at.moves_K))
+            progress(f"slope {number + 1}, {(index + 1) / len(at.moves_K):.0%}")
         return np.stack(columns, axis=1)
 
     def _trial(self, moves_K: Floats) -> _Trial:
