@@ -17,28 +17,34 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from loraplex.bench.environment import environment
-from loraplex.core.shape import ModelShape
-from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.assist_cost import AssistCost
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.layer_pipeline import Bus
+from loraplex.perf.line import Line
+from loraplex.perf.read_cost import ReadCost
+from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
 from loraplex.twin.recorded_runs import Measured, RunSetup, RunsFile, read_runs
 from loraplex.twin.replay import ReplayOptions, replay
 from loraplex.twin.validate import Prediction, fit_for, predict, report
 from loraplex.workload.jsonl import WorkloadRequest
 
-LLAMA_7B = ModelShape(
-    family="llama",
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    vocab_size=32000,
-    max_position=4096,
+GPU: Final = CostModel(
+    subject=Subject(machine="imagined", device="cuda", model="7b", dtype="bfloat16", num_layers=32),
+    measured=False,
+    bus=Bus(copy=Line(latency_s=10e-6, unit_s=1 / 50e9), launch_s=3e-6),
+    read=ReadCost(by_readers=((1, Line(latency_s=1e-3, unit_s=1 / 5e9)),)),
+    disk=Line(latency_s=1e-3, unit_s=1 / 2e9),
+    step=StepCost(
+        curve=RowCurve(rows=(1, 32, 64, 128, 2048), seconds_at=(4.6e-3, 5.9e-3, 7.6e-3, 9e-3, 60e-3)),
+        terms=StepTerms(lora_s=2e-3, decode_position_s=10e-9, prompt_pair_s=0.1e-9, adapter_byte_s=1 / 4e12),
+    ),
+    assist=AssistCost(round_trip_s=0.0, call_s=0.0, weight_s=0.0, serial_s=0.0, shared_s=0.0),
 )
+"""About what a 7B model takes on a large GPU; how fast the twin is depends little on it."""
 HOUR_S = 3600.0
 
 
@@ -91,14 +97,12 @@ def _half(setup: RunSetup) -> int:
 
 def speed() -> dict[str, Any]:
     """One simulated hour of one GPU: 10 requests a second on 128 adapters, by our own scheduler."""
-    subject = Subject(machine="imagined", device="cuda", model="llama-7b", dtype="bfloat16", num_layers=32)
-    profile = default_cost_model(subject, LLAMA_7B, element_bytes=2, num_cores=16)
     workload = list(_poisson(10.0, num_adapters=128))
     options = ReplayOptions(num_adapters=128, kv_tokens=200_000)
     took_s = []
     for _ in range(3):
         start_s = time.process_time()
-        outcome = replay(profile, workload, options)
+        outcome = replay(GPU, workload, options)
         took_s.append(time.process_time() - start_s)
     summary = outcome.summary()
     return {
