@@ -115,9 +115,13 @@ class BlockPool:
         while len(self._empty) < count:
             if not self._find_more(count - len(self._empty)):
                 return None
-        blocks = [self._pop_empty() for _ in range(count)]
-        for block in blocks:
-            self._refs[block] = 1
+        heap, empty, refs, blocks = self._empty_heap, self._empty, self._refs, list[int]()
+        while len(blocks) < count:
+            block = heapq.heappop(heap)
+            if block in empty:
+                empty.remove(block)
+                refs[block] = 1
+                blocks.append(block)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -132,6 +136,9 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference each. The end of a sequence is freed first: its start is reused most."""
         refs, last_use, uses, node_of = self._refs, self._last_use, self._uses, self._node_of
+        if not self.keeps_contents:
+            self._empty_all(blocks)
+            return
         for block in reversed(blocks):
             refs[block] -= 1
             assert refs[block] >= 0, f"block {block} released twice"
@@ -143,6 +150,16 @@ class BlockPool:
                 self._queue_of(node)[node] = None
             else:
                 self._push_empty(block)
+
+    def _empty_all(self, blocks: Sequence[int]) -> None:
+        """Blocks that nobody shares, as nothing in them can be found."""
+        refs, last_use, heap, use = self._refs, self._last_use, self._empty_heap, next(self._uses)
+        for block in blocks:
+            assert refs[block] == 1, f"block {block} released twice"
+            refs[block] = 0
+            last_use[block] = use
+            heapq.heappush(heap, block)
+        self._empty.update(blocks)
 
     def empty_oldest(self) -> None:
         """Drop the contents of the cached block whose turn it is."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from operator import mul
 from typing import NamedTuple, Protocol
 
@@ -99,17 +98,29 @@ class CostModelTimes:
 
     def _features(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> StepFeatures:
         """As `step_features` counts the chunks of all."""
-        beside = step_features(chunks, self._bytes)
+        num_decodes, positions, num_tokens, pairs, rows = len(group), group.positions, 0, 0.0, 0
         sizes = {version: self._bytes(version) for version in group.adapters}
-        rows = sum(count * sizes[version] for version, count in group.adapters.items())
-        others = {chunk.adapter for chunk in chunks if chunk.adapter is not None} - sizes.keys()
-        return replace(
-            beside,
-            num_decodes=beside.num_decodes + len(group),
-            decode_positions=beside.decode_positions + group.positions,
-            num_adapters=len(sizes) + len(others),
-            adapter_bytes=sum(sizes.values()) + sum(map(self._bytes, others)),
-            row_adapter_bytes=beside.row_adapter_bytes + rows,
+        group_rows = sum(map(mul, sizes.values(), group.adapters.values()))
+        for chunk in chunks:
+            count = chunk.num_tokens
+            if count == 1:
+                num_decodes += 1
+                positions += chunk.end
+            else:
+                num_tokens += count
+                pairs += count * (chunk.start + count / 2)
+            if chunk.adapter is not None:
+                size = sizes[chunk.adapter] = self._bytes(chunk.adapter)
+                rows += count * size
+        return StepFeatures(
+            num_decodes=num_decodes,
+            num_prompts=len(group) + len(chunks) - num_decodes,
+            num_prompt_tokens=num_tokens,
+            decode_positions=positions,
+            prompt_pairs=pairs,
+            num_adapters=len(sizes),
+            adapter_bytes=sum(sizes.values()),
+            row_adapter_bytes=group_rows + rows,
         )
 
     def load_s(self, load: AdapterLoad) -> float:
