@@ -31,7 +31,7 @@ from loraplex.twin.slot_state import Floats
 Run = tuple[RunSetup, Measured]
 Progress = Callable[[str], None]
 
-_NUM_RUNS: Final = 40
+_NUM_RUNS: Final = 32
 """That are simulated over and over; more change little and take longer."""
 _NUM_HELD_OUT: Final = 40
 _LEAST_RUNS: Final = 6
@@ -43,10 +43,20 @@ _SLOPE_STEP: Final = 0.1
 _MAX_MOVE: Final = 0.5
 _PULL: Final = 0.02
 """Towards the start, for coefficients that the runs say nothing of."""
-_MAX_ROUNDS: Final = 4
+_MAX_ROUNDS: Final = 3
 _LEAST_GAIN: Final = 0.15
 """Of the loss, in a round that is followed by another. Each begins with measuring the slope."""
-_STEPS_PER_ROUND: Final = 10
+_STEPS_PER_ROUND: Final = 8
+_LEFT_ALONE: Final = frozenset(
+    {
+        "decode.request_rank_s",
+        "prefill.token_rank_s",
+        "load.slot_rank_s",
+        "load.disk_rank_s",
+        "scheduler.request_s",
+    }
+)
+"""Coefficients that runs tell too little of to be worth their simulations; they stay as first guessed."""
 _MAX_SPARE: Final = 0.5
 
 START: Final = SlotCosts(
@@ -142,8 +152,14 @@ class _Search:
         self._setups = [setup for setup, _ in runs]
         self._measured_N3 = np.array([[m.output_tok_s, m.itl_s, m.ttft_s] for _, m in runs])
         self._book = book
+        self._requests = [book.requests(setup) for setup in self._setups]
         limits = (start.client.latency_s, start.client.max_open, start.max_running, start.spare_share)
         self._values_K = np.array([*start.costs.coefficients, *limits])
+        self._names = [f"{part}.{name}" for part, kind in PARTS.items() for name in kind.UNITS]
+        self._moving = [k for k in range(len(self._values_K)) if k >= len(self._names) or not self._stays(k)]
+
+    def _stays(self, index: int) -> bool:
+        return self._names[index] in _LEFT_ALONE
 
     def profile(self, moves_K: Floats) -> SlotProfile:
         *costs, latency_s, max_open, max_running, spare_share = self._values_K * np.exp(moves_K)
@@ -167,12 +183,10 @@ class _Search:
     def _starts(self) -> list[Floats]:
         """What loads cost decides whether a queue that they pile up goes away again, and what admissions
         leave of memory whether they are taken back: no slope leads from one side to the other."""
-        names = [f"{part}.{name}" for part, kind in PARTS.items() for name in kind.UNITS]
         starts = []
-        for slot, disk, spare in product((1.0, 0.4), (1.0, 0.3), (1.0, 10.0)):
+        for disk, spare in product((1.0, 0.3), (1.0, 10.0)):
             moves_K = np.zeros(len(self._values_K))
-            moves_K[names.index("load.slot_s")] = np.log(slot)
-            moves_K[names.index("load.disk_s")] = np.log(disk)
+            moves_K[self._names.index("load.disk_s")] = np.log(disk)
             moves_K[-1] = np.log(spare)
             starts.append(moves_K)
         return starts
@@ -200,16 +214,18 @@ class _Search:
         return np.clip(-np.linalg.solve(curve_KK, downhill_K), -_MAX_MOVE, _MAX_MOVE)
 
     def _slope(self, at: _Trial, number: int, progress: Progress) -> Floats:
-        columns = []
-        for index in range(len(at.moves_K)):
+        slope_MK = np.zeros((at.errors_N3.size, len(at.moves_K)))
+        for done, index in enumerate(self._moving, start=1):
             moved_K = at.moves_K.copy()
             moved_K[index] += _SLOPE_STEP
-            columns.append((self._trial(moved_K).errors_N3 - at.errors_N3).ravel() / _SLOPE_STEP)
-            progress(f"slope {number + 1}, {(index + 1) / len(at.moves_K):.0%}")
-        return np.stack(columns, axis=1)
+            slope_MK[:, index] = (self._trial(moved_K).errors_N3 - at.errors_N3).ravel() / _SLOPE_STEP
+            progress(f"slope {number + 1}, {done / len(self._moving):.0%}")
+        return slope_MK
 
     def _trial(self, moves_K: Floats) -> _Trial:
-        predicted = predict_all(self.profile(moves_K), self._book, self._setups)
+        profile, inputs = self.profile(moves_K), zip(self._setups, self._requests, strict=True)
+        with ThreadPoolExecutor(max_workers=cpu_count()) as pool:
+            predicted = list(pool.map(lambda run: predict_run(profile, self._book, *run), inputs))
         found_N3 = np.array(
             [
                 measured if each is None else [each.output_tok_s, each.itl_s, each.ttft_s]

@@ -9,9 +9,9 @@ import numpy as np
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.recorded_runs import RunSetup
-from loraplex.twin.run_workload import WorkloadBook
+from loraplex.twin.run_workload import AdapterMix, WorkloadBook
 from loraplex.twin.slot_engine import SlotRun, run_slot_engine
-from loraplex.twin.slot_state import BLOCK_SIZE, Limits
+from loraplex.twin.slot_state import BLOCK_SIZE, Limits, Requests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +33,15 @@ class Predicted:
         return self.input_tok_s + self.output_tok_s
 
 
-def predict_run(profile: SlotProfile, book: WorkloadBook, setup: RunSetup) -> Predicted | None:
-    """None if the slots leave no memory to run in."""
+def predict_run(
+    profile: SlotProfile,
+    book: WorkloadBook,
+    setup: RunSetup,
+    drawn: tuple[Requests, AdapterMix] | None = None,
+) -> Predicted | None:
+    """None if the slots leave no memory to run in. `drawn`: the requests, if they have been drawn already."""
     kv_tokens = profile.memory.predict(num_slots=setup.num_slots, max_rank=setup.max_rank)
-    requests, mix = book.requests(setup)
+    requests, mix = drawn or book.requests(setup)
     num_blocks = kv_tokens // BLOCK_SIZE
     longest = int((requests.prompt_tokens + requests.output_tokens).max())
     spare_blocks = max(int(profile.spare_share * num_blocks), 1)
