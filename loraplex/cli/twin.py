@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -17,7 +17,6 @@ from loraplex.core.errors import UserError
 
 if TYPE_CHECKING:
     from loraplex.twin.outcome import Outcome
-    from loraplex.twin.replay import ReplayOptions
 
 app = typer.Typer(help="What an engine would do, simulated in seconds.", no_args_is_help=True)
 
@@ -32,6 +31,18 @@ _KvTokens = Annotated[int | None, typer.Option(min=16, help="KV memory, instead 
 _AdapterMib = Annotated[float, typer.Option(help="Size of each adapter (our own engine).")]
 _MaxRunning = Annotated[int, typer.Option(min=1, help="Requests in a step at most (our own engine).")]
 _Json = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+
+
+class _Options(NamedTuple):
+    """What both commands that simulate are told."""
+
+    adapters: int | None
+    ranks: str
+    slots: int | None
+    kv_tokens: int | None
+    adapter_mib: float
+    max_running: int
+    seconds: float | None = None
 
 
 @app.command()
@@ -52,9 +63,8 @@ def run(
     """Simulate a workload on a profiled engine."""
     check_writable(json_out)
     check_writable(plot, "--plot")
-    outcome = _replay(
-        profile, workload, model, adapters, ranks, slots, seconds, kv_tokens, adapter_mib, max_running
-    )
+    options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, max_running, seconds)
+    outcome = _replay(profile, workload, model, options)
     summary = outcome.summary()
     _show(summary)
     if json_out is not None:
@@ -87,9 +97,8 @@ def compare(
         measured = json.loads(live.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{live}: cannot be read ({error})") from error
-    outcome = _replay(
-        profile, workload, model, adapters, ranks, slots, None, kv_tokens, adapter_mib, max_running
-    )
+    options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, max_running)
+    outcome = _replay(profile, workload, model, options)
     figures = compare_figures(outcome.summary(), measured)
     for name, row in figures.items():
         typer.echo(f"{name:14} twin {row['twin']:10.4f}  live {row['live']:10.4f}  off {row['smape']:5.1f}%")
@@ -120,6 +129,8 @@ def validate(
     fitted = fit_for(asked.setups, [read_runs(path) for path in fit], progress=_progress)
     predictions = predict(fitted, asked.setups)
     _progress("")
+    for model, reason in fitted.left_out.items():
+        typer.echo(f"runs of {model} are not predicted: {reason}")
     found = report(predictions, asked.measured)
     for name, percent in found["smape"].items():
         typer.echo(f"{name:18} SMAPE {percent:6.2f}%")
@@ -137,42 +148,25 @@ def validate(
         )
 
 
-def _replay(
-    profile: Path,
-    workload: Path,
-    model: str | None,
-    adapters: int | None,
-    ranks: str,
-    slots: int | None,
-    seconds: float | None,
-    kv_tokens: int | None,
-    adapter_mib: float,
-    max_running: int,
-) -> Outcome:
-    from loraplex.twin.replay import read_any_profile, replay
+def _replay(profile: Path, workload: Path, model: str | None, options: _Options) -> Outcome:
+    from loraplex.twin.replay import ReplayOptions, read_any_profile, replay
     from loraplex.workload.jsonl import read_workload
 
-    requests = read_workload(workload)
-    options = _options(
-        num_adapters=adapters or max(request.adapter for request in requests) + 1,
-        ranks=_ranks(ranks),
-        num_slots=slots,
-        until_s=math.inf if seconds is None else seconds,
-        kv_tokens=kv_tokens,
-        adapter_bytes=int(adapter_mib * (1 << 20)),
-        max_running=max_running,
-    )
-    return replay(read_any_profile(profile, model), requests, options)
-
-
-def _options(**values: Any) -> ReplayOptions:
-    from loraplex.twin.replay import ReplayOptions
-
-    if not values["until_s"] > 0:
+    if options.seconds is not None and not options.seconds > 0:
         raise typer.BadParameter("must be more than 0", param_hint="--seconds")
-    if values["adapter_bytes"] <= 0:
+    if not options.adapter_mib > 0:
         raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
-    return ReplayOptions(**values)
+    requests = read_workload(workload)
+    chosen = ReplayOptions(
+        num_adapters=options.adapters or max(request.adapter for request in requests) + 1,
+        ranks=_ranks(options.ranks),
+        num_slots=options.slots,
+        until_s=math.inf if options.seconds is None else options.seconds,
+        kv_tokens=options.kv_tokens,
+        adapter_bytes=int(options.adapter_mib * (1 << 20)),
+        max_running=options.max_running,
+    )
+    return replay(read_any_profile(profile, model), requests, chosen)
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ Runs that are among those to be predicted are taken out of those to fit to, what
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from loraplex.core.errors import UserError
@@ -28,7 +29,8 @@ MEASURES: Final = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Of one run; `predicted`: None if its slots are predicted to leave no memory to run in."""
+    """Of one run; `predicted`: None if its slots are predicted to leave no memory to run in, or if there is
+    no profile of its model."""
 
     setup: RunSetup
     predicted: Predicted | None
@@ -37,11 +39,13 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    """What was learnt from the runs to fit to, by model."""
+    """What was learnt from the runs to fit to, by model. `left_out`: models that no profile could be made of,
+    and why."""
 
     profiles: Mapping[str, SlotProfile]
     book: WorkloadBook
     num_runs: int
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def fit(
@@ -51,24 +55,29 @@ def fit(
     hardware: str = "one GPU",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Fitted:
-    """Profiles of these models, from all the files."""
+    """Profiles of these models, from all the files; raises if there is none that can be made."""
     runs = _runs(files)
     book = WorkloadBook(runs)
     kv_samples = [sample for file in files for sample in file.kv_samples]
-    profiles = {}
+    profiles: dict[str, SlotProfile] = {}
+    left_out: dict[str, str] = {}
     for model in models:
         own = [run for run in runs if run[0].model == model]
-        if not own:
-            raise UserError(f"no run of {model} to fit to; give a file that has some to --fit")
-        memory = fit_memory(kv_samples, model, own[0][0].max_running)
-        profiles[model] = calibrate(
-            own,
-            book,
-            memory,
-            hardware=hardware,
-            progress=lambda text, model=model: progress(f"{model}: {text}"),  # type: ignore[misc]
-        )
-    return Fitted(profiles=profiles, book=book, num_runs=len(runs))
+        try:
+            if not own:
+                raise UserError(f"no run of {model} to fit to; give a file that has some to --fit")
+            memory = fit_memory(kv_samples, model, own[0][0].max_running)
+            say = partial(_say_of, model, progress)
+            profiles[model] = calibrate(own, book, memory, hardware=hardware, progress=say)
+        except UserError as error:
+            left_out[model] = str(error)
+    if not profiles:
+        raise UserError("; ".join(left_out.values()) or "no runs to predict")
+    return Fitted(profiles=profiles, book=book, num_runs=len(runs), left_out=left_out)
+
+
+def _say_of(model: str, progress: Callable[[str], None], text: str) -> None:
+    progress(f"{model}: {text}")
 
 
 def fit_for(
@@ -90,7 +99,11 @@ def predict(fitted: Fitted, setups: Sequence[RunSetup]) -> list[Prediction]:
         own = [setup for setup in setups if setup.model == model]
         found.update(zip((s.key for s in own), predict_all(profile, fitted.book, own), strict=True))
     return [
-        Prediction(setup=setup, predicted=found[setup.key], offered_tok_s=fitted.book.offered_tok_s(setup))
+        Prediction(
+            setup=setup,
+            predicted=found.get(setup.key),
+            offered_tok_s=fitted.book.offered_tok_s(setup) if setup.key in found else 0.0,
+        )
         for setup in setups
     ]
 
@@ -107,8 +120,8 @@ def report(predictions: Sequence[Prediction], measured: Mapping[str, Measured]) 
     starved = [(p.is_starved, m.total_tok_s < STARVED_BELOW * each.offered_tok_s) for each, p, m in pairs]
     return {
         "smape": {
-            name: smape([(getattr(p, field), getattr(m, field)) for _, p, m in pairs])
-            for name, field in MEASURES.items()
+            name: smape([(getattr(p, measure), getattr(m, measure)) for _, p, m in pairs])
+            for name, measure in MEASURES.items()
         },
         "starvation_f1": macro_f1(starved),
         "num_compared": len(pairs),

