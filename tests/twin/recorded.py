@@ -60,7 +60,7 @@ def setups() -> list[RunSetup]:
             max_running=2048,
             dataset=None,
         )
-        for rate, count in ((0.1, 16), (0.4, 16), (1.6, 16), (3.2, 32))
+        for rate, count in ((0.1, 16), (0.2, 16), (0.4, 16), (0.8, 16), (1.6, 16), (3.2, 32))
         for num_slots in (4, 8, 16)
     ]
 

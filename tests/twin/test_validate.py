@@ -64,21 +64,20 @@ def test_runs_to_predict_are_left_out_of_the_fit(runs_file: Path, monkeypatch: p
     assert seen[0].measured.keys() == {setup.key for setup in asked.setups[5:]}
 
 
-@pytest.mark.usefixtures("quick")
 def test_other_runs_of_the_same_engine_are_predicted(runs_file: Path, tmp_path: Path) -> None:
     """From nine runs, so that it is not close; but the costs are not those that the fit begins with."""
     asked = tmp_path / "asked.csv"
-    write_runs(asked, setups()[1::4])
+    write_runs(asked, setups()[1::6])
     out = tmp_path / "out.json"
     result = invoke("twin", "validate", "--runs", str(asked), "--fit", str(runs_file), "--json", str(out))
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text())
-    assert len(found["rows"]) == len(setups()[1::4])
+    assert len(found["rows"]) == len(setups()[1::6])
     assert found["smape"]["output_throughput"] < 10
     assert found["smape"]["itl"] < 10
     assert found["smape"]["ttft"] < 50
     assert found["starvation_f1"] == 1.0
-    assert found["fit"]["num_runs"] == len(setups()) - len(setups()[1::4])
+    assert found["fit"]["num_runs"] == len(setups()) - len(setups()[1::6])
 
 
 @pytest.mark.usefixtures("quick")
