@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
-from typing import NamedTuple
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest, FinishReason
@@ -28,15 +27,7 @@ from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.request_limits import check_request, room_in_words
 from loraplex.scheduling.scheduler_view import check_integrity, engine_stats
-from loraplex.scheduling.sequence import Sequence
-
-
-class _ChunkUnderWay(NamedTuple):
-    """Whose chunk it is, how often that had been preempted by then, and whether a token will come of it."""
-
-    sequence: Sequence
-    num_resets: int
-    samples: bool
+from loraplex.scheduling.sequence import ChunkUnderWay, Sequence
 
 
 class Scheduler:
@@ -54,7 +45,7 @@ class Scheduler:
         self.adapters = AdapterDesk(config, memory, costs)
         self._pins = self.adapters.pins
         self._failures: list[TokenUpdate] = []
-        self._under_way: deque[list[_ChunkUnderWay]] = deque()
+        self._under_way: deque[list[ChunkUnderWay]] = deque()
         self._slots = AdapterSlots(config.max_adapters)
         self._is_settled = False  # the last step decoded, and whoever waits will wait on
         self._num_preemptions = 0
@@ -195,16 +186,13 @@ class Scheduler:
             if sequence in preempted or sequence.needs_no_more(self._config.max_model_len):
                 continue
             decodes = sequence.num_remaining == 1
-            num_tokens = 1 if decodes else self._within(budget, sequence)
+            num_tokens = 1 if decodes else work.chunk(sequence.num_remaining, sequence.num_computed, budget)
             if num_tokens == 0 or not self._grow(sequence, sequence.num_computed + num_tokens, preempted):
                 continue
             chunks.append(self._chunk(sequence, num_tokens))
             if not decodes:
                 budget -= work.cost(sequence.num_computed, num_tokens)
         return chunks, budget
-
-    def _within(self, budget: float, sequence: Sequence) -> int:
-        return min(sequence.num_remaining, self._config.work.tokens_within(budget, sequence.num_computed))
 
     def _grow(self, sequence: Sequence, num_tokens: int, preempted: list[Sequence]) -> bool:
         """Blocks for `num_tokens`, taken from the youngest running requests if need be."""
@@ -297,7 +285,7 @@ class Scheduler:
         work = self._config.work
         if self._config.prompts_first:
             return num_tokens if num_tokens <= budget or budget >= work.max_tokens else 0
-        return min(num_tokens, work.tokens_within(budget, start))
+        return work.chunk(num_tokens, start, budget)
 
     # ---- after a step
 
@@ -349,12 +337,12 @@ class Scheduler:
         """Whether this very request is in the engine, and not another that was given its id since."""
         return self._sequences.get(sequence.request_id) is sequence
 
-    def _advance(self, chunk: Chunk) -> _ChunkUnderWay:
+    def _advance(self, chunk: Chunk) -> ChunkUnderWay:
         """Count on a chunk that is about to be computed."""
         sequence = self._sequences[chunk.request_id]
         sequence.num_computed = chunk.end
         sequence.num_unknown += chunk.samples
-        return _ChunkUnderWay(sequence, sequence.num_resets, chunk.samples)
+        return ChunkUnderWay(sequence, sequence.num_resets, chunk.samples)
 
     def _fail(self, sequence: Sequence, message: str, *, param: str | None = None) -> None:
         self._drop(sequence)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from loraplex.core.request import EngineRequest
 
 
@@ -88,3 +90,11 @@ class Sequence:
         self.num_computed = 0
         self.num_published = 0
         self.num_resets += 1
+
+
+class ChunkUnderWay(NamedTuple):
+    """Whose chunk it is, how often that had been preempted by then, and whether a token will come of it."""
+
+    sequence: Sequence
+    num_resets: int
+    samples: bool
