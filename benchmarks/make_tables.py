@@ -19,11 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cold_tables, cost_tables, gpu_tables
+from benchmarks import cold_tables, cost_tables, gpu_tables, twin_tables
 from benchmarks.markdown import Result, TableError, table
 
 RESULTS = Path(__file__).parent / "results"
-DOCUMENTS = (Path("docs/benchmarks.md"), Path("docs/cold-start.md"), Path("README.md"))
+DOCUMENTS = (
+    Path("docs/benchmarks.md"),
+    Path("docs/cold-start.md"),
+    Path("docs/twin.md"),
+    Path("README.md"),
+)
 _BLOCK = re.compile(
     r"<!-- table:(?P<name>[\w-]+) -->\n(?P<body>.*?)<!-- /table:(?P=name) -->",
     re.DOTALL,
@@ -145,6 +150,7 @@ def limits_table(result: Result) -> str:
 
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
 CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.json"
+TWIN = "twin_validation.json"
 TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "cpu-serve": (SERVE, serve_table),
     "cpu-startup": (SERVE, startup_table),
@@ -173,6 +179,9 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "cold-predictions": ((COLD, ASSIST), cost_tables.predictions_table),
     "workers-machine": (ASSIST, cold_tables.workers_note),
     "workers": (ASSIST, cold_tables.workers_table),
+    "twin-machine": (TWIN, twin_tables.machine_note),
+    "twin-validation": (TWIN, twin_tables.validation_table),
+    "twin-speed": (TWIN, twin_tables.speed_table),
 }
 """Name of a table -> the result file or files it is made from, and how."""
 

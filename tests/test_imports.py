@@ -34,6 +34,12 @@ def test_workloads_import_neither_web_servers_nor_plots() -> None:
     assert loaded.isdisjoint({"torch", "ray", "fastapi", "msgspec", "matplotlib", "typer", "rich"})
 
 
+def test_the_twin_imports_no_device_and_no_cluster() -> None:
+    loaded = modules_after_importing("loraplex.twin")
+    assert "loraplex" in loaded
+    assert loaded.isdisjoint({"torch", "triton", "ray", "transformers", "fastapi", "matplotlib"})
+
+
 def test_the_engine_imports_no_web_server() -> None:
     loaded = modules_after_importing("loraplex.engine,loraplex.model,loraplex.kernels,loraplex.bench")
     assert "torch" in loaded

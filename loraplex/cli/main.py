@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 import loraplex
-from loraplex.cli import adapter, bench, workload
-from loraplex.cli.profile import profile
+from loraplex.cli import adapter, bench, profile, twin, workload
 from loraplex.cli.serve import demo, serve
 from loraplex.core.errors import LoraplexError
 
@@ -20,11 +19,12 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(demo)
-app.command()(profile)
 # The command groups import what they need when a command runs, so mounting them costs nothing.
 app.add_typer(adapter.app, name="adapter")
 app.add_typer(bench.app, name="bench")
 app.add_typer(workload.app, name="workload")
+app.add_typer(profile.app, name="profile")
+app.add_typer(twin.app, name="twin")
 
 
 @app.callback(invoke_without_command=True)

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from loraplex.perf.line import Line
 
 
+app = typer.Typer(help="What things cost: measured on this machine, or fitted to recorded runs.")
+
+
+@app.callback(invoke_without_command=True)
 def profile(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(help="Folder or Hugging Face id; of its weights nothing but the sizes is used."),
@@ -44,6 +49,8 @@ def profile(
     ] = None,
 ) -> None:
     """Measure copies, reads, engine steps and CPU LoRA, and fit the cost model to them."""
+    if context.invoked_subcommand is not None:
+        return
     from loraplex.bench.environment import ENGINE_PACKAGES, environment
     from loraplex.bench.profile_scenarios import ProfileOptions, profile_machine
     from loraplex.engine.profile_subject import profile_path
@@ -61,6 +68,38 @@ def profile(
     path = json_out or profile_path(found.subject)
     write_profile(path, found, environment(ENGINE_PACKAGES))
     typer.echo(f"wrote {path}")
+
+
+@app.command()
+def fit(
+    runs: Annotated[list[Path], typer.Option(help="Recorded runs (CSV or .csv.gz); may be given again.")],
+    out: Annotated[Path, typer.Option(help="Write the profile here.")],
+    model: Annotated[
+        str | None, typer.Option(help="Of the runs' models, the one to fit; needed if there are several.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="What they ran on, in your own words.")] = "one GPU",
+) -> None:
+    """Fit a profile of an engine with slots (vLLM) to recorded runs of it."""
+    from loraplex.bench.environment import environment
+    from loraplex.core.errors import UserError
+    from loraplex.perf.slot_profile import write_slot_profile
+    from loraplex.twin.recorded_runs import read_runs
+    from loraplex.twin.validate import fit as fit_profiles
+
+    check_writable(out, "--out")
+    files = [read_runs(path) for path in runs]
+    models = sorted({setup.model for file in files for setup in file.setups})
+    if model is None and len(models) != 1:
+        raise UserError(f"runs of {len(models)} models: {', '.join(models)}; choose one with --model")
+    with _bar(model or models[0]) as progress:
+        fitted = fit_profiles(
+            files, [model or models[0]], hardware=hardware, progress=lambda text: progress(text, 0.0)
+        )
+    found = fitted.profiles[model or models[0]]
+    for name, value in found.quality.items():
+        typer.echo(f"{name:32} {value:8.3f}")
+    write_slot_profile(out, found, environment(("loraplex", "numpy", "numba")))
+    typer.echo(f"wrote {out}")
 
 
 def _resolve(

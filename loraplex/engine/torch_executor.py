@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import replace
 
 import torch
 
@@ -115,7 +114,7 @@ class TorchExecutor:
             return chunk
         # A request whose last logits were not finite fails when that is told; its row must not fail others.
         last_token = self._states[chunk.request_id].last_token
-        return replace(chunk, token_ids=[last_token or 0])
+        return chunk._replace(token_ids=[last_token or 0])
 
     def _sample(self, built: BuiltBatch, states_LH: torch.Tensor, result: StepResult) -> None:
         if not built.sampling:

@@ -78,12 +78,12 @@ def profile_to_json(model: CostModel, environment: Mapping[str, Any] | None = No
 def profile_from_json(text: str) -> CostModel:
     """The inverse of `profile_to_json`. ValueError with the place of what is wrong."""
     try:
-        document = json.loads(text, object_pairs_hook=_unique_keys)
+        document = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} in line {error.lineno}") from error
     except RecursionError:
         raise ValueError("nested too deeply to be a profile") from None
-    top = _Object(document, "the profile")
+    top = JsonObject(document, "the profile")
     if (version := top.take("version")) != VERSION:
         raise ValueError(f"its format is of version {version!r}, this loraplex reads version {VERSION}")
     model = CostModel(
@@ -101,7 +101,7 @@ def profile_from_json(text: str) -> CostModel:
     return model
 
 
-class _Object:
+class JsonObject:
     """A JSON object whose every field is taken once, and which has no others."""
 
     def __init__(self, value: object, place: str) -> None:
@@ -110,17 +110,22 @@ class _Object:
         self._fields = dict(value)
         self.place = place
 
+    @property
+    def names(self) -> list[str]:
+        """Of the fields that were not taken yet."""
+        return list(self._fields)
+
     def take(self, key: str) -> object:
         if key not in self._fields:
             raise ValueError(f"{self.place} has no {key!r}")
         return self._fields.pop(key)
 
-    def child(self, key: str) -> _Object:
-        return _Object(self.take(key), key)
+    def child(self, key: str) -> JsonObject:
+        return JsonObject(self.take(key), key)
 
-    def optional(self, key: str) -> _Object | None:
+    def optional(self, key: str) -> JsonObject | None:
         value = self.take(key)
-        return None if value is None else _Object(value, key)
+        return None if value is None else JsonObject(value, key)
 
     def items(self, key: str) -> list[object]:
         value = self.take(key)
@@ -151,7 +156,7 @@ class _Object:
             raise ValueError(f"{self.place} has an unknown {', '.join(map(repr, self._fields))}")
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is given twice")
@@ -177,7 +182,7 @@ def _count(value: object, place: str) -> int:
     return value
 
 
-def _quality(parent: _Object) -> FitQuality | None:
+def _quality(parent: JsonObject) -> FitQuality | None:
     found = parent.optional("quality")
     if found is None:
         return None
@@ -191,7 +196,7 @@ def _quality(parent: _Object) -> FitQuality | None:
     return quality
 
 
-def _subject(found: _Object) -> Subject:
+def _subject(found: JsonObject) -> Subject:
     subject = Subject(
         machine=found.text("machine"),
         device=found.text("device"),
@@ -203,22 +208,22 @@ def _subject(found: _Object) -> Subject:
     return subject
 
 
-def _line(found: _Object) -> Line:
+def _line(found: JsonObject) -> Line:
     line = Line(latency_s=found.number("latency_s"), unit_s=found.number("unit_s"), quality=_quality(found))
     found.end()
     return line
 
 
-def _bus(found: _Object) -> Bus:
+def _bus(found: JsonObject) -> Bus:
     bus = Bus(copy=_line(found.child("copy")), launch_s=found.number("launch_s"))
     found.end()
     return bus
 
 
-def _read_cost(top: _Object) -> ReadCost:
+def _read_cost(top: JsonObject) -> ReadCost:
     lines: list[tuple[int, Line]] = []
     for value in top.items("read"):
-        entry = _Object(value, "read")
+        entry = JsonObject(value, "read")
         lines.append((entry.count("readers"), _line(entry.child("line"))))
         entry.end()
     numbers = [number for number, _ in lines]
@@ -227,7 +232,7 @@ def _read_cost(top: _Object) -> ReadCost:
     return ReadCost(by_readers=tuple(lines))
 
 
-def _step_cost(found: _Object) -> StepCost:
+def _step_cost(found: JsonObject) -> StepCost:
     curve, terms = found.child("curve"), found.child("terms")
     rows = tuple(_count(value, "curve: rows") for value in curve.items("rows"))
     seconds_at = tuple(_number(value, "curve: seconds_at") for value in curve.items("seconds_at"))
@@ -245,14 +250,14 @@ def _step_cost(found: _Object) -> StepCost:
     return cost
 
 
-def _assist_cost(found: _Object) -> AssistCost:
+def _assist_cost(found: JsonObject) -> AssistCost:
     names = ("round_trip_s", "call_s", "weight_s", "serial_s", "shared_s")
     cost = AssistCost(**{name: found.number(name) for name in names}, quality=_quality(found))
     found.end()
     return cost
 
 
-def _corrections(found: _Object) -> Corrections:
+def _corrections(found: JsonObject) -> Corrections:
     factors = {field.name: found.number(field.name) for field in fields(Corrections)}
     if min(factors.values()) <= 0:
         raise ValueError("corrections: a factor is zero")

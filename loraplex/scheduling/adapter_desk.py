@@ -49,7 +49,7 @@ class AdapterDesk:
         self._staging = memory.staging
         self._costs = costs
         self._popularity = Popularity()
-        self._under_way: deque[StepFeatures] = deque()
+        self._under_way: deque[StepFeatures | None] = deque()  # None where nobody will ask
         self.pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
         self.choose_cold_start(config.cold_start)
 
@@ -168,11 +168,12 @@ class AdapterDesk:
             after=step_features([*chunks, own], num_bytes),
             coming_before=self.pins.coming_for(used),
             coming_after=self.pins.coming_for(used | {sequence.adapter}),
-            under_way=self._under_way,
+            under_way=[step for step in self._under_way if step is not None],
         )
 
     def step_decided(self, chunks: Many[Chunk]) -> None:
-        self._under_way.append(step_features(chunks, self._residency.num_bytes))
+        weighs = self._starts.weighs
+        self._under_way.append(step_features(chunks, self._residency.num_bytes) if weighs else None)
 
     def step_landed(self) -> None:
         """The oldest of those decided."""

@@ -44,8 +44,15 @@ class Arena:
     resident_tier = Tier.DEVICE
 
     def __init__(
-        self, *, num_pages: int, page_bytes: int, block_size: int, staging: Staging | None = None
+        self,
+        *,
+        num_pages: int,
+        page_bytes: int,
+        block_size: int,
+        staging: Staging | None = None,
+        keeps_contents: bool = True,
     ) -> None:
+        """`keeps_contents`: as `BlockPool` has it."""
         self.staging = staging
         self._page_bytes = page_bytes
         self._page_units = units_per_page(page_bytes)
@@ -59,7 +66,7 @@ class Arena:
         self.shared_bytes = num_pages * page_bytes
         self.used_bytes = 0
         self._uses = count(1)
-        self.pool = BlockPool(num_pages, block_size, self._uses, reserve=self)
+        self.pool = BlockPool(num_pages, block_size, self._uses, reserve=self, keeps_contents=keeps_contents)
         self.residency = Residency(self, self._uses)
 
     # ---- Memory

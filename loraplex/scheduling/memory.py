@@ -59,8 +59,11 @@ class SeparateMemory:
     advice = "raise --kv-memory"
     staging: Staging | None = None
 
-    def __init__(self, *, num_blocks: int, block_size: int, adapter_bytes: int) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
+    def __init__(
+        self, *, num_blocks: int, block_size: int, adapter_bytes: int, keeps_contents: bool = True
+    ) -> None:
+        """`keeps_contents`: as `BlockPool` has it."""
+        self.pool = BlockPool(num_blocks, block_size, keeps_contents=keeps_contents)
         self.residency = Residency(ByteBudget(adapter_bytes))
 
     def max_tokens(self, adapter_bytes: int) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loraplex.core.request import FinishReason
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, end) of one sequence, to be computed in this step.
 
     `token_ids` is empty if the chunk's one token is not known yet: it is what the sequence's chunk in the
@@ -33,7 +33,7 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        return self.start + self.num_tokens
+        return self.start + (len(self.token_ids) or 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,27 +14,20 @@ ended by then is passed over.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Set
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Set
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.adapter_desk import AdapterDesk
+from loraplex.scheduling.adapter_slots import AdapterSlots
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.request_limits import check_request, room_in_words
-from loraplex.scheduling.sequence import Sequence
-
-
-class _ChunkUnderWay(NamedTuple):
-    """Whose chunk it is, how often that had been preempted by then, and whether a token will come of it."""
-
-    sequence: Sequence
-    num_resets: int
-    samples: bool
+from loraplex.scheduling.scheduler_view import check_integrity, engine_stats
+from loraplex.scheduling.sequence import ChunkUnderWay, Sequence
 
 
 class Scheduler:
@@ -52,7 +45,9 @@ class Scheduler:
         self.adapters = AdapterDesk(config, memory, costs)
         self._pins = self.adapters.pins
         self._failures: list[TokenUpdate] = []
-        self._under_way: deque[list[_ChunkUnderWay]] = deque()
+        self._under_way: deque[list[ChunkUnderWay]] = deque()
+        self._slots = AdapterSlots(config.max_adapters)
+        self._is_settled = False  # the last step decoded, and whoever waits will wait on
         self._num_preemptions = 0
 
     # ---- what callers tell it
@@ -67,6 +62,7 @@ class Scheduler:
         sequence = Sequence(request)
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
+        self._is_settled = False
 
     def cancel(self, request_id: str) -> None:
         """Free all a request holds; unknown ids are ignored."""
@@ -76,12 +72,14 @@ class Scheduler:
 
     def adapter_read(self, version: str, error: str | None = None) -> None:
         """A read ended: the version is in the host's memory, or the requests that wait for it fail."""
+        self._is_settled = False
         self.adapters.read(version, failed=error is not None)
         if error is not None:
             # Those who have it on the device, or on its way there, need no other.
             self._fail_all(version, error, pinned=False)
 
     def adapter_loaded(self, version: str) -> None:
+        self._is_settled = False
         self.adapters.loaded(version)
 
     def adapter_failed(self, version: str, message: str) -> None:
@@ -103,10 +101,20 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step. May be empty of chunks while adapters load."""
         preempted: list[Sequence] = []
-        chunks, budget = self._schedule_running(preempted)
-        self.adapters.bring_in(self._waiting, self._running)
-        if not preempted:
-            self._admit(chunks, budget)
+        num_running = len(self._running)
+        if self._config.prompts_first:
+            chunks, budget = self._prompts_or_decodes(preempted)
+        else:
+            chunks, budget = self._schedule_running(preempted)
+            self.adapters.bring_in(self._waiting, self._running)
+            if not preempted:
+                self._admit(chunks, budget)
+        all_decode = not preempted and len(self._running) == num_running == len(chunks)
+        self._is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
+        return self._plan(chunks, preempted)
+
+    def _plan(self, chunks: list[Chunk], preempted: Iterable[Sequence] = ()) -> StepPlan:
+        """What was decided, which is counted on from now on."""
         if chunks:
             self._memory.step_decided()
             self.adapters.step_decided(chunks)
@@ -164,6 +172,12 @@ class Scheduler:
 
     # ---- running requests
 
+    def _prompts_or_decodes(self, preempted: list[Sequence]) -> tuple[list[Chunk], float]:
+        chunks: list[Chunk] = []
+        self.adapters.bring_in(self._waiting, self._running)
+        self._admit(chunks, self._config.work.max_tokens)
+        return (chunks, 0.0) if chunks else self._schedule_running(preempted)
+
     def _schedule_running(self, preempted: list[Sequence]) -> tuple[list[Chunk], float]:
         """Chunks of running requests, oldest first, and the budget left for prompts."""
         work = self._config.work
@@ -171,28 +185,16 @@ class Scheduler:
         budget = work.prefill_budget(decode_cost)
         chunks: list[Chunk] = []
         for sequence in list(self._running):
-            if sequence in preempted or self._needs_no_more(sequence):
+            if sequence in preempted or sequence.needs_no_more(self._config.max_model_len):
                 continue
             decodes = sequence.num_remaining == 1
-            num_tokens = 1 if decodes else self._within(budget, sequence)
+            num_tokens = 1 if decodes else work.chunk(sequence.num_remaining, sequence.num_computed, budget)
             if num_tokens == 0 or not self._grow(sequence, sequence.num_computed + num_tokens, preempted):
                 continue
             chunks.append(self._chunk(sequence, num_tokens))
             if not decodes:
                 budget -= work.cost(sequence.num_computed, num_tokens)
         return chunks, budget
-
-    def _needs_no_more(self, sequence: Sequence) -> bool:
-        """Whether the tokens under way are the last ones, whatever they turn out to be."""
-        if sequence.num_unknown == 0:
-            return False
-        limit, max_tokens = self._config.max_model_len, sequence.request.params.max_tokens
-        if max_tokens is not None:
-            limit = min(limit, sequence.num_prompt + max_tokens)
-        return sequence.num_tokens >= limit
-
-    def _within(self, budget: float, sequence: Sequence) -> int:
-        return min(sequence.num_remaining, self._config.work.tokens_within(budget, sequence.num_computed))
 
     def _grow(self, sequence: Sequence, num_tokens: int, preempted: list[Sequence]) -> bool:
         """Blocks for `num_tokens`, taken from the youngest running requests if need be."""
@@ -221,6 +223,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self._slots.leave(sequence.adapter)
         self._pool.release(sequence.block_ids)
         sequence.reset()
         self._waiting.appendleft(sequence)
@@ -240,11 +243,15 @@ class Scheduler:
             if self._pins.is_arriving(sequence) and not self.adapters.may_join(sequence, chunks):
                 passed_over.append(sequence)
                 continue
+            if not self._slots.has_room_for(sequence.adapter):
+                passed_over.append(sequence)
+                continue
             num_tokens = self._start(sequence, budget)
             if num_tokens == 0:
                 passed_over.append(sequence)
                 break
             self._running.append(sequence)
+            self._slots.enter(sequence.adapter)
             chunks.append(self._chunk(sequence, num_tokens))
             budget -= self._config.work.cost(sequence.num_computed, num_tokens)
         self._waiting.extendleft(reversed(passed_over))
@@ -255,9 +262,10 @@ class Scheduler:
         cached = self._pool.match(sequence.adapter, sequence.token_ids) if searches else []
         self._pool.share(cached)
         num_cached = len(cached) * self._pool.block_size
-        num_tokens = min(
-            len(sequence.token_ids) - num_cached, self._config.work.tokens_within(budget, num_cached)
-        )
+        num_tokens = self._first_chunk(len(sequence.token_ids) - num_cached, num_cached, budget)
+        if num_tokens == 0:
+            self._pool.release(cached)
+            return 0
         missing = self._pool.blocks_for(num_cached + num_tokens) - len(cached)
         blocks = self._pool.allocate(missing)
         while blocks is None and not self._running and self._pins.unpin_youngest(self._waiting):
@@ -274,16 +282,20 @@ class Scheduler:
             self._pool.count_match(sequence.token_ids, cached)
         return num_tokens
 
+    def _first_chunk(self, num_tokens: int, start: int, budget: float) -> int:
+        """Of so many tokens to compute, how many to begin with."""
+        work = self._config.work
+        if self._config.prompts_first:
+            return num_tokens if num_tokens <= budget or budget >= work.max_tokens else 0
+        return work.chunk(num_tokens, start, budget)
+
     # ---- after a step
 
     def _accept(self, sequence: Sequence, token_id: int) -> TokenUpdate:
         """Append a sampled token, or end the request."""
         params = sequence.request.params
         num_output = sequence.num_output + 1
-        stops = token_id in params.stop_token_ids or (
-            not params.ignore_eos and token_id in sequence.request.eos_token_ids
-        )
-        if stops and num_output > params.min_tokens:
+        if sequence.stops_at(token_id):
             self._drop(sequence)
             return TokenUpdate(
                 request_id=sequence.request_id,
@@ -327,12 +339,12 @@ class Scheduler:
         """Whether this very request is in the engine, and not another that was given its id since."""
         return self._sequences.get(sequence.request_id) is sequence
 
-    def _advance(self, chunk: Chunk) -> _ChunkUnderWay:
+    def _advance(self, chunk: Chunk) -> ChunkUnderWay:
         """Count on a chunk that is about to be computed."""
         sequence = self._sequences[chunk.request_id]
         sequence.num_computed = chunk.end
         sequence.num_unknown += chunk.samples
-        return _ChunkUnderWay(sequence, sequence.num_resets, chunk.samples)
+        return ChunkUnderWay(sequence, sequence.num_resets, chunk.samples)
 
     def _fail(self, sequence: Sequence, message: str, *, param: str | None = None) -> None:
         self._drop(sequence)
@@ -348,8 +360,10 @@ class Scheduler:
     def _drop(self, sequence: Sequence) -> None:
         """Out of every queue, all memory and pins given back."""
         del self._sequences[sequence.request_id]
+        self._is_settled = False
         if sequence in self._running:
             self._running.remove(sequence)
+            self._slots.leave(sequence.adapter)
         else:
             self._waiting.remove(sequence)
         self._pool.release(sequence.block_ids)
@@ -361,47 +375,31 @@ class Scheduler:
     # ---- what it shows
 
     @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
     def request_ids(self) -> Set[str]:
         """Requests that are in the engine."""
         return self._sequences.keys()
 
     def stats(self, num_steps: int) -> EngineStats:
-        residency, staging, on_host = self._residency, self._memory.staging, not self._memory.shared
-        host = staging or residency
-        return EngineStats(
+        return engine_stats(
+            self._memory,
+            num_steps=num_steps,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_kv_blocks=self._pool.num_blocks - self._pool.num_free + self._pool.num_obtainable,
-            num_kv_blocks_used=self._pool.num_blocks - self._pool.num_free,
-            prefix_cache_queries=self._pool.prefix_queries * self._pool.block_size,
-            prefix_cache_hits=self._pool.prefix_hits * self._pool.block_size,
             num_preemptions=self._num_preemptions,
-            num_steps=num_steps,
-            host_adapter_bytes=host.used_bytes if staging or on_host else 0,
-            host_adapter_budget_bytes=host.budget_bytes if staging or on_host else 0,
-            device_adapter_bytes=0 if on_host else residency.used_bytes,
-            device_arena_bytes=self._memory.shared_bytes,
             adapters=self.adapters.snapshot(),
         )
 
     def check_integrity(self) -> None:
         """Assert every invariant that ties queues, blocks and pins together. For tests, after each step."""
-        queued = [*self._waiting, *self._running]
-        assert {s.request_id for s in queued} == self._sequences.keys()
-        assert len(queued) == len(self._sequences)
-        self._pool.check_integrity(s.block_ids for s in queued)
+        assert {s.request_id for s in (*self._waiting, *self._running)} == self._sequences.keys()
+        assert len(self._waiting) + len(self._running) == len(self._sequences)
         unknown = Counter(id(c.sequence) for step in self._under_way for c in step if c.samples)
-        assert all(s.num_unknown == unknown[id(s)] for s in queued), (
-            "a token is counted on that nobody samples"
-        )
-        for sequence in self._waiting:
-            assert not sequence.block_ids, "a waiting request holds blocks"
-        for sequence in self._running:
-            assert sequence.adapter is None or sequence.pinned, "a running request's adapter may vanish"
-            assert 0 <= sequence.num_computed < sequence.num_tokens
-            assert len(sequence.block_ids) >= self._pool.blocks_for(sequence.num_computed)
-        self._memory.check_integrity()
-        self._residency.check_integrity(
-            pins=Counter(s.adapter for s in queued if s.adapter is not None and s.pinned),
-            in_flight=Counter(s.adapter for s in queued if s.adapter is not None),
-        )
+        check_integrity(self._waiting, self._running, self._memory, unknown)

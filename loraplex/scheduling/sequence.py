@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from loraplex.core.request import EngineRequest
 
 
@@ -65,9 +67,34 @@ class Sequence:
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
+    def needs_no_more(self, max_model_len: int) -> bool:
+        """Whether the tokens under way are the last ones, whatever they turn out to be."""
+        if self.num_unknown == 0:
+            return False
+        limit, max_tokens = max_model_len, self.request.params.max_tokens
+        if max_tokens is not None:
+            limit = min(limit, self.num_prompt + max_tokens)
+        return self.num_tokens >= limit
+
+    def stops_at(self, token_id: int) -> bool:
+        """Whether this token, sampled next, ends it."""
+        params = self.request.params
+        stops = token_id in params.stop_token_ids or (
+            not params.ignore_eos and token_id in self.request.eos_token_ids
+        )
+        return stops and self.num_output + 1 > params.min_tokens
+
     def reset(self) -> None:
         """Back to nothing computed; the blocks were released by the caller."""
         self.block_ids = []
         self.num_computed = 0
         self.num_published = 0
         self.num_resets += 1
+
+
+class ChunkUnderWay(NamedTuple):
+    """Whose chunk it is, how often that had been preempted by then, and whether a token will come of it."""
+
+    sequence: Sequence
+    num_resets: int
+    samples: bool

@@ -42,6 +42,11 @@ class StartPolicy:
         """Whether requests may start before their adapter is there."""
         return self._cold_start in (ColdStart.PIPELINED, ColdStart.CPU_ASSIST, ColdStart.AUTO)
 
+    @property
+    def weighs(self) -> bool:
+        """Whether that depends on what steps take."""
+        return self._cold_start is ColdStart.AUTO
+
     def may_join(
         self,
         *,
@@ -53,7 +58,7 @@ class StartPolicy:
     ) -> bool:
         """Whether a request may join a step, which is `after` with it and `before` without, and begins when
         those are over that are under way."""
-        if self._costs is None or self._cold_start is not ColdStart.AUTO:
+        if self._costs is None or not self.weighs:
             return self.streams
         num_others = before.num_decodes + before.num_prompts
         if num_others == 0:

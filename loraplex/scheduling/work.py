@@ -33,6 +33,10 @@ class StepWork:
         solution = 2 * budget / (linear + sqrt(linear * linear + 2 * self.position_cost * budget))
         return max(1, int(solution + 1e-9))
 
+    def chunk(self, num_tokens: int, start: int, budget: float) -> int:
+        """Of so many tokens from `start` on, those within the budget."""
+        return min(num_tokens, self.tokens_within(budget, start))
+
     def prefill_budget(self, decode_cost: float) -> float:
         """What a step has for prompts beside its decoding, which always runs."""
         return max(self.max_tokens - decode_cost, self.max_tokens * PREFILL_SHARE, 1)

@@ -194,8 +194,14 @@ def kernel_results() -> dict[str, Any]:
 def results_folder(tmp_path: Path) -> Path:
     (tmp_path / make_tables.SERVE).write_text(json.dumps(results()))
     (tmp_path / make_tables.KERNELS).write_text(json.dumps(kernel_results()))
-    # Nothing here can make a GPU's results: the committed ones stand in for them.
-    for name in (make_tables.GPU, make_tables.CORRECTNESS, make_tables.COLD, make_tables.ASSIST):
+    # Nothing here can make these: the committed ones stand in for them.
+    for name in (
+        make_tables.GPU,
+        make_tables.CORRECTNESS,
+        make_tables.COLD,
+        make_tables.ASSIST,
+        make_tables.TWIN,
+    ):
         shutil.copy(make_tables.RESULTS / name, tmp_path)
     return tmp_path
 

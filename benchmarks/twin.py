@@ -1,0 +1,155 @@
+"""How far the twin is from recorded runs of another engine, and how fast it is.
+
+    python -m benchmarks.twin --runs RUNS --fit OTHERS --out benchmarks/results/twin_validation.json
+
+Beside the runs asked for, which are left out of the fit, the runs to fit to are predicted themselves: each
+half of their workloads from the other half. The result holds scores only, no recorded figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from loraplex.bench.environment import environment
+from loraplex.perf.assist_cost import AssistCost
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.layer_pipeline import Bus
+from loraplex.perf.line import Line
+from loraplex.perf.read_cost import ReadCost
+from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
+from loraplex.perf.subject import Subject
+from loraplex.twin.recorded_runs import Measured, RunSetup, RunsFile, read_runs
+from loraplex.twin.replay import ReplayOptions, replay
+from loraplex.twin.validate import Prediction, fit_for, predict, report
+from loraplex.workload.jsonl import WorkloadRequest
+
+GPU: Final = CostModel(
+    subject=Subject(machine="imagined", device="cuda", model="7b", dtype="bfloat16", num_layers=32),
+    measured=False,
+    bus=Bus(copy=Line(latency_s=10e-6, unit_s=1 / 50e9), launch_s=3e-6),
+    read=ReadCost(by_readers=((1, Line(latency_s=1e-3, unit_s=1 / 5e9)),)),
+    disk=Line(latency_s=1e-3, unit_s=1 / 2e9),
+    step=StepCost(
+        curve=RowCurve(rows=(1, 32, 64, 128, 2048), seconds_at=(4.6e-3, 5.9e-3, 7.6e-3, 9e-3, 60e-3)),
+        terms=StepTerms(lora_s=2e-3, decode_position_s=10e-9, prompt_pair_s=0.1e-9, adapter_byte_s=1 / 4e12),
+    ),
+    assist=AssistCost(round_trip_s=0.0, call_s=0.0, weight_s=0.0, serial_s=0.0, shared_s=0.0),
+)
+"""About what a 7B model takes on a large GPU; how fast the twin is depends little on it."""
+HOUR_S = 3600.0
+
+
+def scores(predictions: Sequence[Prediction], measured: dict[str, Measured]) -> dict[str, Any]:
+    """Of all, by model, and of starved and other runs apart."""
+    found = report(predictions, measured)
+    by_model = {
+        model: _brief(report([each for each in predictions if each.setup.model == model], measured))
+        for model in sorted({each.setup.model for each in predictions})
+    }
+    by_load = {
+        name: _brief(report(chosen, measured))
+        for name, wanted in (("starved", True), ("served", False))
+        if (chosen := [each for each in predictions if _is_starved(each, measured) is wanted])
+    }
+    return {**_brief(found), "by_model": by_model, "by_load": by_load}
+
+
+def _is_starved(each: Prediction, measured: dict[str, Measured]) -> bool | None:
+    found = measured.get(each.setup.key)
+    return None if found is None or each.predicted is None else found.total_tok_s < 0.9 * each.offered_tok_s
+
+
+def _brief(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in ("smape", "starvation_f1", "num_compared", "num_starved")}
+
+
+def held_out(runs: RunsFile, fit: RunsFile, say: Callable[[str], None]) -> dict[str, Any]:
+    """The runs asked for, from all others."""
+    start_s = time.perf_counter()
+    fitted = fit_for(runs.setups, [fit], progress=say)
+    fit_s = time.perf_counter() - start_s
+    found = scores(predict(fitted, runs.setups), dict(runs.measured))
+    quality = {model: dict(profile.quality) for model, profile in fitted.profiles.items()}
+    return {**found, "fit_s": fit_s, "predict_s": time.perf_counter() - start_s - fit_s, "quality": quality}
+
+
+def halves(runs: RunsFile, models: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+    """Each half of the workloads (by their rates) from the other: not even the requests were seen."""
+    predictions: list[Prediction] = []
+    for half in (0, 1):
+        asked = [s for s in runs.setups if s.model in models and s.key in runs.measured and _half(s) == half]
+        predictions += predict(fit_for(asked, [runs], progress=say), asked)
+    return scores(predictions, dict(runs.measured))
+
+
+def _half(setup: RunSetup) -> int:
+    return zlib.crc32(repr(setup.rates).encode()) % 2
+
+
+def speed() -> dict[str, Any]:
+    """One simulated hour of one GPU: 10 requests a second on 128 adapters, by our own scheduler."""
+    workload = list(_poisson(10.0, num_adapters=128))
+    options = ReplayOptions(num_adapters=128, kv_tokens=200_000)
+    took_s = []
+    for _ in range(3):
+        start_s = time.process_time()
+        outcome = replay(GPU, workload, options)
+        took_s.append(time.process_time() - start_s)
+    summary = outcome.summary()
+    return {
+        "num_requests": len(workload),
+        "num_steps": summary["num_steps"],
+        "mean_running": summary["mean_running"],
+        "cpu_s": min(took_s),
+        "times_real_time": HOUR_S / min(took_s),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _poisson(rps: float, num_adapters: int) -> Iterator[WorkloadRequest]:
+    """Prompts and outputs of about 225 and 195 tokens."""
+    rng, now_s = random.Random(0), 0.0
+    while (now_s := now_s + rng.expovariate(rps)) < HOUR_S:
+        yield WorkloadRequest(
+            arrival_s=now_s,
+            prompt_tokens=max(1, round(rng.gammavariate(1.2, 188))),
+            output_tokens=max(1, round(rng.gammavariate(1.8, 108))),
+            adapter=rng.randrange(num_adapters),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--fit", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--no-halves", action="store_true", help="leave out what takes longest")
+    args = parser.parse_args()
+    result: dict[str, Any] = environment(("loraplex", "numpy", "numba"))
+    result["speed"] = speed()  # first: what the process holds later is not this one's
+    runs, fit = read_runs(args.runs), read_runs(args.fit)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    result["held_out"] = held_out(runs, fit, say)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if not args.no_halves:
+        models = sorted({setup.model for setup in runs.setups})
+        result["halves"] = halves(fit, models, say)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The twin's tables, from `results/twin_validation.json`."""
+
+from __future__ import annotations
+
+from benchmarks.markdown import Result, table
+
+_PAPER = ("its authors' twin, from its published predictions", "10.4", "18.6", "105", "-")
+_WANTED = ("wanted, at most", "4", "8", "30", "0.97 at least")
+
+
+def validation_table(result: Result) -> str:
+    found = result["held_out"]
+    lines = [_line("all", found)]
+    lines += [_line(model, each) for model, each in found["by_model"].items()]
+    lines += [_line(f"runs that are {name}", each) for name, each in found["by_load"].items()]
+    if "halves" in result:
+        halves = result["halves"]
+        lines.append(_line("the other file, each half of its workloads from the other half", halves))
+        lines += [_line(f"- {model}", each) for model, each in halves["by_model"].items()]
+    return table(
+        ("SMAPE, %", "runs", "output throughput", "ITL", "TTFT", "starvation, macro-F1"),
+        [*lines, (_PAPER[0], "199", *_PAPER[1:]), (_WANTED[0], "", *_WANTED[1:])],
+    )
+
+
+def speed_table(result: Result) -> str:
+    speed = result["speed"]
+    lines = [
+        ("requests, steps", f"{speed['num_requests']:,}, {speed['num_steps']:,}", ""),
+        ("CPU time on one core", f"{speed['cpu_s']:.1f} s", "3.6 s"),
+        ("times real time", f"{speed['times_real_time']:,.0f}", "1,000"),
+        ("memory of the process", f"{speed['peak_mib']:.0f} MiB", "300 MB"),
+    ]
+    return table(("one hour, 10 requests/s, 128 adapters", "measured", "wanted"), lines)
+
+
+def machine_note(result: Result) -> str:
+    machine = result["machine"]
+    packages = ", ".join(f"{name} {version}" for name, version in result["packages"].items())
+    return (
+        f"Computed {result['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, "
+        f"Python {result['python']}, {packages}, commit {result['git_commit'] or 'unknown'}.\n"
+    )
+
+
+def _line(name: str, found: Result) -> tuple[str, ...]:
+    smape = found["smape"]
+    f1 = f"{found['starvation_f1']:.3f}" if 0 < found["num_starved"] < found["num_compared"] else "-"
+    measures = (f"{smape[each]:.1f}" for each in ("output_throughput", "itl", "ttft"))
+    return (name, str(found["num_compared"]), *measures, f1)

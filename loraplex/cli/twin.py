@@ -1,0 +1,240 @@
+"""`loraplex twin`: what an engine would do, without one.
+
+Imports wait until a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from loraplex.cli.json_out import check_writable
+from loraplex.core.errors import UserError
+
+if TYPE_CHECKING:
+    from loraplex.twin.outcome import Outcome
+
+app = typer.Typer(help="What an engine would do, simulated in seconds.", no_args_is_help=True)
+
+_Profile = Annotated[Path, typer.Option("--profile", help="From `loraplex profile` or `profile fit`.")]
+_Workload = Annotated[Path, typer.Option("--workload", help="A .jsonl file, one request a line.")]
+_Model = Annotated[str | None, typer.Option(help="Refuse a profile of any other model.")]
+_Adapters = Annotated[int | None, typer.Option(min=1, help="How many there are; default: those named.")]
+_Ranks = Annotated[str, typer.Option(help="Ranks of the adapters, over and over: 8,16,32.")]
+_Slots = Annotated[int | None, typer.Option(min=1, help="Of an engine with slots; default: one for each.")]
+_Seconds = Annotated[float | None, typer.Option("--seconds", help="End after so many simulated seconds.")]
+_KvTokens = Annotated[int | None, typer.Option(min=16, help="KV memory, instead of the profile's.")]
+_AdapterMib = Annotated[float, typer.Option(help="Size of each adapter (our own engine).")]
+_MaxRunning = Annotated[int, typer.Option(min=1, help="Requests in a step at most (our own engine).")]
+_Json = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+
+
+class _Options(NamedTuple):
+    """What both commands that simulate are told."""
+
+    adapters: int | None
+    ranks: str
+    slots: int | None
+    kv_tokens: int | None
+    adapter_mib: float
+    max_running: int
+    seconds: float | None = None
+
+
+@app.command()
+def run(
+    profile: _Profile,
+    workload: _Workload,
+    model: _Model = None,
+    adapters: _Adapters = None,
+    ranks: _Ranks = "16",
+    slots: _Slots = None,
+    seconds: _Seconds = None,
+    kv_tokens: _KvTokens = None,
+    adapter_mib: _AdapterMib = 25.0,
+    max_running: _MaxRunning = 256,
+    json_out: _Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
+) -> None:
+    """Simulate a workload on a profiled engine."""
+    check_writable(json_out)
+    check_writable(plot, "--plot")
+    options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, max_running, seconds)
+    outcome = _replay(profile, workload, model, options)
+    summary = outcome.summary()
+    _show(summary)
+    if json_out is not None:
+        _write(json_out, {"summary": summary, "timeline": outcome.timeline(), "requests": _rows(outcome)})
+    if plot is not None:
+        _plot(outcome, plot)
+
+
+@app.command()
+def compare(
+    profile: _Profile,
+    workload: _Workload,
+    live: Annotated[
+        Path, typer.Option(help="What `loraplex bench serve --json` wrote of the same workload.")
+    ],
+    model: _Model = None,
+    adapters: _Adapters = None,
+    ranks: _Ranks = "16",
+    slots: _Slots = None,
+    kv_tokens: _KvTokens = None,
+    adapter_mib: _AdapterMib = 25.0,
+    max_running: _MaxRunning = 256,
+    json_out: _Json = None,
+) -> None:
+    """Hold a simulation against a run of the engine itself."""
+    from loraplex.twin.replay import compare as compare_figures
+
+    check_writable(json_out)
+    try:
+        measured = json.loads(live.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{live}: cannot be read ({error})") from error
+    options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, max_running)
+    outcome = _replay(profile, workload, model, options)
+    figures = compare_figures(outcome.summary(), measured)
+    for name, row in figures.items():
+        typer.echo(f"{name:14} twin {row['twin']:10.4f}  live {row['live']:10.4f}  off {row['smape']:5.1f}%")
+    if json_out is not None:
+        _write(json_out, figures)
+
+
+@app.command()
+def validate(
+    runs: Annotated[Path, typer.Option(help="Recorded runs to predict (CSV, or packed: .csv.gz).")],
+    fit: Annotated[list[Path], typer.Option(help="Recorded runs to learn from; may be given again.")],
+    json_out: _Json = None,
+) -> None:
+    """Predict recorded runs from other ones, and tell how far off that is.
+
+    Runs to be predicted are left out of those to learn from. Nothing that was measured of them is looked at
+    before they are predicted.
+    """
+    from loraplex.twin.recorded_runs import read_runs
+    from loraplex.twin.validate import fit_for, predict, report
+
+    check_writable(json_out)
+    asked = read_runs(runs)
+    if not asked.setups:
+        raise UserError(f"{runs}: no run in it says at which rates requests came")
+    if asked.num_others:
+        typer.echo(f"{asked.num_others} lines of {runs} do not say at which rates requests came: left out")
+    fitted = fit_for(asked.setups, [read_runs(path) for path in fit], progress=_progress)
+    predictions = predict(fitted, asked.setups)
+    _progress("")
+    for model, reason in fitted.left_out.items():
+        typer.echo(f"runs of {model} are not predicted: {reason}")
+    found = report(predictions, asked.measured)
+    for name, percent in found["smape"].items():
+        typer.echo(f"{name:18} SMAPE {percent:6.2f}%")
+    typer.echo(
+        f"{'starvation':18} macro-F1 {found['starvation_f1']:.3f}, "
+        f"{found['num_starved']} of {found['num_compared']} runs are starved"
+    )
+    if json_out is not None:
+        from loraplex.bench.environment import environment
+
+        profiles = {model: dict(profile.quality) for model, profile in fitted.profiles.items()}
+        fitted_to = {"num_runs": fitted.num_runs, "quality": profiles}
+        _write(
+            json_out, {**found, "fit": fitted_to, "environment": environment(("loraplex", "numpy", "numba"))}
+        )
+
+
+def _replay(profile: Path, workload: Path, model: str | None, options: _Options) -> Outcome:
+    from loraplex.twin.replay import ReplayOptions, read_any_profile, replay
+    from loraplex.workload.jsonl import read_workload
+
+    if options.seconds is not None and not options.seconds > 0:
+        raise typer.BadParameter("must be more than 0", param_hint="--seconds")
+    if not options.adapter_mib > 0:
+        raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
+    requests = read_workload(workload)
+    chosen = ReplayOptions(
+        num_adapters=options.adapters or max(request.adapter for request in requests) + 1,
+        ranks=_ranks(options.ranks),
+        num_slots=options.slots,
+        until_s=math.inf if options.seconds is None else options.seconds,
+        kv_tokens=options.kv_tokens,
+        adapter_bytes=int(options.adapter_mib * (1 << 20)),
+        max_running=options.max_running,
+    )
+    return replay(read_any_profile(profile, model), requests, chosen)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        ranks = tuple(int(each) for each in text.split(","))
+    except ValueError:
+        ranks = ()
+    if not ranks or min(ranks) < 1:
+        raise typer.BadParameter(f"{text!r} is not a list of ranks such as 8,16,32", param_hint="--ranks")
+    return ranks
+
+
+def _show(summary: dict[str, Any]) -> None:
+    typer.echo(
+        f"{summary['num_served']} of {summary['num_requests']} requests served in "
+        f"{summary['duration_s']:.1f} simulated seconds, {summary['num_steps']} steps"
+    )
+    typer.echo(f"{summary['output_tok_s']:,.1f} output tok/s, {summary['input_tok_s']:,.1f} input tok/s")
+    for name in ("ttft_s", "tpt_s", "e2e_s"):
+        row = summary[name]
+        if row is not None:
+            cells = "  ".join(f"{key} {value * 1e3:,.1f}" for key, value in row.items())
+            typer.echo(f"{name[:-2].upper():5} ms  {cells}")
+    if summary["itl_mean_s"] is not None:
+        typer.echo(f"ITL   ms  mean {summary['itl_mean_s'] * 1e3:,.2f}")
+    if summary["starved"]:
+        typer.echo("overloaded: it serves less than 90% of what is asked for")
+
+
+def _rows(outcome: Outcome) -> list[dict[str, Any]]:
+    return [
+        {
+            "arrival_s": each.request.arrival_s,
+            "adapter": each.request.adapter,
+            "prompt_tokens": each.request.prompt_tokens,
+            "output_tokens": each.request.output_tokens,
+            "first_token_s": each.first_token_s,
+            "finish_s": each.finish_s,
+            "failed": each.failed,
+        }
+        for each in outcome.requests
+    ]
+
+
+def _plot(outcome: Outcome, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    timeline = outcome.timeline()
+    figure = Figure(figsize=(8, 4))
+    axes = figure.subplots()
+    for name in ("running", "waiting"):
+        axes.plot(timeline["at_s"], timeline[name], label=name)
+    axes.set_xlabel("simulated seconds")
+    axes.set_ylabel("requests")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    typer.echo(f"wrote {path}")
+
+
+def _progress(text: str) -> None:
+    """One line on a terminal, over the last one; nothing in a pipe."""
+    import sys
+
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()

@@ -1,0 +1,269 @@
+"""What a step costs that serves adapters from slots: small models, each with `fit` and `predict`.
+
+An engine of this kind (vLLM) gives every adapter a slot of the largest rank, reads prompts in steps of their
+own, and loads adapters within a step. Kernels that pad do as much for rank 8 as for the largest rank; kernels
+that do not, as much as the ranks in the batch add up to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from math import ceil
+from typing import ClassVar, Protocol, Self
+
+from loraplex.perf.least_squares import FitQuality, fit_non_negative, quality_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFeatures:
+    """What is in a step, as these models count it. `max_rank`: what slots are sized for. `num_tokens`: of the
+    prompts in it. `num_waiting`: requests that the scheduler looked at in vain."""
+
+    num_requests: int = 0
+    num_adapters: int = 0
+    sum_ranks: int = 0
+    max_rank: int = 0
+    num_slots: int = 0
+    kv_tokens: int = 0
+    num_tokens: int = 0
+    num_waiting: int = 0
+
+
+class StepModel(Protocol):
+    """Seconds from what is in a step. `UNITS`: of each coefficient."""
+
+    UNITS: ClassVar[dict[str, str]]
+
+    def predict(self, batch: BatchFeatures) -> float: ...
+
+
+class _Linear:
+    """Coefficients times amounts; subclasses are dataclasses of coefficients, in the order of `amounts`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def amounts(batch: BatchFeatures) -> tuple[float, ...]:
+        raise NotImplementedError
+
+    def predict(self, batch: BatchFeatures) -> float:
+        """Seconds."""
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return float(sum(value * amount for value, amount in zip(values, self.amounts(batch), strict=True)))
+
+    @classmethod
+    def fit(cls, samples: Sequence[tuple[BatchFeatures, float]]) -> Self:
+        """From (what was in a step, its seconds)."""
+        found = fit_non_negative([cls.amounts(batch) for batch, _ in samples], [s for _, s in samples])
+        return cls(**dict(zip((field.name for field in fields(cls)), found, strict=True)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaddedDecode(_Linear):
+    """By kernels that pad: alpha * requests * largest rank + beta."""
+
+    UNITS: ClassVar[dict[str, str]] = {"rank_s": "s per request and unit of the largest rank", "base_s": "s"}
+
+    rank_s: float
+    base_s: float
+
+    @staticmethod
+    def amounts(batch: BatchFeatures) -> tuple[float, ...]:
+        return batch.num_requests * batch.max_rank, 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankDecode(_Linear):
+    """By kernels that do not pad: alpha * sum of the requests' ranks + beta."""
+
+    UNITS: ClassVar[dict[str, str]] = {"rank_s": "s per unit of rank", "base_s": "s"}
+
+    rank_s: float
+    base_s: float
+
+    @staticmethod
+    def amounts(batch: BatchFeatures) -> tuple[float, ...]:
+        return batch.sum_ranks, 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchDecode(_Linear):
+    """By the batch, the distinct adapters in it, the KV tokens that it attends to, and by the slots, which
+    are launched over whether they are in use or not."""
+
+    UNITS: ClassVar[dict[str, str]] = {
+        "base_s": "s",
+        "request_s": "s per request",
+        "adapter_s": "s per distinct adapter",
+        "adapter_rank_s": "s per distinct adapter and unit of the largest rank",
+        "kv_token_s": "s per KV token",
+        "slot_s": "s per slot",
+        "slot_rank_s": "s per slot and unit of the largest rank",
+        "request_rank_s": "s per request and unit of the largest rank",
+        "request_adapter_s": "s per request and distinct adapter",
+        "request_slot_s": "s per request and slot",
+    }
+
+    base_s: float
+    request_s: float = 0.0
+    adapter_s: float = 0.0
+    adapter_rank_s: float = 0.0
+    kv_token_s: float = 0.0
+    slot_s: float = 0.0
+    slot_rank_s: float = 0.0
+    request_rank_s: float = 0.0
+    request_adapter_s: float = 0.0
+    request_slot_s: float = 0.0
+
+    @staticmethod
+    def amounts(batch: BatchFeatures) -> tuple[float, ...]:
+        return (
+            1.0,
+            batch.num_requests,
+            batch.num_adapters,
+            batch.num_adapters * batch.max_rank,
+            batch.kv_tokens,
+            batch.num_slots,
+            batch.num_slots * batch.max_rank,
+            batch.num_requests * batch.max_rank,
+            batch.num_requests * batch.num_adapters,
+            batch.num_requests * batch.num_slots,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefill(_Linear):
+    """By the prompts' tokens, by the largest rank, and by the slots, which are launched over in any case."""
+
+    UNITS: ClassVar[dict[str, str]] = {
+        "base_s": "s",
+        "token_s": "s per prompt token",
+        "adapter_s": "s per distinct adapter",
+        "token_rank_s": "s per prompt token and unit of the largest rank",
+        "slot_s": "s per slot",
+    }
+
+    base_s: float
+    token_s: float = 0.0
+    adapter_s: float = 0.0
+    token_rank_s: float = 0.0
+    slot_s: float = 0.0
+
+    @staticmethod
+    def amounts(batch: BatchFeatures) -> tuple[float, ...]:
+        return (
+            1.0,
+            batch.num_tokens,
+            batch.num_adapters,
+            batch.num_tokens * batch.max_rank,
+            batch.num_slots,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerCost(_Linear):
+    """Of deciding: by the requests that run, and by those looked at that cannot."""
+
+    UNITS: ClassVar[dict[str, str]] = {"request_s": "s per running request", "waiting_s": "s per waiting one"}
+
+    request_s: float = 0.0
+    waiting_s: float = 0.0
+
+    @staticmethod
+    def amounts(batch: BatchFeatures) -> tuple[float, ...]:
+        return batch.num_requests, batch.num_waiting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterLoadCost:
+    """By tier and rank. `slot_*`: from the host's memory to a slot. `disk_*`: before that, on first use."""
+
+    UNITS: ClassVar[dict[str, str]] = {
+        "slot_s": "s",
+        "slot_rank_s": "s per unit of rank",
+        "disk_s": "s",
+        "disk_rank_s": "s per unit of rank",
+    }
+
+    slot_s: float
+    slot_rank_s: float = 0.0
+    disk_s: float = 0.0
+    disk_rank_s: float = 0.0
+
+    def predict(self, *, rank: float, from_disk: bool) -> float:
+        """Seconds until it is in its slot."""
+        disk_s = self.disk_s + self.disk_rank_s * rank if from_disk else 0.0
+        return self.slot_s + self.slot_rank_s * rank + disk_s
+
+    @classmethod
+    def fit(cls, samples: Sequence[tuple[float, bool, float]]) -> AdapterLoadCost:
+        """From (rank, whether it came from disk, seconds)."""
+        table = [(1.0, rank, float(cold), rank * cold) for rank, cold, _ in samples]
+        slot_s, slot_rank_s, disk_s, disk_rank_s = fit_non_negative(table, [s for _, _, s in samples])
+        return cls(slot_s=slot_s, slot_rank_s=slot_rank_s, disk_s=disk_s, disk_rank_s=disk_rank_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotMemory:
+    """KV tokens that adapters leave, where each slot is of the largest rank, used or not."""
+
+    UNITS: ClassVar[dict[str, str]] = {
+        "tokens": "KV tokens without slots",
+        "slot_tokens": "KV tokens per slot",
+        "slot_rank_tokens": "KV tokens per slot and unit of the largest rank",
+    }
+
+    tokens: float
+    slot_tokens: float
+    slot_rank_tokens: float
+
+    def predict(self, *, num_slots: int, max_rank: int) -> int:
+        """Zero if the slots alone fill the memory."""
+        taken = num_slots * (self.slot_tokens + self.slot_rank_tokens * max_rank)
+        return max(int(self.tokens - taken), 0)
+
+    @classmethod
+    def fit(cls, samples: Sequence[tuple[int, int, float]]) -> SlotMemory:
+        """From (slots, largest rank, KV tokens that there were), in order of rising memory."""
+        most = max(tokens for _, _, tokens in samples)
+        # What slots took, seen from above the largest sample: positive throughout, as costs are.
+        top = most * 1.05
+        table = [(1.0, num_slots, num_slots * max_rank) for num_slots, max_rank, _ in samples]
+        base, per_slot, per_rank = fit_non_negative(table, [top - tokens for _, _, tokens in samples])
+        return cls(tokens=top - base, slot_tokens=per_slot, slot_rank_tokens=per_rank)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteMemory:
+    """KV tokens that adapters leave, where each takes its own bytes and no more."""
+
+    UNITS: ClassVar[dict[str, str]] = {
+        "num_bytes": "bytes for adapters and KV",
+        "token_bytes": "bytes a token",
+    }
+
+    num_bytes: int
+    token_bytes: int
+
+    def predict(self, adapter_bytes: Sequence[int]) -> int:
+        return max((self.num_bytes - sum(adapter_bytes)) // self.token_bytes, 0)
+
+
+def held_out_error(
+    fit: Callable[[Sequence[tuple[BatchFeatures, float]]], StepModel],
+    samples: Sequence[tuple[BatchFeatures, float]],
+    num_folds: int = 5,
+) -> float:
+    """Mean |predicted - measured| / measured of samples that were left out of the fit, each once."""
+    errors: list[float] = []
+    size = ceil(len(samples) / num_folds)
+    for first in range(0, len(samples), size):
+        held = samples[first : first + size]
+        model = fit([*samples[:first], *samples[first + size :]])
+        errors += [abs(model.predict(batch) - seconds) / seconds for batch, seconds in held]
+    return sum(errors) / len(errors)
+
+
+def fit_quality(model: StepModel, samples: Sequence[tuple[BatchFeatures, float]]) -> FitQuality:
+    return quality_of([model.predict(batch) for batch, _ in samples], [s for _, s in samples])

@@ -1,0 +1,63 @@
+"""What a scheduler shows, and what must hold of its books."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.scheduling.memory import Memory
+from loraplex.scheduling.sequence import Sequence
+
+
+def engine_stats(
+    memory: Memory,
+    *,
+    num_steps: int,
+    num_running: int,
+    num_waiting: int,
+    num_preemptions: int,
+    adapters: tuple[AdapterStats, ...],
+) -> EngineStats:
+    pool, residency, staging, on_host = memory.pool, memory.residency, memory.staging, not memory.shared
+    host = staging or residency
+    return EngineStats(
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_kv_blocks=pool.num_blocks - pool.num_free + pool.num_obtainable,
+        num_kv_blocks_used=pool.num_blocks - pool.num_free,
+        prefix_cache_queries=pool.prefix_queries * pool.block_size,
+        prefix_cache_hits=pool.prefix_hits * pool.block_size,
+        num_preemptions=num_preemptions,
+        num_steps=num_steps,
+        host_adapter_bytes=host.used_bytes if staging or on_host else 0,
+        host_adapter_budget_bytes=host.budget_bytes if staging or on_host else 0,
+        device_adapter_bytes=0 if on_host else residency.used_bytes,
+        device_arena_bytes=memory.shared_bytes,
+        adapters=adapters,
+    )
+
+
+def check_integrity(
+    waiting: Collection[Sequence],
+    running: Collection[Sequence],
+    memory: Memory,
+    unknown: Mapping[int, int],
+) -> None:
+    """`unknown`: by a sequence's identity, how many of its tokens steps under way sample."""
+    queued = [*waiting, *running]
+    memory.pool.check_integrity(s.block_ids for s in queued)
+    assert all(s.num_unknown == unknown.get(id(s), 0) for s in queued), (
+        "a token is counted on that nobody samples"
+    )
+    for sequence in waiting:
+        assert not sequence.block_ids, "a waiting request holds blocks"
+    for sequence in running:
+        assert sequence.adapter is None or sequence.pinned, "a running request's adapter may vanish"
+        assert 0 <= sequence.num_computed < sequence.num_tokens
+        assert len(sequence.block_ids) >= memory.pool.blocks_for(sequence.num_computed)
+    memory.check_integrity()
+    memory.residency.check_integrity(
+        pins=Counter(s.adapter for s in queued if s.adapter is not None and s.pinned),
+        in_flight=Counter(s.adapter for s in queued if s.adapter is not None),
+    )

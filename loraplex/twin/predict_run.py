@@ -1,0 +1,81 @@
+"""A recorded run's figures, predicted from its setup by a profile of its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loraplex.perf.slot_profile import SlotProfile
+from loraplex.twin.outcome import STARVED_BELOW
+from loraplex.twin.recorded_runs import RunSetup
+from loraplex.twin.run_workload import AdapterMix, WorkloadBook
+from loraplex.twin.slot_engine import SlotRun, run_slot_engine
+from loraplex.twin.slot_state import BLOCK_SIZE, Limits, Requests
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predicted:
+    """Tokens per second; seconds."""
+
+    input_tok_s: float
+    output_tok_s: float
+    itl_s: float
+    ttft_s: float
+    is_starved: bool
+    mean_running: float
+    mean_waiting: float
+    num_loads: int
+    num_preemptions: int
+
+    @property
+    def total_tok_s(self) -> float:
+        return self.input_tok_s + self.output_tok_s
+
+
+def predict_run(
+    profile: SlotProfile,
+    book: WorkloadBook,
+    setup: RunSetup,
+    drawn: tuple[Requests, AdapterMix] | None = None,
+) -> Predicted | None:
+    """None if the slots leave no memory to run in. `drawn`: the requests, if they have been drawn already."""
+    kv_tokens = profile.memory.predict(num_slots=setup.num_slots, max_rank=setup.max_rank)
+    requests, mix = drawn or book.requests(setup)
+    num_blocks = kv_tokens // BLOCK_SIZE
+    longest = int((requests.prompt_tokens + requests.output_tokens).max())
+    spare_blocks = max(int(profile.spare_share * num_blocks), 1)
+    if num_blocks < -(-longest // BLOCK_SIZE) + spare_blocks:
+        return None
+    limits = Limits(
+        num_slots=setup.num_slots,
+        max_rank=setup.max_rank,
+        num_blocks=num_blocks,
+        spare_blocks=spare_blocks,
+        max_running=min(setup.max_running, profile.max_running),
+        max_step_tokens=profile.max_step_tokens,
+        max_open=profile.client.max_open,
+        until_s=setup.duration_s,
+    )
+    run = run_slot_engine(requests, limits, profile.costs, ranks=mix.ranks, order=mix.order)
+    return _figures(run, setup.duration_s, profile.client.latency_s, book.offered_tok_s(setup))
+
+
+def _figures(run: SlotRun, duration_s: float, latency_s: float, offered_tok_s: float) -> Predicted:
+    done = ~np.isnan(run.finish_s)
+    arrival_s, first_s, finish_s = run.requests.arrival_s[done], run.first_s[done], run.finish_s[done]
+    outputs = run.requests.output_tokens[done]
+    num_gaps = int((outputs - 1).sum())
+    num_input, num_output = int(run.requests.prompt_tokens[done].sum()), int(outputs.sum())
+    served_tok_s = (num_input + num_output) / duration_s
+    return Predicted(
+        input_tok_s=num_input / duration_s,
+        output_tok_s=num_output / duration_s,
+        itl_s=float((finish_s - first_s).sum()) / num_gaps if num_gaps else 0.0,
+        ttft_s=float((first_s - arrival_s).mean()) + latency_s if len(first_s) else duration_s,
+        is_starved=served_tok_s < STARVED_BELOW * offered_tok_s,
+        mean_running=run.mean_running,
+        mean_waiting=run.mean_waiting,
+        num_loads=run.num_loads,
+        num_preemptions=run.num_preemptions,
+    )

@@ -1,0 +1,241 @@
+"""Recorded runs of an engine with slots (CSV, one run a line): what was asked of it apart from what came out.
+
+A prediction is made from a `RunSetup` alone; what was measured is kept in another object, so that nothing of
+it can slip into a prediction.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+from loraplex.core.errors import UserError
+
+_DEFAULT_DURATION_S: Final = 3600.0
+_DEFAULT_MAX_RUNNING: Final = 2048
+_KEY_FOLDER: Final = "digital_twin_modelling/real_results/"
+"""One of the files names runs by their place below this folder, the other in full."""
+_NEEDED: Final = (
+    "model",
+    "num_adapters",
+    "adapter_ranks",
+    "max_loras_gpu_slots",
+    "max_lora_rank",
+    "rate_values",
+    "rate_counts",
+)
+_MEASURED: Final = ("status", "input_tok_s", "output_tok_s", "itl_mean_ms", "ttft_mean_ms")
+
+
+class RunsError(UserError):
+    """A file of runs that cannot be used; the message names file, line and column."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSetup:
+    """What was asked of the engine. `rates`: (requests per second of each, how many adapters), slowest first.
+    `ranks`: what adapters' ranks were drawn from. `dataset`: where lengths came from, None if that is not
+    said."""
+
+    key: str
+    model: str
+    ranks: tuple[int, ...]
+    num_slots: int
+    max_rank: int
+    rates: tuple[tuple[float, int], ...]
+    duration_s: float
+    max_running: int
+    dataset: str | None
+
+    @property
+    def num_adapters(self) -> int:
+        return sum(count for _, count in self.rates)
+
+    @property
+    def offered_rps(self) -> float:
+        return sum(rate * count for rate, count in self.rates)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What came out. Tokens and requests per second; seconds. None: not in the file."""
+
+    input_tok_s: float
+    output_tok_s: float
+    itl_s: float
+    ttft_s: float
+    completed_rps: float | None = None
+    num_waiting: float | None = None
+
+    @property
+    def total_tok_s(self) -> float:
+        return self.input_tok_s + self.output_tok_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvSample:
+    """KV tokens that an engine of these slots said it had; it keeps room for the activations of `max_running`
+    requests too."""
+
+    model: str
+    max_running: int
+    num_slots: int
+    max_rank: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunsFile:
+    """`setups`: runs that say at which rates requests came; `num_others`: lines that do not. `measured`: by
+    the setup's key, of runs that ended well."""
+
+    setups: tuple[RunSetup, ...]
+    measured: Mapping[str, Measured]
+    kv_samples: tuple[KvSample, ...]
+    num_others: int
+
+
+def read_runs(path: Path) -> RunsFile:
+    """Every line of a CSV file, packed (.gz) or not."""
+    setups: list[RunSetup] = []
+    measured: dict[str, Measured] = {}
+    kv_samples: list[KvSample] = []
+    num_others = 0
+    for line, row in _rows(path):
+        try:
+            if (sample := _kv_sample(row)) is not None:
+                kv_samples.append(sample)
+            if not row["rate_values"] or not row["max_loras_gpu_slots"]:
+                num_others += 1
+                continue
+            setup = _setup(row)
+            setups.append(setup)
+            if (found := _measured(row, setup)) is not None:
+                measured[setup.key] = found
+        except ValueError as error:
+            raise RunsError(f"{path}:{line}: {error}") from error
+    return RunsFile(
+        setups=tuple(setups), measured=measured, kv_samples=tuple(kv_samples), num_others=num_others
+    )
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    try:
+        with _open(path) as file:
+            reader = csv.DictReader(file)
+            names = reader.fieldnames or []
+            missing = [name for name in (*_NEEDED, *_MEASURED) if name not in names]
+            if not {"key", "experiment"} & set(names):
+                missing.insert(0, "key (or experiment)")
+            if missing:
+                raise RunsError(f"{path}: there is no column {', '.join(missing)}")
+            for row in reader:
+                if None in row or None in row.values():
+                    raise RunsError(f"{path}:{reader.line_num}: not as many fields as the header has")
+                yield reader.line_num, row
+    except (OSError, EOFError) as error:
+        raise RunsError(f"{path}: cannot be read ({error})") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise RunsError(f"{path}: not a CSV file ({error})") from error
+
+
+def _open(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+def _setup(row: Mapping[str, str]) -> RunSetup:
+    counts = [_count("rate_counts", each) for each in row["rate_counts"].split()]
+    values = [_number("rate_values", each) for each in row["rate_values"].split()]
+    if len(counts) != len(values):
+        raise ValueError(f"{len(values)} rate_values, but {len(counts)} rate_counts")
+    if sum(counts) != _count("num_adapters", row["num_adapters"]):
+        raise ValueError(f"rate_counts add up to {sum(counts)}, num_adapters is {row['num_adapters']}")
+    ranks = tuple(_count("adapter_ranks", each) for each in row["adapter_ranks"].split())
+    if not ranks:
+        raise ValueError("adapter_ranks is empty")
+    duration = row.get("total_time_s")
+    max_running = row.get("max_num_seqs")
+    return RunSetup(
+        key=_key(row),
+        model=row["model"],
+        ranks=ranks,
+        num_slots=_count("max_loras_gpu_slots", row["max_loras_gpu_slots"]),
+        max_rank=_count("max_lora_rank", row["max_lora_rank"]),
+        rates=tuple(zip(values, counts, strict=True)),
+        duration_s=_number("total_time_s", duration) if duration else _DEFAULT_DURATION_S,
+        max_running=_count("max_num_seqs", max_running) if max_running else _DEFAULT_MAX_RUNNING,
+        dataset=row.get("dataset") or None,
+    )
+
+
+def _key(row: Mapping[str, str]) -> str:
+    return (row.get("experiment") or row.get("key") or "").removeprefix(_KEY_FOLDER)
+
+
+def _measured(row: Mapping[str, str], setup: RunSetup) -> Measured | None:
+    if row["status"] != "ok" or not all(row[name] for name in _MEASURED):
+        return None
+    completed = row.get("completed_requests")
+    duration_s = row.get("duration_s")
+    waiting = row.get("mean_waiting")
+    seconds = _number("duration_s", duration_s) if duration_s else setup.duration_s
+    return Measured(
+        input_tok_s=_number("input_tok_s", row["input_tok_s"]),
+        output_tok_s=_number("output_tok_s", row["output_tok_s"]),
+        itl_s=_number("itl_mean_ms", row["itl_mean_ms"]) / 1e3,
+        ttft_s=_number("ttft_mean_ms", row["ttft_mean_ms"]) / 1e3,
+        completed_rps=_number("completed_requests", completed) / seconds if completed else None,
+        num_waiting=_number("mean_waiting", waiting) if waiting else None,
+    )
+
+
+def _kv_sample(row: Mapping[str, str]) -> KvSample | None:
+    tokens, slots, rank = row.get("kv_cache_tokens"), row["max_loras_gpu_slots"], row["max_lora_rank"]
+    running = row.get("max_num_seqs")
+    if (
+        not (tokens and slots and rank and running and row["model"])
+        or _number("kv_cache_tokens", tokens) == 0
+    ):
+        return None
+    return KvSample(
+        model=row["model"],
+        max_running=_count("max_num_seqs", running),
+        num_slots=_count("max_loras_gpu_slots", slots),
+        max_rank=_count("max_lora_rank", rank),
+        kv_tokens=_count("kv_cache_tokens", tokens),
+    )
+
+
+def _number(column: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{column} is {text!r}, not a number") from None
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{column} is {text!r}, not a finite number of at least 0")
+    return value
+
+
+def _count(column: str, text: str) -> int:
+    value = _number(column, text)
+    if value != int(value) or value < 1:
+        raise ValueError(f"{column} is {text!r}, not a whole number of at least 1")
+    return int(value)
+
+
+def without(runs: RunsFile, keys: Sequence[str]) -> RunsFile:
+    """As if the runs of these keys had never been recorded."""
+    gone = set(keys)
+    return RunsFile(
+        setups=tuple(setup for setup in runs.setups if setup.key not in gone),
+        measured={key: found for key, found in runs.measured.items() if key not in gone},
+        kv_samples=runs.kv_samples,
+        num_others=runs.num_others,
+    )

@@ -1,0 +1,191 @@
+"""A workload file on a profiled engine: one question, whichever kind of engine the profile is of."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loraplex.core.errors import CapacityError, UserError
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.profile_json import ProfileError, read_profile
+from loraplex.perf.slot_profile import KIND, SlotProfile, read_slot_profile
+from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.memory import Memory, SeparateMemory
+from loraplex.scheduling.staging import Staging
+from loraplex.twin.outcome import Outcome, RequestOutcome
+from loraplex.twin.simulator import Simulator
+from loraplex.twin.times import CostModelTimes
+from loraplex.workload.jsonl import WorkloadRequest
+
+Profile = SlotProfile | CostModel
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayOptions:
+    """`ranks`: of the adapters, one after the other, over and over. `num_slots`: of an engine that has them;
+    None for as many as there are adapters. For our own engine: `adapter_bytes`, of each adapter;
+    `adapter_memory`, None where adapters share the memory of KV tokens, of `token_bytes` each."""
+
+    num_adapters: int
+    ranks: tuple[int, ...] = (16,)
+    num_slots: int | None = None
+    until_s: float = math.inf
+    kv_tokens: int | None = None
+    token_bytes: int = 512 << 10
+    adapter_bytes: int = 25 << 20
+    adapter_memory: int | None = None
+    host_memory: int = 64 << 30
+    max_running: int = 256
+    seed: int = 0
+
+
+def read_any_profile(path: Path, model: str | None = None) -> Profile:
+    """`model`: what it must be of."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ProfileError(f"{path}: the profile cannot be read ({error})") from error
+    if isinstance(document, dict) and document.get("kind") == KIND:
+        return read_slot_profile(path, model)
+    profile = read_profile(path)
+    if model is not None and profile.subject.model != model:
+        raise ProfileError(f"{path}: it is of model {profile.subject.model!r}, not {model!r}")
+    return profile
+
+
+def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) -> None:
+    """Raises what no twin could run, with the request that asks for it."""
+    for number, request in enumerate(workload, start=1):
+        if request.adapter >= options.num_adapters:
+            raise UserError(
+                f"request {number} of the workload is on adapter {request.adapter}; there are "
+                f"{options.num_adapters}, counted from 0"
+            )
+
+
+def replay(profile: Profile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
+    """What would become of it."""
+    check_workload(workload, options)
+    if isinstance(profile, SlotProfile):
+        return _on_slots(profile, workload, options)
+    return _on_ours(profile, workload, options)
+
+
+def _on_ours(profile: CostModel, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
+    versions = [f"adapter-{number}" for number in range(options.num_adapters)]
+    longest = max((each.prompt_tokens + each.output_tokens for each in workload), default=1)
+    memory = _memory(options)
+    room = memory.max_tokens(options.adapter_bytes)
+    if longest > room:
+        raise CapacityError(f"KV memory holds {room} tokens, too few for a request of {longest}")
+    simulator = Simulator(
+        config=SchedulerConfig(max_model_len=longest + 1, max_running=options.max_running),
+        memory=memory,
+        times=CostModelTimes(profile, dict.fromkeys(versions, options.adapter_bytes)),
+        adapters=versions,
+    )
+    for version in versions:
+        simulator.scheduler.adapters.add(version, options.adapter_bytes)
+    return simulator.run(workload, options.until_s)
+
+
+def _memory(options: ReplayOptions) -> Memory:
+    num_blocks = max((options.kv_tokens or 100_000) // _BLOCK_SIZE, 1)
+    if options.adapter_memory is not None:
+        return SeparateMemory(
+            num_blocks=num_blocks,
+            block_size=_BLOCK_SIZE,
+            adapter_bytes=options.adapter_memory,
+            keeps_contents=False,
+        )
+    return Arena(
+        num_pages=num_blocks,
+        page_bytes=options.token_bytes * _BLOCK_SIZE,
+        block_size=_BLOCK_SIZE,
+        staging=Staging(options.host_memory),
+        keeps_contents=False,
+    )
+
+
+def _on_slots(profile: SlotProfile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
+    from loraplex.twin.slot_engine import run_slot_engine
+    from loraplex.twin.slot_state import Limits, Requests
+
+    num_slots = options.num_slots or options.num_adapters
+    max_rank = max(options.ranks)
+    kv_tokens = options.kv_tokens or profile.memory.predict(num_slots=num_slots, max_rank=max_rank)
+    num_blocks = kv_tokens // _BLOCK_SIZE
+    requests = Requests(
+        arrival_s=np.array([each.arrival_s for each in workload], np.float64),
+        prompt_tokens=np.array([each.prompt_tokens for each in workload], np.int64),
+        output_tokens=np.array([each.output_tokens for each in workload], np.int64),
+        adapter=np.array([each.adapter for each in workload], np.int64),
+    )
+    limits = Limits(
+        num_slots=num_slots,
+        max_rank=max_rank,
+        num_blocks=num_blocks,
+        spare_blocks=int(profile.spare_share * num_blocks),
+        max_running=profile.max_running,
+        max_step_tokens=profile.max_step_tokens,
+        max_open=profile.client.max_open,
+        until_s=options.until_s,
+    )
+    ranks = np.resize(np.array(options.ranks, np.float64), options.num_adapters)
+    order = np.random.default_rng(options.seed).permutation(options.num_adapters)
+    run = run_slot_engine(requests, limits, profile.costs, ranks=ranks, order=order)
+    latency_s = profile.client.latency_s
+    outcomes = [
+        RequestOutcome(
+            request=request,
+            first_token_s=None if math.isnan(first_s) else first_s + latency_s,
+            finish_s=None if math.isnan(finish_s) else finish_s + latency_s,
+        )
+        for request, first_s, finish_s in zip(
+            workload, run.first_s.tolist(), run.finish_s.tolist(), strict=True
+        )
+    ]
+    return Outcome(
+        requests=outcomes,
+        duration_s=min(run.duration_s + latency_s, options.until_s),
+        num_steps=run.num_steps,
+        mean_running=run.mean_running,
+        mean_waiting=run.mean_waiting,
+        gaps=(),
+    )
+
+
+def compare(summary: dict[str, Any], live: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Measures of a twin's summary beside those of a live run's report, and their SMAPE."""
+    from loraplex.twin.scores import smape
+
+    result = live.get("result", live)
+    pairs: dict[str, tuple[float, float]] = {}
+    for name, predicted, measured in (
+        ("output_tok_s", summary["output_tok_s"], _take(result, "output_tokens_per_s")),
+        ("itl_s", summary["itl_mean_s"], _take(result, "itl_ms", "mean") / 1e3),
+        ("ttft_s", (summary["ttft_s"] or {}).get("mean"), _take(result, "ttft_ms", "mean") / 1e3),
+    ):
+        if predicted is not None:
+            pairs[name] = (predicted, measured)
+    return {name: {"twin": p, "live": m, "smape": smape([(p, m)])} for name, (p, m) in pairs.items()}
+
+
+def _take(result: Any, *names: str) -> float:
+    for name in names:
+        if not isinstance(result, dict) or name not in result:
+            raise UserError(
+                f"the live result has no {'.'.join(names)}; give a file of `loraplex bench serve`"
+            )
+        result = result[name]
+    if not isinstance(result, int | float):
+        raise UserError(f"the live result's {'.'.join(names)} is {result!r}, not a number")
+    return float(result)

@@ -1,0 +1,114 @@
+"""The requests of a recorded run, as far as they can be known without having seen it.
+
+The recorded runs' client drew arrivals and prompts from a fixed seed: all runs with the same adapters and
+rates were sent the same requests, whatever the engine was set to. How many these were, and how long, can
+therefore be learnt from other runs; where there is none, from the rates and from what is usual.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from loraplex.core.errors import UserError
+from loraplex.twin.recorded_runs import Measured, RunSetup
+from loraplex.twin.slot_state import Floats, Ints, Requests
+
+_MAX_WAITING: Final = 5.0
+"""A run in which more wait, on average, may not have served all it was asked."""
+_PROMPT_SPREAD: Final = 0.9
+_OUTPUT_SPREAD: Final = 0.75
+"""Standard deviation over mean of ShareGPT's lengths. Assumed: the lengths are not in the records."""
+_MIN_TOKENS: Final = 4
+_MAX_TOKENS: Final = 1500
+_FIXED_LENGTHS: Final = "dummy"
+"""How the names of datasets begin whose requests are all alike."""
+
+
+class Lengths(NamedTuple):
+    """Mean tokens of a request."""
+
+    prompt: float
+    output: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterMix:
+    """By adapter: its rank, its place in the order in which the engine goes through a batch."""
+
+    ranks: Floats
+    order: Ints
+
+
+class WorkloadBook:
+    """What other runs tell of the requests of a run."""
+
+    def __init__(self, runs: Sequence[tuple[RunSetup, Measured]]) -> None:
+        self._rps: dict[object, list[float]] = {}
+        self._lengths: dict[object, list[Lengths]] = {}
+        for setup, found in runs:
+            if not found.completed_rps:
+                continue
+            lengths = Lengths(
+                found.input_tok_s / found.completed_rps, found.output_tok_s / found.completed_rps
+            )
+            self._lengths.setdefault((setup.model, setup.duration_s), []).append(lengths)
+            if found.num_waiting is None or found.num_waiting > _MAX_WAITING:
+                continue
+            self._rps.setdefault((setup.rates, setup.duration_s), []).append(found.completed_rps)
+            self._lengths.setdefault((setup.model, setup.rates, setup.duration_s), []).append(lengths)
+
+    def lengths(self, setup: RunSetup) -> Lengths:
+        """Of the same requests if they are known, else what is usual with this model."""
+        known = self._lengths.get((setup.model, setup.rates, setup.duration_s)) or self._lengths.get(
+            (setup.model, setup.duration_s)
+        )
+        if not known:
+            raise UserError(
+                f"no run of {setup.model} over {setup.duration_s:g} s to learn from how long requests are; "
+                "give one to --fit"
+            )
+        prompt, output = (float(mean) for mean in np.mean(known, axis=0))
+        return Lengths(prompt, output)
+
+    def num_requests(self, setup: RunSetup) -> int:
+        known = self._rps.get((setup.rates, setup.duration_s))
+        rps = float(np.mean(known)) if known else setup.offered_rps
+        return max(round(rps * setup.duration_s), 1)
+
+    def offered_tok_s(self, setup: RunSetup) -> float:
+        """Prompt and output tokens per second of all that was asked for."""
+        return self.num_requests(setup) / setup.duration_s * sum(self.lengths(setup))
+
+    def requests(self, setup: RunSetup) -> tuple[Requests, AdapterMix]:
+        """The same for the same rates, and other than the true ones: drawn by their statistics."""
+        key = f"{setup.model} {setup.rates} {setup.duration_s}"
+        rng = np.random.default_rng(zlib.crc32(key.encode()))
+        rates = np.repeat([rate for rate, _ in setup.rates], [count for _, count in setup.rates])
+        rng.shuffle(rates)
+        count, num_adapters = self.num_requests(setup), len(rates)
+        prompt, output = self.lengths(setup)
+        fixed = setup.dataset is not None and setup.dataset.startswith(_FIXED_LENGTHS)
+        requests = Requests(
+            # Given their number, the arrivals of a Poisson process are spread evenly.
+            arrival_s=np.sort(rng.random(count)) * setup.duration_s,
+            prompt_tokens=_lengths(rng, prompt, 0.0 if fixed else _PROMPT_SPREAD, count),
+            output_tokens=_lengths(rng, output, 0.0 if fixed else _OUTPUT_SPREAD, count),
+            adapter=rng.choice(num_adapters, size=count, p=rates / rates.sum()).astype(np.int64),
+        )
+        ranks = rng.choice(np.array(setup.ranks, np.float64), size=num_adapters)
+        return requests, AdapterMix(ranks=ranks, order=rng.permutation(num_adapters))
+
+
+def _lengths(rng: np.random.Generator, mean: float, spread: float, count: int) -> Ints:
+    """Whole numbers of this mean."""
+    if spread == 0.0:
+        return np.full(count, max(round(mean), 1), np.int64)
+    shape = 1 / spread**2
+    drawn = np.clip(rng.gamma(shape, mean / shape, count), _MIN_TOKENS, _MAX_TOKENS)
+    whole: Ints = np.maximum(np.round(drawn * mean / drawn.mean()), 1).astype(np.int64)
+    return whole

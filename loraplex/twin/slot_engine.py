@@ -1,0 +1,183 @@
+"""An engine with slots for adapters (vLLM's way), simulated step by step in compiled code.
+
+The rules are those of `Scheduler` with `prompts_first` and `max_adapters`, and a test holds the two together.
+What this one adds is speed for runs in which hundreds of requests decode at a time and every step ends some,
+so that there is nothing to jump over: an hour of such a run takes well under a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numba
+import numpy as np
+
+from loraplex.core.errors import CapacityError
+from loraplex.perf.slot_profile import SlotCosts
+from loraplex.twin.slot_state import (
+    BLOCK_SIZE,
+    IS_STALE,
+    KV_TOKENS,
+    NUM_ADAPTERS,
+    NUM_BATCH,
+    NUM_LOADS,
+    NUM_PREEMPTIONS,
+    NUM_RUNNING,
+    NUM_WAITING,
+    Floats,
+    Ints,
+    Limits,
+    Requests,
+    admit,
+    batch_of_all,
+    enqueue,
+    grow,
+    new_state,
+    stop,
+    touch,
+)
+
+# Places in the totals of a run.
+_NOW_S: Final = 0
+_RUNNING_S: Final = 1
+_WAITING_S: Final = 2
+_KV_TOKENS_S: Final = 3
+_NUM_STEPS: Final = 4
+_NUM_TAKEN: Final = 5
+_NUM_TOTALS: Final = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotRun:
+    """What became of a run. `first_s`, `finish_s`: by request, NaN if that did not happen.
+    `num_taken`: requests that were not lost for want of a connection. Means are over time."""
+
+    requests: Requests
+    first_s: Floats
+    finish_s: Floats
+    duration_s: float
+    num_taken: int
+    num_steps: int
+    num_loads: int
+    num_preemptions: int
+    mean_running: float
+    mean_waiting: float
+    mean_kv_tokens: float
+
+
+def run_slot_engine(
+    requests: Requests, limits: Limits, costs: SlotCosts, *, ranks: Floats, order: Ints
+) -> SlotRun:
+    """`ranks`: by adapter. `order`: in which the engine goes through the adapters of a batch."""
+    if len(requests.arrival_s) > 0:
+        longest = int((requests.prompt_tokens + requests.output_tokens).max())
+        if -(-longest // BLOCK_SIZE) + limits.spare_blocks > limits.num_blocks:
+            raise CapacityError(
+                f"KV memory holds {limits.num_blocks * BLOCK_SIZE} tokens beside the adapters, "
+                f"too few for a request of {longest}"
+            )
+    state = new_state(requests, limits, ranks, order)
+    totals = np.zeros(_NUM_TOTALS)
+    _simulate(state, requests, limits, np.array(costs.coefficients), totals)
+    duration_s = min(float(totals[_NOW_S]), limits.until_s) or 1.0
+    return SlotRun(
+        requests=requests,
+        first_s=state.first_s,
+        finish_s=state.finish_s,
+        duration_s=duration_s,
+        num_taken=int(totals[_NUM_TAKEN]),
+        num_steps=int(totals[_NUM_STEPS]),
+        num_loads=int(state.counts[NUM_LOADS]),
+        num_preemptions=int(state.counts[NUM_PREEMPTIONS]),
+        mean_running=float(totals[_RUNNING_S]) / duration_s,
+        mean_waiting=float(totals[_WAITING_S]) / duration_s,
+        mean_kv_tokens=float(totals[_KV_TOKENS_S]) / duration_s,
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def _simulate(state, requests, limits, costs, totals):  # type: ignore[no-untyped-def]
+    counts, arrival_s = state.counts, requests.arrival_s
+    now_s, coming, num_requests = 0.0, 0, len(arrival_s)
+    while now_s < limits.until_s:
+        while coming < num_requests and arrival_s[coming] <= now_s:
+            if counts[NUM_WAITING] + counts[NUM_RUNNING] < limits.max_open:
+                enqueue(state, requests, coming)
+                totals[_NUM_TAKEN] += 1
+            coming += 1
+        if counts[NUM_WAITING] == 0 and counts[NUM_RUNNING] == 0:
+            if coming == num_requests:
+                break
+            now_s = arrival_s[coming]
+            continue
+        num_before = counts[NUM_RUNNING]
+        num_tokens = admit(state, requests, limits)
+        if num_tokens > 0:
+            counts[IS_STALE] = 1
+            num_adapters = counts[NUM_BATCH]
+        else:
+            grow(state, requests)
+            batch_of_all(state)
+            num_before = 0
+            num_adapters = counts[NUM_ADAPTERS]
+        loads = touch(state, limits.num_slots)
+        num_in_step = counts[NUM_RUNNING] - num_before
+        step_s = _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, loads)
+        totals[_RUNNING_S] += counts[NUM_RUNNING] * step_s
+        totals[_WAITING_S] += counts[NUM_WAITING] * step_s
+        totals[_KV_TOKENS_S] += counts[KV_TOKENS] * step_s
+        totals[_NUM_STEPS] += 1
+        now_s += step_s
+        _sample(state, requests, num_before, now_s)
+    totals[_NOW_S] = now_s
+
+
+@numba.njit(cache=True, nogil=True)
+def _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, loads):  # type: ignore[no-untyped-def]
+    """The order of `costs` is that of `SlotCosts.coefficients`."""
+    rank = limits.max_rank
+    num_loads, ranks, num_cold, cold_ranks = loads
+    seconds = costs[15] * num_loads + costs[16] * ranks + costs[17] * num_cold + costs[18] * cold_ranks
+    seconds += costs[19] * num_in_step + costs[20] * counts[NUM_WAITING]
+    if num_tokens > 0:
+        return (
+            seconds
+            + costs[10]
+            + costs[11] * num_tokens
+            + costs[12] * num_adapters
+            + costs[13] * num_tokens * rank
+            + costs[14] * limits.num_slots
+        )
+    return (
+        seconds
+        + costs[0]
+        + costs[1] * num_in_step
+        + costs[2] * num_adapters
+        + costs[3] * num_adapters * rank
+        + costs[4] * counts[KV_TOKENS]
+        + costs[5] * limits.num_slots
+        + costs[6] * limits.num_slots * rank
+        + costs[7] * num_in_step * rank
+        + costs[8] * num_in_step * num_adapters
+        + costs[9] * num_in_step * limits.num_slots
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def _sample(state, requests, first, now_s):  # type: ignore[no-untyped-def]
+    """A token for every running request from `first` on; those that have all theirs end."""
+    counts, kept = state.counts, first
+    for index in range(first, counts[NUM_RUNNING]):
+        request = state.running[index]
+        state.generated[request] += 1
+        counts[KV_TOKENS] += 1
+        if np.isnan(state.first_s[request]):
+            state.first_s[request] = now_s
+        if state.generated[request] >= requests.output_tokens[request]:
+            state.finish_s[request] = now_s
+            stop(state, requests, request)
+        else:
+            state.running[kept] = request
+            kept += 1
+    counts[NUM_RUNNING] = kept

@@ -1,0 +1,290 @@
+"""The books of a slot engine as arrays, and the moves on them, compiled.
+
+Requests are numbered in order of arrival. Those that wait stand in a queue for each adapter (`head`, `tail`,
+`behind`), so that whoever may run is found without looking at all who may not; those preempted stand before
+them in `front`, the last one first.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+BLOCK_SIZE: Final = 16
+NOBODY: Final = -1
+
+# Places in `State.counts`.
+NUM_RUNNING: Final = 0
+NUM_WAITING: Final = 1
+NUM_FRONT: Final = 2
+NUM_FREE_BLOCKS: Final = 3
+NUM_ADAPTERS: Final = 4  # that run
+NUM_ACTIVE: Final = 5  # that have a slot
+NUM_BATCH: Final = 6  # in `batch`
+CLOCK: Final = 7  # of touches
+KV_TOKENS: Final = 8
+NUM_LOADS: Final = 9
+NUM_PREEMPTIONS: Final = 10
+IS_BLOCKED: Final = 11  # nobody who waits may run before somebody comes or ends
+IS_STALE: Final = 12  # the order of touches is not that of the running adapters
+NUM_COUNTS: Final = 13
+
+
+class Requests(NamedTuple):
+    """One entry a request, in order of arrival. `adapter`: its number."""
+
+    arrival_s: Floats
+    prompt_tokens: Ints
+    output_tokens: Ints
+    adapter: Ints
+
+
+class Limits(NamedTuple):
+    """`spare_blocks`: that admissions leave. `max_open`: requests at a time that the client can hold; those
+    beyond are lost."""
+
+    num_slots: int
+    max_rank: int
+    num_blocks: int
+    spare_blocks: int
+    max_running: int
+    max_step_tokens: int
+    max_open: int
+    until_s: float
+
+
+class State(NamedTuple):
+    """By request: `generated` to `finish_s`. By adapter: `head` to `position`."""
+
+    counts: Ints
+    running: Ints
+    front: Ints
+    batch: Ints
+    behind: Ints
+    generated: Ints
+    blocks: Ints
+    first_s: Floats
+    finish_s: Floats
+    head: Ints
+    tail: Ints
+    num_running_of: Ints
+    touched: Ints
+    is_active: Flags
+    is_known: Flags
+    rank: Floats
+    order: Ints
+    position: Ints
+
+
+def new_state(requests: Requests, limits: Limits, ranks: Floats, order: Ints) -> State:
+    """`order`: in which the engine goes through the adapters of a batch."""
+    num_requests, num_adapters = len(requests.arrival_s), len(ranks)
+    counts = np.zeros(NUM_COUNTS, np.int64)
+    counts[NUM_FREE_BLOCKS] = limits.num_blocks
+    position = np.empty(num_adapters, np.int64)
+    position[order] = np.arange(num_adapters)
+    return State(
+        counts=counts,
+        running=np.empty(limits.max_running + 1, np.int64),
+        front=np.empty(num_requests + 1, np.int64),
+        batch=np.empty(num_adapters + 1, np.int64),
+        behind=np.full(num_requests, NOBODY, np.int64),
+        generated=np.zeros(num_requests, np.int64),
+        blocks=np.zeros(num_requests, np.int64),
+        first_s=np.full(num_requests, np.nan),
+        finish_s=np.full(num_requests, np.nan),
+        head=np.full(num_adapters, NOBODY, np.int64),
+        tail=np.full(num_adapters, NOBODY, np.int64),
+        num_running_of=np.zeros(num_adapters, np.int64),
+        touched=np.zeros(num_adapters, np.int64),
+        is_active=np.zeros(num_adapters, np.bool_),
+        is_known=np.zeros(num_adapters, np.bool_),
+        rank=ranks,
+        order=order,
+        position=position,
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def enqueue(state, requests, request):  # type: ignore[no-untyped-def]
+    adapter = requests.adapter[request]
+    if state.head[adapter] == NOBODY:
+        state.head[adapter] = request
+    else:
+        state.behind[state.tail[adapter]] = request
+    state.tail[adapter] = request
+    state.counts[NUM_WAITING] += 1
+    state.counts[IS_BLOCKED] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def first_admissible(state, requests, num_slots):  # type: ignore[no-untyped-def]
+    """The first who waits and whose adapter runs or has a slot to be had, and its place in `front`."""
+    counts = state.counts
+    has_slot = counts[NUM_ADAPTERS] < num_slots
+    for place in range(counts[NUM_FRONT] - 1, -1, -1):
+        request = state.front[place]
+        if has_slot or state.num_running_of[requests.adapter[request]] > 0:
+            return request, place
+    first = len(requests.arrival_s)
+    for adapter in range(len(state.head)):
+        head = state.head[adapter]
+        if head != NOBODY and head < first and (has_slot or state.num_running_of[adapter] > 0):
+            first = head
+    if first == len(requests.arrival_s):
+        return NOBODY, NOBODY
+    return first, NOBODY
+
+
+@numba.njit(cache=True, nogil=True)
+def dequeue(state, requests, request, place):  # type: ignore[no-untyped-def]
+    counts = state.counts
+    if place == NOBODY:
+        adapter = requests.adapter[request]
+        state.head[adapter] = state.behind[request]
+    else:
+        counts[NUM_FRONT] -= 1
+        for index in range(place, counts[NUM_FRONT]):
+            state.front[index] = state.front[index + 1]
+    counts[NUM_WAITING] -= 1
+
+
+@numba.njit(cache=True, nogil=True)
+def enter_batch(state, adapter):  # type: ignore[no-untyped-def]
+    """Keep `batch` a set in the engine's order."""
+    counts, batch, position = state.counts, state.batch, state.position
+    index = counts[NUM_BATCH]
+    for place in range(index):
+        if batch[place] == adapter:
+            return
+    while index > 0 and position[batch[index - 1]] > position[adapter]:
+        batch[index] = batch[index - 1]
+        index -= 1
+    batch[index] = adapter
+    counts[NUM_BATCH] += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def start(state, requests, request, num_blocks):  # type: ignore[no-untyped-def]
+    counts, adapter = state.counts, requests.adapter[request]
+    if state.num_running_of[adapter] == 0:
+        counts[NUM_ADAPTERS] += 1
+    state.num_running_of[adapter] += 1
+    counts[NUM_FREE_BLOCKS] -= num_blocks
+    state.blocks[request] = num_blocks
+    counts[KV_TOKENS] += requests.prompt_tokens[request] + state.generated[request]
+    state.running[counts[NUM_RUNNING]] = request
+    counts[NUM_RUNNING] += 1
+    enter_batch(state, adapter)
+
+
+@numba.njit(cache=True, nogil=True)
+def stop(state, requests, request):  # type: ignore[no-untyped-def]
+    """All it holds is given back; `running` is the caller's."""
+    counts, adapter = state.counts, requests.adapter[request]
+    state.num_running_of[adapter] -= 1
+    if state.num_running_of[adapter] == 0:
+        counts[NUM_ADAPTERS] -= 1
+        counts[IS_STALE] = 1
+    counts[NUM_FREE_BLOCKS] += state.blocks[request]
+    state.blocks[request] = 0
+    counts[KV_TOKENS] -= requests.prompt_tokens[request] + state.generated[request]
+    counts[IS_BLOCKED] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def admit(state, requests, limits):  # type: ignore[no-untyped-def]
+    """Whole prompts, first come first served, but for those who have no slot. Returns their tokens."""
+    counts = state.counts
+    num_tokens = 0
+    counts[NUM_BATCH] = 0
+    while counts[NUM_WAITING] > 0 and counts[NUM_RUNNING] < limits.max_running and counts[IS_BLOCKED] == 0:
+        request, place = first_admissible(state, requests, limits.num_slots)
+        if request == NOBODY:
+            counts[IS_BLOCKED] = 1
+            break
+        length = requests.prompt_tokens[request] + state.generated[request]
+        num_blocks = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
+        if counts[NUM_FREE_BLOCKS] - num_blocks < limits.spare_blocks:
+            break
+        if num_tokens > 0 and num_tokens + length > limits.max_step_tokens:
+            break
+        dequeue(state, requests, request, place)
+        start(state, requests, request, num_blocks)
+        num_tokens += length
+    return num_tokens
+
+
+@numba.njit(cache=True, nogil=True)
+def grow(state, requests):  # type: ignore[no-untyped-def]
+    """A block for each running request that needs one, if need be from the youngest."""
+    counts, index = state.counts, 0
+    while index < counts[NUM_RUNNING]:
+        request = state.running[index]
+        length = requests.prompt_tokens[request] + state.generated[request]
+        if state.blocks[request] * BLOCK_SIZE < length:
+            while counts[NUM_FREE_BLOCKS] == 0 and index < counts[NUM_RUNNING]:
+                counts[NUM_RUNNING] -= 1
+                victim = state.running[counts[NUM_RUNNING]]
+                stop(state, requests, victim)
+                state.front[counts[NUM_FRONT]] = victim
+                counts[NUM_FRONT] += 1
+                counts[NUM_WAITING] += 1
+                counts[NUM_PREEMPTIONS] += 1
+            if index == counts[NUM_RUNNING]:
+                break
+            counts[NUM_FREE_BLOCKS] -= 1
+            state.blocks[request] += 1
+        index += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def batch_of_all(state):  # type: ignore[no-untyped-def]
+    """All adapters that run, in the engine's order; none if the last such step touched the same."""
+    counts = state.counts
+    counts[NUM_BATCH] = 0
+    if counts[IS_STALE] == 0:
+        return
+    for adapter in state.order:
+        if state.num_running_of[adapter] > 0:
+            state.batch[counts[NUM_BATCH]] = adapter
+            counts[NUM_BATCH] += 1
+    counts[IS_STALE] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def touch(state, num_slots):  # type: ignore[no-untyped-def]
+    """Give every adapter of the batch a slot, one after the other, each time the one that was touched longest
+    ago. That may be one whose turn is yet to come in the same batch: then it is loaded again, in place of the
+    next one. Returns loads, the sum of their ranks, those from disk, and the sum of theirs."""
+    counts = state.counts
+    num_loads, num_cold, ranks, cold_ranks = 0, 0, 0.0, 0.0
+    for index in range(counts[NUM_BATCH]):
+        adapter = state.batch[index]
+        counts[CLOCK] += 1
+        if not state.is_active[adapter]:
+            num_loads += 1
+            ranks += state.rank[adapter]
+            if not state.is_known[adapter]:
+                state.is_known[adapter] = True
+                num_cold += 1
+                cold_ranks += state.rank[adapter]
+            if counts[NUM_ACTIVE] >= num_slots:
+                oldest, since = NOBODY, counts[CLOCK]
+                for other in range(len(state.touched)):
+                    if state.is_active[other] and state.touched[other] < since:
+                        oldest, since = other, state.touched[other]
+                state.is_active[oldest] = False
+            else:
+                counts[NUM_ACTIVE] += 1
+            state.is_active[adapter] = True
+        state.touched[adapter] = counts[CLOCK]
+    counts[NUM_LOADS] += num_loads
+    return num_loads, ranks, num_cold, cold_ranks

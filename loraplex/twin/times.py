@@ -1,0 +1,211 @@
+"""How long things take in a twin: what a modelled executor is asked instead of a device."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from operator import mul
+from typing import NamedTuple, Protocol
+
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.serving_costs import BatchFeatures
+from loraplex.perf.slot_profile import SlotCosts
+from loraplex.perf.step_cost import StepFeatures
+from loraplex.scheduling.decode_group import DecodeGroup
+from loraplex.scheduling.plan import AdapterLoad, Chunk, StepPlan
+from loraplex.scheduling.step_features import step_features
+
+
+class Repeats(NamedTuple):
+    """Steps that decode the same requests: the seconds of the first, what each after it takes more than the
+    one before it, and what is done once, in the first, beside that."""
+
+    first_s: float
+    growth_s: float
+    once_s: float = 0.0
+
+    def sum_s(self, num_steps: int) -> float:
+        return self.once_s + num_steps * self.first_s + self.growth_s * num_steps * (num_steps - 1) / 2
+
+    def steps_until(self, left_s: float, most: int) -> int:
+        """How many steps begin before this time is over, one at least; the last one may end after it."""
+        rest_s = left_s - self.once_s
+        if rest_s <= 0:
+            return 1
+        if rest_s == math.inf:
+            return most
+        # `sum_s` solved for the number of steps, then put right by hand.
+        linear = self.first_s - self.growth_s / 2
+        guess = 2 * rest_s / (linear + math.sqrt(linear * linear + 2 * self.growth_s * rest_s))
+        num_steps = max(min(int(guess), most), 1)
+        while num_steps > 1 and self.sum_s(num_steps - 1) >= left_s:
+            num_steps -= 1
+        while num_steps < most and self.sum_s(num_steps) < left_s:
+            num_steps += 1
+        return num_steps
+
+
+class StepTimes(Protocol):
+    """`num_waiting`: requests that were not in the step."""
+
+    def step_s(self, plan: StepPlan, num_waiting: int) -> float:
+        """Of a step that computes something."""
+        ...
+
+    def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
+        """Of steps in which the group decodes. At least one of them is about to be taken."""
+        ...
+
+    def beside_s(self, group: DecodeGroup, plan: StepPlan) -> float:
+        """Of a step in which the group decodes beside the chunks of a plan."""
+        ...
+
+    def load_s(self, load: AdapterLoad) -> float:
+        """Of bringing an adapter in, with nothing in its way."""
+        ...
+
+    def read_s(self, version: str) -> float:
+        """Of reading an adapter from disk to the host's memory."""
+        ...
+
+
+class CostModelTimes:
+    """By the cost model of our own engine. `adapter_bytes`: by version."""
+
+    def __init__(self, model: CostModel, adapter_bytes: Mapping[str, int]) -> None:
+        self._model = model
+        self._bytes: Callable[[str], int] = adapter_bytes.__getitem__
+
+    def step_s(self, plan: StepPlan, num_waiting: int) -> float:
+        return self._model.step_s(step_features(plan.chunks, self._bytes))
+
+    def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
+        terms = self._model.step.terms
+        growth_s = terms.decode_position_s * len(group) * self._model.corrections.step
+        sizes = list(map(self._bytes, group.adapters))
+        features = StepFeatures(
+            num_decodes=len(group),
+            decode_positions=group.positions,
+            num_adapters=len(sizes),
+            adapter_bytes=sum(sizes),
+            row_adapter_bytes=sum(map(mul, sizes, group.adapters.values())),
+        )
+        return Repeats(self._model.step_s(features), growth_s)
+
+    def beside_s(self, group: DecodeGroup, plan: StepPlan) -> float:
+        return self._model.step_s(self._features(group, plan.chunks))
+
+    def _features(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> StepFeatures:
+        """As `step_features` counts the chunks of all."""
+        num_decodes, positions, num_tokens, pairs, rows = len(group), group.positions, 0, 0.0, 0
+        sizes = {version: self._bytes(version) for version in group.adapters}
+        group_rows = sum(map(mul, sizes.values(), group.adapters.values()))
+        for chunk in chunks:
+            count = chunk.num_tokens
+            if count == 1:
+                num_decodes += 1
+                positions += chunk.end
+            else:
+                num_tokens += count
+                pairs += count * (chunk.start + count / 2)
+            if chunk.adapter is not None:
+                size = sizes[chunk.adapter] = self._bytes(chunk.adapter)
+                rows += count * size
+        return StepFeatures(
+            num_decodes=num_decodes,
+            num_prompts=len(group) + len(chunks) - num_decodes,
+            num_prompt_tokens=num_tokens,
+            decode_positions=positions,
+            prompt_pairs=pairs,
+            num_adapters=len(sizes),
+            adapter_bytes=sum(sizes.values()),
+            row_adapter_bytes=group_rows + rows,
+        )
+
+    def load_s(self, load: AdapterLoad) -> float:
+        num_bytes = self._bytes(load.version)
+        if load.source is not None:
+            return self._model.copy_s(num_bytes)
+        return self._model.read_s(num_bytes) + self._model.copy_s(num_bytes)
+
+    def read_s(self, version: str) -> float:
+        return self._model.read_s(self._bytes(version))
+
+
+class SlotTimes:
+    """By the costs of an engine with slots, which loads within its steps: `Scheduler` is told that every
+    adapter is there. `order`: in which it goes through the adapters of a batch."""
+
+    def __init__(
+        self,
+        costs: SlotCosts,
+        *,
+        num_slots: int,
+        max_rank: int,
+        ranks: Mapping[str, int],
+        order: Sequence[str],
+    ) -> None:
+        self._costs = costs
+        self._num_slots = num_slots
+        self._max_rank = max_rank
+        self._ranks = ranks
+        self._position = {version: place for place, version in enumerate(order)}
+        self._slots: OrderedDict[str, None] = OrderedDict()
+        self._known: set[str] = set()
+        self.num_loads = 0
+
+    def step_s(self, plan: StepPlan, num_waiting: int) -> float:
+        chunks = plan.chunks
+        versions = {chunk.adapter for chunk in chunks if chunk.adapter is not None}
+        return self._loads_s(versions) + self._compute_s(chunks, len(versions), num_waiting)
+
+    def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
+        batch = BatchFeatures(
+            num_requests=len(group),
+            num_adapters=len(group.adapters),
+            max_rank=self._max_rank,
+            num_slots=self._num_slots,
+            kv_tokens=group.positions,
+            num_waiting=num_waiting,
+        )
+        first_s = self._costs.scheduler.predict(batch) + self._costs.decode.predict(batch)
+        growth_s = self._costs.decode.kv_token_s * len(group)
+        return Repeats(first_s, growth_s, once_s=self._loads_s(set(group.adapters)))
+
+    def beside_s(self, group: DecodeGroup, plan: StepPlan) -> float:
+        raise AssertionError("an engine that reads prompts first does not decode beside them")
+
+    def load_s(self, load: AdapterLoad) -> float:
+        return 0.0
+
+    def read_s(self, version: str) -> float:
+        return 0.0
+
+    def _loads_s(self, versions: set[str]) -> float:
+        seconds = 0.0
+        for version in sorted(versions, key=self._position.__getitem__):
+            if version not in self._slots:
+                self.num_loads += 1
+                cold = version not in self._known
+                self._known.add(version)
+                seconds += self._costs.load.predict(rank=self._ranks[version], from_disk=cold)
+                if len(self._slots) >= self._num_slots:
+                    self._slots.popitem(last=False)
+            self._slots[version] = None
+            self._slots.move_to_end(version)
+        return seconds
+
+    def _compute_s(self, chunks: Sequence[Chunk], num_adapters: int, num_waiting: int) -> float:
+        reads = any(chunk.start == 0 for chunk in chunks)
+        batch = BatchFeatures(
+            num_requests=len(chunks),
+            num_adapters=num_adapters,
+            max_rank=self._max_rank,
+            num_slots=self._num_slots,
+            kv_tokens=sum(chunk.end for chunk in chunks),
+            num_tokens=sum(chunk.num_tokens for chunk in chunks) if reads else 0,
+            num_waiting=num_waiting,
+        )
+        decide_s = self._costs.scheduler.predict(batch)
+        return decide_s + (self._costs.prefill if reads else self._costs.decode).predict(batch)

@@ -1,0 +1,90 @@
+"""What holds for any queue: nothing is lost, Little's law, and more load is not less served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from twins import own_twin, random_workload, slot_twin
+
+from loraplex.twin.outcome import Outcome
+from loraplex.twin.simulator import Simulator
+from loraplex.workload.jsonl import WorkloadRequest
+
+TWINS: list[Callable[..., Simulator]] = [own_twin, slot_twin]
+
+
+def run(make: Callable[..., Simulator], workload: list[WorkloadRequest]) -> Outcome:
+    simulator = make(num_blocks=90)
+    outcome = simulator.run(workload)
+    simulator.scheduler.check_integrity()
+    assert not simulator.scheduler.has_work()
+    return outcome
+
+
+@pytest.mark.parametrize("make", TWINS)
+@pytest.mark.parametrize("seed", range(5))
+def test_every_request_is_served_once_and_in_order(make: Callable[..., Simulator], seed: int) -> None:
+    workload = random_workload(seed, num_requests=200)
+    outcome = run(make, workload)
+    assert [each.request for each in outcome.requests] == workload
+    for each in outcome.requests:
+        assert each.first_token_s is not None
+        assert each.finish_s is not None
+        assert each.request.arrival_s < each.first_token_s <= each.finish_s <= outcome.duration_s
+
+
+@pytest.mark.parametrize("make", TWINS)
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_are_conserved(make: Callable[..., Simulator], seed: int) -> None:
+    workload = random_workload(seed, num_requests=200)
+    outcome = run(make, workload)
+    summary = outcome.summary()
+    assert summary["num_served"] == len(workload)
+    served = summary["output_tok_s"] * outcome.duration_s
+    assert served == pytest.approx(sum(each.output_tokens for each in workload))
+    assert summary["input_tok_s"] * outcome.duration_s == pytest.approx(
+        sum(each.prompt_tokens for each in workload)
+    )
+    # Every token comes of a step, and of a leap as many as it has steps.
+    assert sum(weight for _, weight in outcome.gaps) == sum(each.output_tokens for each in workload)
+
+
+@pytest.mark.parametrize("make", TWINS)
+@pytest.mark.parametrize("seed", range(5))
+def test_littles_law(make: Callable[..., Simulator], seed: int) -> None:
+    """Requests inside, on average, are the rate they come at times the time they stay."""
+    workload = random_workload(seed, num_requests=400, rps=10.0)
+    outcome = run(make, workload)
+    stays_s = sum((each.finish_s or 0.0) - each.request.arrival_s for each in outcome.requests)
+    inside = outcome.mean_running + outcome.mean_waiting
+    # Counted by steps: one that comes within a step is inside before the next one begins.
+    step_s = outcome.duration_s / outcome.num_steps
+    slack = 2 * len(workload) * step_s / outcome.duration_s
+    assert inside == pytest.approx(stays_s / outcome.duration_s, rel=0.02, abs=slack)
+
+
+@pytest.mark.parametrize("make", TWINS)
+def test_below_saturation_more_load_is_more_throughput(make: Callable[..., Simulator]) -> None:
+    served = [
+        run(make, random_workload(1, num_requests=300, rps=rps)).summary()["output_tok_s"]
+        for rps in (0.5, 1.0, 2.0, 4.0)
+    ]
+    assert served == sorted(served)
+    assert served[-1] > 6 * served[0]
+
+
+@pytest.mark.parametrize("make", TWINS)
+def test_an_overloaded_twin_ends_and_says_so(make: Callable[..., Simulator]) -> None:
+    simulator = make(num_blocks=40, max_running=2)
+    outcome = simulator.run(random_workload(3, num_requests=2000, rps=100.0), until_s=20.0)
+    summary = outcome.summary()
+    assert outcome.duration_s == 20.0
+    assert summary["starved"]
+    assert 0 < summary["num_served"] < 2000
+
+
+@pytest.mark.parametrize("make", TWINS)
+def test_the_same_workload_ends_the_same(make: Callable[..., Simulator]) -> None:
+    workload = random_workload(7, num_requests=200)
+    assert run(make, workload).summary() == run(make, workload).summary()

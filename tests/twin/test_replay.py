@@ -1,0 +1,121 @@
+"""`loraplex twin run` and `compare`: a workload file on a profile, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from recorded import TRUTH
+from twins import imagined_machine, random_workload
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.core.errors import LoraplexError
+from loraplex.perf.profile_json import write_profile
+from loraplex.perf.slot_profile import write_slot_profile
+from loraplex.workload.jsonl import write_workload
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "workload.jsonl"
+    write_workload(path, random_workload(1, num_requests=50, rps=5.0))
+    return path
+
+
+@pytest.fixture(params=["slots", "ours"])
+def profile(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    if request.param == "slots":
+        write_slot_profile(path, TRUTH)
+    else:
+        write_profile(path, imagined_machine())
+    return path
+
+
+def twin(command: str, profile: Path, workload: Path, *args: str) -> Result:
+    return CliRunner().invoke(
+        app, ["twin", command, "--profile", str(profile), "--workload", str(workload), *args]
+    )
+
+
+def error_of(result: Result) -> str:
+    assert isinstance(result.exception, LoraplexError), result.output
+    return str(result.exception)
+
+
+def test_a_workload_is_simulated_written_and_drawn(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    result = twin("run", profile, workload, "--json", str(out), "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    assert "50 of 50 requests served" in result.output
+    found = json.loads(out.read_text())
+    assert found["summary"]["num_served"] == len(found["requests"]) == 50
+    assert max(found["timeline"]["running"]) >= 1
+    assert found["timeline"]["running"][-1] == 0
+    assert plot.stat().st_size > 1000
+
+
+def test_an_overload_is_said(profile: Path, tmp_path: Path) -> None:
+    path = tmp_path / "much.jsonl"
+    write_workload(path, random_workload(1, num_requests=3000, rps=500.0))
+    result = twin("run", profile, path, "--seconds", "6", "--max-running", "8", "--slots", "1")
+    assert result.exit_code == 0, result.output
+    assert "overloaded: it serves less than 90% of what is asked for" in result.output
+
+
+def test_a_live_run_is_compared(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out, live = tmp_path / "out.json", tmp_path / "live.json"
+    assert twin("run", profile, workload, "--json", str(out)).exit_code == 0
+    summary = json.loads(out.read_text())["summary"]
+    result = {
+        "output_tokens_per_s": summary["output_tok_s"] * 1.02,
+        "itl_ms": {"mean": summary["itl_mean_s"] * 1e3},
+        "ttft_ms": {"mean": summary["ttft_s"]["mean"] * 1e3},
+    }
+    live.write_text(json.dumps({"result": result}))
+    compared = tmp_path / "compared.json"
+    done = twin("compare", profile, workload, "--live", str(live), "--json", str(compared))
+    assert done.exit_code == 0, done.output
+    figures = json.loads(compared.read_text())
+    assert figures["output_tok_s"]["smape"] == pytest.approx(1.98, abs=0.01)
+    assert figures["itl_s"]["smape"] == pytest.approx(0.0, abs=1e-6)
+    live.write_text(json.dumps({"result": {"output_tokens_per_s": 1.0}}))
+    assert "has no itl_ms.mean" in error_of(twin("compare", profile, workload, "--live", str(live)))
+
+
+def test_an_unknown_adapter_is_refused(profile: Path, workload: Path) -> None:
+    message = error_of(twin("run", profile, workload, "--adapters", "3"))
+    assert message.startswith("request ")
+    assert "there are 3, counted from 0" in message
+
+
+def test_a_memory_too_small_for_one_request_is_refused(profile: Path, workload: Path) -> None:
+    assert "too few for a request of" in error_of(twin("run", profile, workload, "--kv-tokens", "64"))
+
+
+def test_a_profile_of_another_model_is_refused(profile: Path, workload: Path) -> None:
+    assert "not 'llama'" in error_of(twin("run", profile, workload, "--model", "llama"))
+
+
+def test_a_profile_with_a_part_missing_is_refused(profile: Path, workload: Path) -> None:
+    document = json.loads(profile.read_text())
+    part = "memory" if "memory" in document else "disk"
+    del document[part]
+    profile.write_text(json.dumps(document))
+    assert f"has no '{part}'" in error_of(twin("run", profile, workload))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"arrival_s": 0.0, "prompt_tokens": 1, "output_tokens": 1, "adapter": 0}', ":51: arrival_s 0.0 is"),
+        ('{"arrival_s": 1e6, "prompt_tokens": -1, "output_tokens": 1, "adapter": 0}', ":51: prompt_tokens"),
+    ],
+)
+def test_a_bad_line_of_a_workload_is_refused(profile: Path, workload: Path, line: str, says: str) -> None:
+    with workload.open("a") as file:
+        file.write(line + "\n")
+    assert says in error_of(twin("run", profile, workload))

@@ -1,0 +1,155 @@
+"""Small twins for tests, and workloads to run on them."""
+
+from __future__ import annotations
+
+import random
+
+from loraplex.core.cold_start import ColdStart
+from loraplex.perf.assist_cost import AssistCost
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.layer_pipeline import Bus
+from loraplex.perf.line import Line
+from loraplex.perf.read_cost import ReadCost
+from loraplex.perf.serving_costs import AdapterLoadCost, BatchDecode, Prefill, SchedulerCost
+from loraplex.perf.slot_profile import SlotCosts
+from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
+from loraplex.perf.subject import Subject
+from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.memory import SeparateMemory
+from loraplex.scheduling.staging import Staging
+from loraplex.scheduling.work import StepWork
+from loraplex.twin.simulator import Simulator
+from loraplex.twin.times import CostModelTimes, SlotTimes
+from loraplex.workload.jsonl import WorkloadRequest
+
+COSTS = SlotCosts(
+    decode=BatchDecode(
+        base_s=10e-3,
+        request_s=100e-6,
+        adapter_s=300e-6,
+        adapter_rank_s=5e-6,
+        kv_token_s=1e-6,
+        slot_s=20e-6,
+        slot_rank_s=1e-6,
+        request_rank_s=2e-6,
+        request_adapter_s=3e-6,
+        request_slot_s=4e-6,
+    ),
+    prefill=Prefill(base_s=5e-3, token_s=50e-6, adapter_s=400e-6, token_rank_s=1e-6, slot_s=30e-6),
+    load=AdapterLoadCost(slot_s=2e-3, slot_rank_s=0.1e-3, disk_s=20e-3, disk_rank_s=1e-3),
+    scheduler=SchedulerCost(request_s=1e-6, waiting_s=5e-6),
+)
+
+
+def random_workload(
+    seed: int, *, num_requests: int = 60, num_adapters: int = 6, rps: float = 20.0
+) -> list[WorkloadRequest]:
+    rng = random.Random(seed)
+    now_s, requests = 0.0, []
+    for _ in range(num_requests):
+        now_s += rng.expovariate(rps)
+        requests.append(
+            WorkloadRequest(
+                arrival_s=now_s,
+                prompt_tokens=rng.randint(1, 120),
+                output_tokens=rng.randint(1, 90),
+                adapter=rng.randrange(num_adapters),
+            )
+        )
+    return requests
+
+
+def slot_twin(
+    *,
+    num_adapters: int = 6,
+    num_slots: int = 3,
+    num_blocks: int = 60,
+    max_running: int = 16,
+    max_step_tokens: int = 256,
+    leaps: bool = True,
+) -> Simulator:
+    """An engine with slots; ranks are 8, 16, 24, ..., and it goes through adapters from the last to the
+    first."""
+    adapters = [f"adapter-{number}" for number in range(num_adapters)]
+    memory = SeparateMemory(
+        num_blocks=num_blocks, block_size=16, adapter_bytes=num_adapters, keeps_contents=False
+    )
+    config = SchedulerConfig(
+        max_model_len=4096,
+        work=StepWork(max_tokens=max_step_tokens),
+        max_running=max_running,
+        prefetch_depth=10_000,
+        prompts_first=True,
+        max_adapters=num_slots,
+    )
+    times = SlotTimes(
+        COSTS,
+        num_slots=num_slots,
+        max_rank=8 * num_adapters,
+        ranks={version: 8 * (number + 1) for number, version in enumerate(adapters)},
+        order=adapters[::-1],
+    )
+    simulator = Simulator(config=config, memory=memory, times=times, adapters=adapters, leaps=leaps)
+    for version in adapters:
+        simulator.scheduler.adapters.add(version, 1)
+    simulator.bring_in_all()
+    return simulator
+
+
+def own_twin(
+    *,
+    num_adapters: int = 6,
+    num_blocks: int = 60,
+    max_running: int = 16,
+    max_step_tokens: int = 256,
+    shared: bool = False,
+    leaps: bool = True,
+    cold_start: ColdStart = ColdStart.OVERLAP,
+) -> Simulator:
+    """Our own engine on an imagined machine, with an arena (`shared`) or with a memory for each."""
+    adapters = [f"adapter-{number}" for number in range(num_adapters)]
+    sizes = {version: (number + 1) << 20 for number, version in enumerate(adapters)}
+    memory = (
+        Arena(
+            num_pages=num_blocks,
+            page_bytes=1 << 20,
+            block_size=16,
+            staging=Staging(1 << 30),
+            keeps_contents=False,
+        )
+        if shared
+        else SeparateMemory(num_blocks=num_blocks, block_size=16, adapter_bytes=8 << 20, keeps_contents=False)
+    )
+    config = SchedulerConfig(
+        max_model_len=4096,
+        work=StepWork(max_tokens=max_step_tokens),
+        max_running=max_running,
+        cold_start=cold_start,
+    )
+    times = CostModelTimes(imagined_machine(), sizes)
+    simulator = Simulator(config=config, memory=memory, times=times, adapters=adapters, leaps=leaps)
+    for version, num_bytes in sizes.items():
+        simulator.scheduler.adapters.add(version, num_bytes)
+    return simulator
+
+
+def imagined_machine() -> CostModel:
+    return CostModel(
+        subject=Subject(machine="one", device="cuda", model="some", dtype="bfloat16", num_layers=32),
+        measured=True,
+        bus=Bus(copy=Line(latency_s=1e-3, unit_s=1e-9), launch_s=3e-6),
+        read=ReadCost(by_readers=((1, Line(latency_s=1e-3, unit_s=4e-9)),)),
+        disk=Line(latency_s=1e-3, unit_s=1e-8),
+        step=StepCost(
+            curve=RowCurve(rows=(1, 64, 2048), seconds_at=(4e-3, 6e-3, 60e-3)),
+            terms=StepTerms(
+                request_s=20e-6,
+                decode_position_s=1e-7,
+                prompt_pair_s=1e-9,
+                adapter_s=50e-6,
+                adapter_byte_s=1e-12,
+            ),
+        ),
+        assist=AssistCost(round_trip_s=0, call_s=0, weight_s=0, serial_s=0, shared_s=0),
+    )
