@@ -26,7 +26,14 @@ class AllowedRepos:
     """Patterns of repositories the operator opened for requests, as in `my-org/*`. None: all are refused."""
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
+        """AdapterError for one that no repository could match."""
         self._patterns = tuple(patterns)
+        for pattern in self._patterns:
+            if pattern != "*" and pattern.count("/") != 1:
+                raise AdapterError(
+                    f"--allow-adapter-repo {pattern} matches no repository; write owner/name, or owner/* for "
+                    "all of an owner's"
+                )
 
     def check(self, repo: HubRepo) -> None:
         """PathNotAllowedError unless a pattern matches `owner/name`; every revision of it is meant then."""

@@ -6,13 +6,17 @@ Fetched files stay in the hub's own cache (`HF_HOME`), which models, adapters an
 from __future__ import annotations
 
 import errno
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit, urlunsplit
 
 from loraplex.core.errors import HubError
+
+logger = logging.getLogger(__name__)
 
 _MAX_PART_CHARS: Final = 96
 _MAX_REVISION_CHARS: Final = 200
@@ -111,7 +115,7 @@ def _explain(repo: HubRepo, error: Exception) -> str:
         error = error.__cause__  # it is not in the cache either; the cause says why it was looked for there
     match error:
         case GatedRepoError():
-            page = f"{constants.ENDPOINT}/{repo.repo_id}"
+            page = f"{_without_password(constants.ENDPOINT)}/{repo.repo_id}"
             return f"{repo.repo_id} is gated: ask for access at {page}, and {_TOKEN}"
         case RepositoryNotFoundError():
             return (
@@ -134,6 +138,11 @@ def _explain(repo: HubRepo, error: Exception) -> str:
     return _explain_local(repo, error)
 
 
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
 def _explain_local(repo: HubRepo, error: Exception) -> str:
     """What no answer of the hub was the cause of."""
     from huggingface_hub import constants
@@ -152,8 +161,10 @@ def _explain_local(repo: HubRepo, error: Exception) -> str:
             f"{repo} is not in {cache}, and HF_HUB_OFFLINE forbids to fetch it; "
             "unset that, or give a local folder"
         )
-    reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+    # Its own words may hold addresses with passwords in them; those are for the log.
+    logger.info("%s could not be fetched: %s", repo, error)
+    endpoint = _without_password(constants.ENDPOINT)
     return (
-        f"{repo} could not be fetched from {constants.ENDPOINT} ({reason}); "
+        f"{repo} could not be fetched from {endpoint} ({type(error).__name__}); "
         "check the network, or give a local folder"
     )

@@ -19,6 +19,7 @@ from loraplex.engine.machine import available_bytes
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
 from loraplex.engine.torch_executor import TorchExecutor
+from loraplex.kernels.cpu.file_matrices import compile_reader
 from loraplex.kernels.interface import Kernels
 from loraplex.kernels.reference import TorchKernels
 from loraplex.model.collective import SOLO, Collective
@@ -96,6 +97,7 @@ def _build_shard(
     config = load_config(folder)
     local = shard.config(config)
     kernels = choose_kernels(local, dtype)
+    compile_reader()  # the first adapter would wait for it
 
     def on_bytes(done: int, total: int) -> None:
         report("reading weights", 0.9 * done / max(total, 1))

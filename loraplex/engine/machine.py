@@ -55,16 +55,19 @@ def _machine_bytes(proc: Path) -> int:
 
 
 def _container_bytes(cgroup: Path) -> list[int]:
-    """What is left of the limits of cgroup v2 and v1, where there are any."""
-    files = (
-        (cgroup / "memory.max", cgroup / "memory.current"),
-        (cgroup / "memory" / "memory.limit_in_bytes", cgroup / "memory" / "memory.usage_in_bytes"),
+    """What is left of the limits of cgroup v2 and v1, where there are any. Files that are cached count as
+    used there, but give way."""
+    kinds = (
+        (cgroup, "memory.max", "memory.current", ""),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     )
     found = []
-    for limit_file, usage_file in files:
-        limit, usage = _lines(limit_file), _lines(usage_file)
+    for folder, limit_file, usage_file, prefix in kinds:
+        limit, usage = _lines(folder / limit_file), _lines(folder / usage_file)
         if limit and usage and limit[0].isdigit() and usage[0].isdigit():  # v2 says "max" for no limit
-            found.append(max(int(limit[0]) - int(usage[0]), 0))
+            stat = dict(line.split() for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
+            cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            found.append(max(int(limit[0]) - max(int(usage[0]) - cached, 0), 0))
     return found
 
 

@@ -121,11 +121,19 @@ class AdapterDesk:
             self._staging.fetch_ahead()
 
     def take_orders(self, used: Set[str | None], waiting: deque[Sequence]) -> Orders:
-        """`used`: by the step that is decided."""
+        """`used`: by the step that is decided, with None for the base model alone; empty if there is none."""
         reads = () if self._staging is None else self._staging.take_reads()
-        loads = tuple(replace(load, awaited=load.version in used) for load in self.pins.take_loads())
+        on_demand = self._cold_start is ColdStart.ON_DEMAND
+        loads = tuple(
+            replace(
+                load,
+                awaited=load.version in used,
+                behind=bool(used) and load.version not in used and not on_demand,
+            )
+            for load in self.pins.take_loads()
+        )
         waits_for: frozenset[str] = frozenset()
-        if self._cold_start is ColdStart.ON_DEMAND:  # nobody goes on before what somebody waits for is there
+        if on_demand:  # nobody goes on before what somebody waits for is there
             begun = {read.version for read in reads} | {load.version for load in loads}
             waits_for = frozenset(begun & {sequence.adapter for sequence in waiting})
         return Orders(reads, loads, waits_for, self.pins.waits_for_any(used))

@@ -53,7 +53,8 @@ class AdapterLoad:
     `place`: the byte of the arena it goes to; None where each adapter has memory of its own. `source`: the
     byte of the host's memory it was read to; None if it comes straight from disk. `quiet`: no step that is
     under way looks at the place, so that the load need not wait for any. `awaited`: the step that is decided
-    with it uses it. `assisted_layers`: as many of its first ones are computed by CPU workers while it loads.
+    with it uses it. `behind`: it does not, and is launched first. `assisted_layers`: as many of its first
+    ones are computed by CPU workers while it loads.
     """
 
     version: str
@@ -61,6 +62,7 @@ class AdapterLoad:
     source: int | None = None
     quiet: bool = True
     awaited: bool = False
+    behind: bool = False
     assisted_layers: int = 0
 
 

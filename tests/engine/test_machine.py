@@ -29,8 +29,32 @@ def machine(root: Path, files: dict[str, str]) -> int:
         ({"memory.max": f"{500 * 1024}\n", "memory.current": f"{100 * 1024}\n"}, 400),
         ({"memory/memory.limit_in_bytes": str(300 * 1024), "memory/memory.usage_in_bytes": "0"}, 300),
         ({"memory.max": "10", "memory.current": "20"}, 0),
+        (
+            {
+                "memory.max": f"{500 * 1024}\n",
+                "memory.current": f"{500 * 1024}\n",
+                "memory.stat": f"anon 7\nactive_file {100 * 1024}\ninactive_file {200 * 1024}\n",
+            },
+            300,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": str(300 * 1024),
+                "memory/memory.usage_in_bytes": str(300 * 1024),
+                "memory/memory.stat": f"active_file 7\ntotal_active_file {50 * 1024}\n",
+            },
+            50,
+        ),
     ],
-    ids=["no container", "no limit", "cgroup v2", "cgroup v1", "beyond the limit"],
+    ids=[
+        "no container",
+        "no limit",
+        "cgroup v2",
+        "cgroup v1",
+        "beyond the limit",
+        "cgroup v2 full of files",
+        "cgroup v1 full of files",
+    ],
 )
 def test_the_container_limits_the_machine(tmp_path: Path, files: dict[str, str], num_kib: int) -> None:
     assert machine(tmp_path, files) == num_kib * 1024

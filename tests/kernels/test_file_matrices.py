@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.kernels.cpu import file_matrices, team
 from loraplex.kernels.cpu.file_matrices import FileMatrix, read_matrices
 
 BEGIN = 6
@@ -76,6 +78,45 @@ def test_a_part_of_a_matrix_arrives_as_it_is_asked_for(
     assert num_read == 1
     assert found[:-1].reshape(wanted.shape).tolist() == wanted.tolist()
     assert found[-1] == -1, "nothing is written behind it"
+
+
+@pytest.mark.parametrize("num_rows", [4, 12, 100, 4096])
+@pytest.mark.parametrize("width", [4, 8, 64])
+@pytest.mark.parametrize("rows_in_scratch", [4, 6, 1000])
+@pytest.mark.parametrize("first", [0, 4])
+def test_elements_of_two_bytes_are_turned_by_fours(
+    tmp_path: Path, num_rows: int, width: int, rows_in_scratch: int, first: int
+) -> None:
+    matrix = np.random.default_rng(0).integers(-(2**15), 2**15, (num_rows, width + first)).astype(np.int16)
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * BEGIN + matrix.tobytes())
+    found = np.full(num_rows * width + 1, -1, dtype=np.int16)
+    wanted = FileMatrix(
+        begin=BEGIN,
+        num_rows=num_rows,
+        num_columns=width + first,
+        first_column=first,
+        end_column=first + width,
+        target=found.ctypes.data,
+        transposed=True,
+        element_bytes=2,
+    )
+    fd = os.open(path, os.O_RDONLY)
+    assert read_matrices(fd, [wanted], scratch(rows_in_scratch * wanted.row_bytes)) == 1
+    os.close(fd)
+    assert (found[:-1].reshape(width, num_rows) == matrix[:, first:].T).all()
+    assert found[-1] == -1
+
+
+def test_many_threads_at_first_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr(team, "kernel", lambda body: compiled.append(body) or 1)
+    file_matrices._compiled.cache_clear()
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            threads.submit(file_matrices.compile_reader)
+    file_matrices._compiled.cache_clear()
+    assert len(compiled) == 1
 
 
 def test_what_follows_the_end_of_the_file_is_not_read(opened: tuple[int, Path]) -> None:

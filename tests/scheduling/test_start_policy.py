@@ -186,6 +186,34 @@ def test_beside_others_a_slow_load_is_waited_for_by_its_own_request_alone() -> N
     assert {chunk.request_id for chunk in scheduler.schedule().chunks} == {"a", "base"}
 
 
+@pytest.mark.parametrize("lands_first", [True, False])
+def test_a_load_that_the_step_under_way_hides_is_waited_for_by_nobody(lands_first: bool) -> None:
+    scheduler = scheduler_of(costs(bytes_per_s=10e9))
+    stage(scheduler, "v", 50 * MB)
+    add(scheduler, "base")
+    land(scheduler, scheduler.schedule())
+    under_way = scheduler.schedule()
+    if lands_first:
+        land(scheduler, under_way)
+    add(scheduler, "a", "v")
+    expected = ["base"] if lands_first else ["base", "a"]
+    assert [chunk.request_id for chunk in scheduler.schedule().chunks] == expected
+
+
+def test_a_load_goes_behind_a_step_only_if_there_is_one_that_does_not_need_it() -> None:
+    scheduler = scheduler_of(costs(bytes_per_s=1e9))
+    for version in ("v", "w"):
+        stage(scheduler, version, 40 * MB)
+    add(scheduler, "a", "v")
+    plan = scheduler.schedule()
+    assert [(load.version, load.awaited, load.behind) for load in plan.adapter_loads] == [("v", True, False)]
+    land(scheduler, plan)
+    scheduler.adapter_loaded("v")
+    add(scheduler, "b", "w")
+    plan = scheduler.schedule()
+    assert [(load.version, load.awaited, load.behind) for load in plan.adapter_loads] == [("w", False, True)]
+
+
 def test_what_a_step_took_is_not_asked_of_adapters_that_are_gone() -> None:
     scheduler = scheduler_of(costs())
     stage(scheduler, "v", MB)

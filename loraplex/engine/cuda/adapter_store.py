@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -97,6 +98,7 @@ class AdapterStore:
         self._host_blocks = host_blocks
         self._bus = Bus(device)
         self._plan_groups = lru_cache(_MAX_PLANS)(plan_groups)  # adapters are alike
+        self._outlining = threading.Lock()
         self._outlines: dict[str, _Outline] = {}  # by version, as it takes a while to find them
         self._passing_stream = SideStream(device)
 
@@ -158,8 +160,10 @@ class AdapterStore:
 
     def close(self) -> None:
         """After the last load."""
-        self._bus.synchronize()
-        self._host_blocks.close()
+        try:
+            self._bus.synchronize()
+        finally:
+            self._host_blocks.close()
 
     def moved(self, weights: LoraWeights, place: int) -> LoraWeights:
         """The same adapter after its block was copied to another place."""
@@ -169,12 +173,14 @@ class AdapterStore:
         return cuts_of(self._outline(shipment.spec).ends, shipment.assisted_layers, self._plan_groups)
 
     def _outline(self, spec: AdapterSpec) -> _Outline:
-        found = self._outlines.get(spec.version)
-        if found is None:
-            found = self._outlines[spec.version] = _Outline(self._part_ends(spec), touched_groups(spec))
-            if len(self._outlines) > _MAX_KNOWN:
-                del self._outlines[next(iter(self._outlines))]
-        return found
+        """On any thread."""
+        with self._outlining:
+            found = self._outlines.get(spec.version)
+            if found is None:
+                found = self._outlines[spec.version] = _Outline(self._part_ends(spec), touched_groups(spec))
+                if len(self._outlines) > _MAX_KNOWN:
+                    del self._outlines[next(iter(self._outlines))]
+            return found
 
     def _part_ends(self, spec: AdapterSpec) -> Sequence[int]:
         if self._padding is not None:  # every copy of it has all layers

@@ -53,7 +53,8 @@ class Bus:
     def carry(self, copies: Iterable[Copy]) -> int:
         """Copy in this order; returns at once, with their number."""
         for target, source in copies:
-            self._copy(target, source.address, source.num_bytes)
+            if source.num_bytes > 0:
+                self._copy(target, source.address, source.num_bytes)
         return self._publish()
 
     def moment(self) -> Moment:

@@ -65,16 +65,21 @@ class StreamSignals:
     """The stream itself writes the word that workers look at, and looks at theirs."""
 
     def __init__(self, pool: AssistPool) -> None:
-        self._blocks = pool.blocks
-        for block in self._blocks:
-            error = driver.pin(block.address, block.memory.numel())
-            if error != 0:
-                raise CapacityError(
-                    f"memory of CPU LoRA workers cannot be pinned (CUDA error {error}); allow more of it "
-                    "(ulimit -l), or choose --cold-start auto"
-                )
-        self._signal = driver.written_words([pool.signal_address])
-        self._done = driver.awaited_words(list(pool.done_addresses))
+        self._pinned: list[int] = []
+        try:
+            for block in pool.blocks:
+                error = driver.pin(block.address, block.memory.numel())
+                if error != 0:
+                    raise CapacityError(
+                        f"memory of CPU LoRA workers cannot be pinned (CUDA error {error}); allow more of it "
+                        "(ulimit -l), or choose --cold-start auto"
+                    )
+                self._pinned.append(block.address)
+            self._signal = driver.written_words([pool.signal_address])
+            self._done = driver.awaited_words(list(pool.done_addresses))
+        except BaseException:
+            self._unpin()
+            raise
 
     def start(self, ticket: int) -> None:
         self._signal.put(ticket)
@@ -85,8 +90,11 @@ class StreamSignals:
     def close(self) -> None:
         """After the last step, and before the pool's own end."""
         torch.cuda.synchronize()
-        for block in self._blocks:
-            driver.unpin(block.address)
+        self._unpin()
+
+    def _unpin(self) -> None:
+        while self._pinned:
+            driver.unpin(self._pinned.pop())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,7 +91,7 @@ class CudaExecutor:
         self._assist = assist
         self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
         self._arrivals: dict[str, Arrival] = {}  # adapters that steps may have to wait for, in their order
-        self._held_back: list[Shipment] = []  # until the step is launched that does not need them
+        self._behind_launch: list[Shipment] = []  # what the step that is launched next does not need
         self._assisted_steps: dict[str, Moment] = {}  # the last one of each of them
         self._last_moves = Moment(device)  # behind what fills the arena at first
         self._expected: set[frozenset[str]] = set()  # groups of linears that steps will touch
@@ -126,9 +126,11 @@ class CudaExecutor:
         self._adapters.read(sources, partial(self._store.read, place=read.place))
 
     def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
-        """Those that the next step uses are copied first, and their first layers before their last ones; the
-        others wait until it is launched."""
+        """Those that the next step uses are copied first, and their first layers before their last ones; if
+        there is such a step, the others wait until it is launched."""
+        self._ship_behind_launch()
         awaited: list[Shipment] = []
+        others: list[Shipment] = []
         for sources, load in loads:
             assert load.place is not None
             after = self._last_moves if load.quiet else Moment(self._device)
@@ -142,10 +144,11 @@ class CudaExecutor:
                 after=after,
                 assisted_layers=load.assisted_layers,
             )
-            (awaited if load.awaited else self._held_back).append(shipment)
+            (awaited if load.awaited else self._behind_launch if load.behind else others).append(shipment)
         if self._assist is not None and any(shipment.assisted_layers > 0 for shipment in awaited):
             self._assist.arm()
-        self._ship(awaited)
+        for shipments in (awaited, *([shipment] for shipment in others)):
+            self._ship(shipments)
 
     def _ship(self, shipments: Sequence[Shipment]) -> None:
         """Copy them, taking turns."""
@@ -154,9 +157,9 @@ class CudaExecutor:
                 self._adapters.weights[arrival.shipment.spec.version] = arrival.weights
                 self._arrivals[arrival.shipment.spec.version] = arrival
 
-    def _ship_held_back(self) -> None:
+    def _ship_behind_launch(self) -> None:
         """One after the other: whoever waits longest is there first."""
-        shipments, self._held_back = self._held_back, []
+        shipments, self._behind_launch = self._behind_launch, []
         for shipment in shipments:
             self._ship([shipment])
 
@@ -174,11 +177,10 @@ class CudaExecutor:
 
     @property
     def num_pending_loads(self) -> int:
-        return self._adapters.num_pending + len(self._arrivals) + len(self._held_back)
+        return self._adapters.num_pending + len(self._arrivals) + len(self._behind_launch)
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         until = time.monotonic() + timeout_s
-        self._ship_held_back()
         while True:
             wait_s = min(timeout_s, _ARRIVAL_WAIT_S) if self._arrivals else timeout_s
             events = [*self._take_arrived(), *self._adapters.poll(0.0)]
@@ -239,7 +241,7 @@ class CudaExecutor:
         host_L2 = torch.empty(tokens_L2.shape, dtype=torch.int64, pin_memory=tokens_L2.is_cuda)
         host_L2.copy_(tokens_L2, non_blocking=True)
         done = Moment(tokens_L2.device)
-        self._ship_held_back()
+        self._ship_behind_launch()
         return CudaFlight(
             request_ids=tuple(built.sampling),
             tokens_L2=host_L2,

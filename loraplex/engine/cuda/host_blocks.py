@@ -70,8 +70,10 @@ class HostPool:
         return self._memory.pin_ahead()
 
     def close(self) -> None:
-        self._memory.close()
-        self._on_close()
+        try:
+            self._memory.close()
+        finally:
+            self._on_close()
 
     def _fill(self, spec: AdapterSpec, memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
         return adapter_block(spec, self._shape, self._dtype, self._read, memory)

@@ -54,7 +54,7 @@ class HostMemory:
         self.address = self._bytes.data_ptr()
         self._taken: set[int] = set()  # pieces
         self._pinned: dict[int, bool] = {}  # by piece: whether that could be done
-        self._is_exhausted = False  # when last pinned ahead
+        self._is_exhausted = False  # when last pinned ahead, and nothing was taken since
         self._lock = threading.Lock()
         self._lowest = num_bytes
 
@@ -100,11 +100,13 @@ class HostMemory:
     def close(self) -> None:
         """After the last copy."""
         with self._lock:
-            for piece in [piece for piece, pinned in self._pinned.items() if pinned]:
-                driver.unpin(self._piece(piece).data_ptr())
-            self._pinned.clear()
-            self._pages.close()
-            self._bytes = self._pages.memory = torch.empty(0, dtype=torch.uint8)
+            try:
+                for piece in [piece for piece, pinned in self._pinned.items() if pinned]:
+                    driver.unpin(self._piece(piece).data_ptr())
+            finally:  # a device that is broken unpins nothing
+                self._pinned.clear()
+                self._pages.close()
+                self._bytes = self._pages.memory = torch.empty(0, dtype=torch.uint8)
 
     def _piece(self, piece: int) -> torch.Tensor:
         return self._bytes[piece * self._piece_bytes : min((piece + 1) * self._piece_bytes, self._num_bytes)]
@@ -115,6 +117,7 @@ class HostMemory:
             if piece not in self._taken:
                 self._allocate(piece * self._piece_bytes, memory.numel())
                 self._taken.add(piece)
+                self._is_exhausted = False
             if not self._pins or piece in self._pinned:
                 return
             error = driver.pin(memory.data_ptr(), memory.numel())
@@ -172,17 +175,23 @@ class _LargePages:
     times as fast."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         with suppress(OSError):  # a system without large pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        # A copy of this process would share its pages until one of both writes there, and then they are not
+        # those any more that the device reads.
+        pages.madvise(mmap.MADV_DONTFORK)
+        self.memory = torch.frombuffer(pages, dtype=torch.uint8)
+        self._pages: mmap.mmap | None = pages
 
     def allocate(self, begin: int, num_bytes: int) -> None:
+        assert self._pages is not None
         try:
-            self._map.madvise(_POPULATE, begin, num_bytes)
+            self._pages.madvise(_POPULATE, begin, num_bytes)
         except OSError as error:
             if error.errno != errno.EINVAL:  # older systems cannot; pages come as they are touched
                 raise
 
     def close(self) -> None:
         """The memory goes with the last tensor over it."""
+        self._pages = None

@@ -15,6 +15,7 @@ def use_device(device: torch.device) -> None:
     """From now on this thread's calls are about that device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.mem_get_info(device)  # any call to the runtime: only that makes the driver's calls work
 
 
 class Moment:

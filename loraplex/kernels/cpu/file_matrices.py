@@ -8,6 +8,7 @@ A thread that comes back to Python for every matrix waits for the lock longer th
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -24,6 +25,7 @@ _MATRIX_WORDS: Final = 8
 _BLOCK_ROWS: Final = 32
 """Rows that are turned at a time: their columns fill cache lines."""
 
+_compiling = threading.Lock()
 _EVEN, _ODD = np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFF0000FFFF0000)
 _LOW, _HIGH = np.uint64(0x00000000FFFFFFFF), np.uint64(0xFFFFFFFF00000000)
 _16, _32 = np.uint64(16), np.uint64(32)
@@ -58,13 +60,14 @@ def read_matrices(fd: int, matrices: Sequence[FileMatrix], scratch: npt.NDArray[
     for matrix in matrices:
         words += matrix
     block = (ctypes.c_int64 * len(words))(*words)
-    _compiled()(block)
+    compile_reader()(block)
     return int(block[0])
 
 
-def compile_reader() -> None:
-    """Ahead of its first use."""
-    _compiled()
+def compile_reader() -> Callable[[Any], None]:
+    """Before its first use, if it was not done ahead; whoever comes meanwhile waits."""
+    with _compiling:
+        return _compiled()
 
 
 @lru_cache(maxsize=1)

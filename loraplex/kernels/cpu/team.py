@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -28,8 +29,9 @@ from loraplex.core.paths import cache_dir
 
 
 def kernel(function: Callable[[Any], None]) -> int:
-    """Compile a kernel body (cached on disk) and return its address."""
-    with _disk_cache() as is_cached:
+    """Compile a kernel body (cached on disk) and return its address. One at a time: where numba keeps what it
+    compiles is told to all threads."""
+    with _compiling, _disk_cache() as is_cached:
         compiled = cfunc("void(CPointer(int64))", cache=is_cached, nopython=True)(function)
     _keep_alive.append(compiled)
     return int(compiled.address)
@@ -64,6 +66,7 @@ def _source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+_compiling = threading.Lock()
 _keep_alive: list[Any] = []
 """Compiled code lives as long as its object; addresses are handed out for the life of the process."""
 

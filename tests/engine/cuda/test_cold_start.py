@@ -24,6 +24,8 @@ from loraplex.engine.cuda import host_memory
 from loraplex.engine.cuda.adapter_block import block_bytes
 from loraplex.engine.cuda.bus import Bus, Copy
 from loraplex.engine.cuda.device_arena import page_bytes
+from loraplex.engine.cuda.executor import CudaExecutor
+from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.streams import Moment
 from loraplex.kernels.triton.gate import Gate
 
@@ -164,6 +166,42 @@ def test_on_demand_nobody_goes_on_before_the_adapter_is_there() -> None:
     disk.go.set()
     thread.join(60)
     assert engine.stats().num_steps == num_steps + 1
+    run_to_end(engine)
+    engine.close()
+
+
+def test_what_a_step_does_not_need_is_copied_behind_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, spec = staged(ColdStart.OVERLAP)
+    order: list[str] = []
+    for owner, name in ((Bus, "carry"), (StepRunner, "run")):
+        real = getattr(owner, name)
+
+        def noted(*args, real=real, name=name, **options):
+            order.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+    engine.add_request(greedy("base", tokens=4))
+    engine.step()
+    order.clear()
+    engine.add_request(greedy("cold", spec.version))
+    engine.step()
+    assert order[0] == "run"
+    assert set(order[1:]) == {"carry"}
+    run_to_end(engine)
+    engine.close()
+
+
+def test_without_a_step_to_launch_a_copy_begins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, spec = staged(ColdStart.OVERLAP)
+    carried: list[Bus] = []
+    carry = Bus.carry
+    monkeypatch.setattr(Bus, "carry", lambda bus, copies: (carried.append(bus), carry(bus, copies))[1])
+    monkeypatch.setattr(CudaExecutor, "poll_adapters", lambda executor, timeout_s: [])
+    engine.add_request(greedy("cold", spec.version))
+    engine.step()
+    assert carried
+    monkeypatch.undo()
     run_to_end(engine)
     engine.close()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+from pathlib import Path
 
 import pytest
 
@@ -61,11 +63,46 @@ def test_a_shared_memory_that_is_full_says_so(monkeypatch: pytest.MonkeyPatch) -
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    results = iter([0, 2, 0])
+    pinned: dict[int, int] = {}
     unpinned: list[int] = []
-    monkeypatch.setattr(driver, "pin", lambda address, num_bytes: 2 if not unpinned else 0)
+
+    def pin(address: int, num_bytes: int) -> int:
+        pinned[address] = next(results)
+        return pinned[address]
+
+    monkeypatch.setattr(driver, "pin", pin)
     monkeypatch.setattr(driver, "unpin", unpinned.append)
-    memory = HostMemory(1000, pinned=True, piece_bytes=512)
+    memory = HostMemory(1000, pinned=True, piece_bytes=400)
     memory.take(0, 1000).fill_(7)
-    assert "cannot be pinned (CUDA error 2)" in caplog.text
+    assert caplog.text.count("cannot be pinned (CUDA error 2)") == 1
     memory.close()
-    assert unpinned == [], "what was not pinned is not unpinned"
+    assert unpinned == [address for address, error in pinned.items() if error == 0]
+    assert len(unpinned) == 2
+
+
+def test_memory_is_there_when_it_is_taken_and_gone_when_it_is_closed() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    size = 64 << 20
+    memory = HostMemory(2 * size, pinned=False, piece_bytes=size)
+    before = resident_bytes()
+    memory.take(0, size)
+    assert resident_bytes() - before > 0.9 * size, "its pages come only as they are touched"
+    memory.close()
+    assert resident_bytes() - before < 0.1 * size
+
+
+def test_memory_may_be_had_again_after_it_was_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "pin", lambda address, num_bytes: 0)
+    monkeypatch.setattr(driver, "unpin", lambda address: None)
+    memory = HostMemory(1000, pinned=True, piece_bytes=256)
+    available = 0
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: available)
+    assert not memory.pin_ahead()
+    available = 1000
+    assert not memory.pin_ahead(), "it is not tried again and again"
+    memory.take(900, 1000)
+    assert memory.pin_ahead()
+    memory.close()
