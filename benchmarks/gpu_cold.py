@@ -1,8 +1,9 @@
 """Every published figure of cold starts on a GPU.
 
-    python -m benchmarks.gpu_cold profile idle large burst setups syncs signal timeline --workloads DIR
+    python -m benchmarks.gpu_cold SECTION... --workloads DIR
 
-Writes results/gpu_cold.json; sections that are not named keep what they hold. `profile` comes first on a
+SECTION: profile, idle, idle_assist, large, burst, setups, syncs, signal, timeline. Writes
+results/gpu_cold.json; sections that are not named keep what they hold. `profile` comes first on a
 machine that has none: `auto` decides by it. Each section runs in a process of its own. `--tiny` tries the
 script itself on a CPU, where what needs a GPU is left out, and writes nothing unless --out says where.
 """
@@ -14,13 +15,14 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.trace_lanes import calls_within
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.cold_scenarios import MakeSpecs, burst, compare_policies, forget, measure_idle
 from loraplex.bench.distribution import Distribution
@@ -218,18 +220,6 @@ def syncs(setting: Setting) -> dict[str, Any]:
             found[str(policy)] = {"host_synchronisations": waits, "calls": calls}
     engine.close()
     return found
-
-
-def calls_within(mark: str, events: Iterable[Any]) -> list[str]:
-    """Of CUDA's runtime, from the beginning of the mark to its end: the profiler itself waits for the device
-    before and behind it."""
-    found = list(events)
-    span = next(event.time_range for event in found if event.name == mark)
-    return [
-        event.name
-        for event in found
-        if event.name.startswith("cuda") and span.start <= event.time_range.start <= span.end
-    ]
 
 
 def signal(setting: Setting) -> dict[str, Any]:

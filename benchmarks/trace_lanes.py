@@ -156,3 +156,15 @@ def _leaves_or_enters(record: TraceRecord) -> bool:
 
 def _since(zero_us: float, intervals: Iterable[Interval]) -> list[list[float]]:
     return [[round(begin - zero_us, 1), round(end - zero_us, 1)] for begin, end in intervals]
+
+
+def calls_within(mark: str, events: Iterable[Any]) -> list[str]:
+    """Of CUDA's runtime, from the beginning of the mark to its end: the profiler itself waits for the device
+    before and behind it."""
+    found = list(events)
+    span = next(event.time_range for event in found if event.name == mark)
+    return [
+        event.name
+        for event in found
+        if event.name.startswith("cuda") and span.start <= event.time_range.start <= span.end
+    ]

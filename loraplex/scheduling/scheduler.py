@@ -191,7 +191,7 @@ class Scheduler:
             num_tokens = 1 if decodes else work.chunk(sequence.num_remaining, sequence.num_computed, budget)
             if num_tokens == 0 or not self._grow(sequence, sequence.num_computed + num_tokens, preempted):
                 continue
-            chunks.append(self._chunk(sequence, num_tokens))
+            chunks.append(sequence.next_chunk(num_tokens))
             if not decodes:
                 budget -= work.cost(sequence.num_computed, num_tokens)
         return chunks, budget
@@ -252,7 +252,7 @@ class Scheduler:
                 break
             self._running.append(sequence)
             self._slots.enter(sequence.adapter)
-            chunks.append(self._chunk(sequence, num_tokens))
+            chunks.append(sequence.next_chunk(num_tokens))
             budget -= self._config.work.cost(sequence.num_computed, num_tokens)
         self._waiting.extendleft(reversed(passed_over))
 
@@ -323,17 +323,6 @@ class Scheduler:
                 sequence.adapter, sequence.token_ids, sequence.block_ids, sequence.num_published, num_full
             )
             sequence.num_published = num_full
-
-    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
-        start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        return Chunk(
-            request_id=sequence.request_id,
-            adapter=sequence.adapter,
-            start=start,
-            token_ids=sequence.token_ids[start:end],
-            block_ids=sequence.block_ids,
-            samples=end == sequence.num_tokens,
-        )
 
     def _is_live(self, sequence: Sequence) -> bool:
         """Whether this very request is in the engine, and not another that was given its id since."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from loraplex.core.request import EngineRequest
+from loraplex.scheduling.plan import Chunk
 
 
 class Sequence:
@@ -66,6 +67,17 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    def next_chunk(self, num_tokens: int) -> Chunk:
+        start, end = self.num_computed, self.num_computed + num_tokens
+        return Chunk(
+            request_id=self.request_id,
+            adapter=self.adapter,
+            start=start,
+            token_ids=self.token_ids[start:end],
+            block_ids=self.block_ids,
+            samples=end == self.num_tokens,
+        )
 
     def needs_no_more(self, max_model_len: int) -> bool:
         """Whether the tokens under way are the last ones, whatever they turn out to be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from benchmarks.trace_lanes import (
     WORKERS,
     TraceRecord,
     bus_stream,
+    calls_within,
     device_lanes,
     merged,
     pauses,
@@ -226,3 +228,18 @@ def test_results_that_cannot_be_drawn_say_why(text: str | None, message: str, tm
         draw_timelines.main(["--results", str(path), "--out", str(tmp_path / "out.png")])
     assert message in str(stopped.value)
     assert not (tmp_path / "out.png").exists()
+
+
+def test_calls_before_and_behind_the_mark_are_not_counted() -> None:
+    def event(name: str, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [
+        event("cudaDeviceSynchronize", 0, 1),
+        event("the step", 2, 9),
+        event("cudaGraphLaunch", 2, 3),
+        event("aten::copy_", 3, 4),
+        event("cudaEventSynchronize", 9, 10),
+        event("cudaDeviceSynchronize", 11, 12),
+    ]
+    assert calls_within("the step", events) == ["cudaGraphLaunch", "cudaEventSynchronize"]
