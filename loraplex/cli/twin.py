@@ -23,8 +23,11 @@ app = typer.Typer(help="What an engine would do, simulated in seconds.", no_args
 _Profile = Annotated[Path, typer.Option("--profile", help="From `loraplex profile` or `profile fit`.")]
 _Workload = Annotated[Path, typer.Option("--workload", help="A .jsonl file, one request a line.")]
 _Model = Annotated[str | None, typer.Option(help="Refuse a profile of any other model.")]
-_Adapters = Annotated[int | None, typer.Option(min=1, help="How many there are; default: those named.")]
-_Ranks = Annotated[str, typer.Option(help="Ranks of the adapters, over and over: 8,16,32.")]
+_Adapters = Annotated[int | None, typer.Option(min=1, help="How many; default: as the workload says.")]
+_Ranks = Annotated[
+    str | None,
+    typer.Option(help="Ranks of the adapters, over and over: 8,16,32; default: the workload's, or 16."),
+]
 _Slots = Annotated[int | None, typer.Option(min=1, help="Of an engine with slots; default: one for each.")]
 _Seconds = Annotated[float | None, typer.Option("--seconds", help="End after so many simulated seconds.")]
 _KvTokens = Annotated[int | None, typer.Option(min=16, help="KV memory, instead of the profile's.")]
@@ -33,11 +36,14 @@ _MaxRunning = Annotated[int, typer.Option(min=1, help="Requests in a step at mos
 _Json = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 
 
+_DEFAULT_RANKS = (16,)
+
+
 class _Options(NamedTuple):
     """What both commands that simulate are told."""
 
     adapters: int | None
-    ranks: str
+    ranks: str | None
     slots: int | None
     kv_tokens: int | None
     adapter_mib: float
@@ -51,7 +57,7 @@ def run(
     workload: _Workload,
     model: _Model = None,
     adapters: _Adapters = None,
-    ranks: _Ranks = "16",
+    ranks: _Ranks = None,
     slots: _Slots = None,
     seconds: _Seconds = None,
     kv_tokens: _KvTokens = None,
@@ -82,7 +88,7 @@ def compare(
     ],
     model: _Model = None,
     adapters: _Adapters = None,
-    ranks: _Ranks = "16",
+    ranks: _Ranks = None,
     slots: _Slots = None,
     kv_tokens: _KvTokens = None,
     adapter_mib: _AdapterMib = 25.0,
@@ -150,16 +156,18 @@ def validate(
 
 def _replay(profile: Path, workload: Path, model: str | None, options: _Options) -> Outcome:
     from loraplex.twin.replay import ReplayOptions, read_any_profile, replay
-    from loraplex.workload.jsonl import read_workload
+    from loraplex.workload.jsonl import WorkloadFile
 
     if options.seconds is not None and not options.seconds > 0:
         raise typer.BadParameter("must be more than 0", param_hint="--seconds")
     if not options.adapter_mib > 0:
         raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
-    requests = read_workload(workload)
+    file = WorkloadFile(workload)
+    requests, header = list(file), file.header
+    named = max(request.adapter for request in requests) + 1
     chosen = ReplayOptions(
-        num_adapters=options.adapters or max(request.adapter for request in requests) + 1,
-        ranks=_ranks(options.ranks),
+        num_adapters=options.adapters or (named if header is None else header.num_adapters),
+        ranks=_ranks(options.ranks) if options.ranks else _DEFAULT_RANKS if header is None else header.ranks,
         num_slots=options.slots,
         until_s=math.inf if options.seconds is None else options.seconds,
         kv_tokens=options.kv_tokens,

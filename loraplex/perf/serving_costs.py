@@ -7,6 +7,7 @@ that do not, as much as the ranks in the batch add up to.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import ceil
@@ -38,14 +39,14 @@ class StepModel(Protocol):
     def predict(self, batch: BatchFeatures) -> float: ...
 
 
-class _Linear:
+class _Linear(ABC):
     """Coefficients times amounts; subclasses are dataclasses of coefficients, in the order of `amounts`."""
 
     __slots__ = ()
 
     @staticmethod
-    def amounts(batch: BatchFeatures) -> tuple[float, ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def amounts(batch: BatchFeatures) -> tuple[float, ...]: ...
 
     def predict(self, batch: BatchFeatures) -> float:
         """Seconds."""

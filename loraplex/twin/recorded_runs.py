@@ -7,14 +7,15 @@ it can slip into a prediction.
 from __future__ import annotations
 
 import csv
-import gzip
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from loraplex.core.errors import UserError
+from loraplex.workload.errors import WorkloadError
+from loraplex.workload.text_files import read_lines
 
 _DEFAULT_DURATION_S: Final = 3600.0
 _DEFAULT_MAX_RUNNING: Final = 2048
@@ -126,28 +127,21 @@ def read_runs(path: Path) -> RunsFile:
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     try:
-        with _open(path) as file:
-            reader = csv.DictReader(file)
-            names = reader.fieldnames or []
-            missing = [name for name in (*_NEEDED, *_MEASURED) if name not in names]
-            if not {"key", "experiment"} & set(names):
-                missing.insert(0, "key (or experiment)")
-            if missing:
-                raise RunsError(f"{path}: there is no column {', '.join(missing)}")
-            for row in reader:
-                if None in row or None in row.values():
-                    raise RunsError(f"{path}:{reader.line_num}: not as many fields as the header has")
-                yield reader.line_num, row
-    except (OSError, EOFError) as error:
-        raise RunsError(f"{path}: cannot be read ({error})") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+        reader = csv.DictReader(line for _, line in read_lines(path))
+        names = reader.fieldnames or []
+        missing = [name for name in (*_NEEDED, *_MEASURED) if name not in names]
+        if not {"key", "experiment"} & set(names):
+            missing.insert(0, "key (or experiment)")
+        if missing:
+            raise RunsError(f"{path}: there is no column {', '.join(missing)}")
+        for row in reader:
+            if None in row or None in row.values():
+                raise RunsError(f"{path}:{reader.line_num}: not as many fields as the header has")
+            yield reader.line_num, row
+    except WorkloadError as error:
+        raise RunsError(f"{path}: cannot be read ({str(error).removeprefix(f'{path}: ')})") from error
+    except csv.Error as error:
         raise RunsError(f"{path}: not a CSV file ({error})") from error
-
-
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
 
 
 def _setup(row: Mapping[str, str]) -> RunSetup:

@@ -67,7 +67,7 @@ def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) 
         if request.adapter >= options.num_adapters:
             raise UserError(
                 f"request {number} of the workload is on adapter {request.adapter}; there are "
-                f"{options.num_adapters}, counted from 0"
+                f"{options.num_adapters}, counted from 0; give more --adapters"
             )
 
 

@@ -15,7 +15,7 @@ from loraplex.cli.main import app
 from loraplex.core.errors import LoraplexError
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
-from loraplex.workload.jsonl import write_workload
+from loraplex.workload.jsonl import WorkloadHeader, read_workload, write_workload
 
 
 @pytest.fixture
@@ -56,6 +56,23 @@ def test_a_workload_is_simulated_written_and_drawn(profile: Path, workload: Path
     assert max(found["timeline"]["running"]) >= 1
     assert found["timeline"]["running"][-1] == 0
     assert plot.stat().st_size > 1000
+
+
+def test_ranks_are_those_that_the_workload_names(workload: Path, tmp_path: Path) -> None:
+    profile, named = tmp_path / "slots.json", tmp_path / "named.jsonl"
+    write_slot_profile(profile, TRUTH)
+    requests = read_workload(workload)
+    num_adapters = 1 + max(request.adapter for request in requests)
+    write_workload(named, requests, WorkloadHeader(ranks=(64,) * num_adapters))
+
+    def summary(path: Path, *args: str) -> object:
+        out = tmp_path / "out.json"
+        result = twin("run", profile, path, "--json", str(out), *args)
+        assert result.exit_code == 0, result.output
+        return json.loads(out.read_text())["summary"]
+
+    assert summary(named) == summary(workload, "--ranks", "64") != summary(workload)
+    assert summary(named, "--ranks", "16") == summary(workload)
 
 
 def test_an_overload_is_said(profile: Path, tmp_path: Path) -> None:

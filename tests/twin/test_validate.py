@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from loraplex.twin import validate as validation
 from loraplex.twin.recorded_runs import RunsError, read_runs, without
 from loraplex.twin.scores import macro_f1, smape
 
-RECORDED = Path("/work/shared/data/measurements")
+DATA = Path(os.environ.get("LORAPLEX_DATA", Path(__file__).parents[3] / "shared" / "data"))
+RECORDED = DATA / "measurements"
 
 
 @pytest.fixture(scope="module")

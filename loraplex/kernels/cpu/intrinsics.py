@@ -12,44 +12,23 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 
-@intrinsic
-def _float32_pointer(typingctx, address):
-    """An integer address as a float32 pointer."""
+def _pointer_to(pointed, element):
+    """What makes an integer address a pointer to this type: LLVM's name of it, and numba's."""
 
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+    @intrinsic
+    def pointer(typingctx, address):
+        def codegen(context, builder, signature, args):
+            return builder.inttoptr(args[0], pointed.as_pointer())
 
-    return types.CPointer(types.float32)(types.int64), codegen
+        return types.CPointer(element)(types.int64), codegen
 
-
-@intrinsic
-def _int64_pointer(typingctx, address):
-    """An integer address as an int64 pointer."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), codegen
+    return pointer
 
 
-@intrinsic
-def _int32_pointer(typingctx, address):
-    """An integer address as an int32 pointer."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], ir.IntType(32).as_pointer())
-
-    return types.CPointer(types.int32)(types.int64), codegen
-
-
-@intrinsic
-def _int16_pointer(typingctx, address):
-    """An integer address as an int16 pointer."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], ir.IntType(16).as_pointer())
-
-    return types.CPointer(types.int16)(types.int64), codegen
+_float32_pointer = _pointer_to(ir.FloatType(), types.float32)
+_int64_pointer = _pointer_to(ir.IntType(64), types.int64)
+_int32_pointer = _pointer_to(ir.IntType(32), types.int32)
+_int16_pointer = _pointer_to(ir.IntType(16), types.int16)
 
 
 @intrinsic
