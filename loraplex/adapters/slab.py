@@ -8,17 +8,18 @@ themselves: nothing is padded to a common rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec, LoraModule
-from loraplex.core.modules import GROUPS, MODULE_INDEX
+from loraplex.core.modules import GROUPS
 from loraplex.core.shape import ModelShape
 
 _ALIGNMENT = 16
 """Elements; 64 bytes in float32. Vector loads never cross a cache line without need."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleSlot:
+class ModuleSlot(NamedTuple):
     """One module's place in the slab, in elements, and in its group.
 
     Its A is rows [rank_start, rank_start + rank) of the group's stack; its outputs begin at column
@@ -45,14 +46,17 @@ class SlabLayout:
 def slab_layout(spec: AdapterSpec, shape: ModelShape) -> SlabLayout:
     """Lay an adapter out for a model of this shape."""
     by_place = {(lora.layer, lora.module): lora for lora in spec.modules}
+    linears = {group: _stacked(modules, shape) for group, modules in GROUPS.items()}
     layers: list[dict[str, tuple[ModuleSlot, ...]]] = []
     cursor = 0
     for layer in range(shape.num_layers):
         groups: dict[str, tuple[ModuleSlot, ...]] = {}
-        for group, modules in GROUPS.items():
-            loras = [by_place[layer, module] for module in modules if (layer, module) in by_place]
+        for group, stacked in linears.items():
+            loras = [
+                (by_place[layer, each.module], each) for each in stacked if (layer, each.module) in by_place
+            ]
             if loras:
-                groups[group], cursor = _place_group(loras, modules, shape, cursor)
+                groups[group], cursor = _place_group(loras, cursor)
         layers.append(groups)
     return SlabLayout(layers=tuple(layers), num_elements=cursor)
 
@@ -63,33 +67,44 @@ def touched_groups(spec: AdapterSpec) -> frozenset[str]:
     return frozenset(group for group, modules in GROUPS.items() if not touched.isdisjoint(modules))
 
 
-def _place_group(
-    loras: list[LoraModule], modules: tuple[str, ...], shape: ModelShape, cursor: int
-) -> tuple[tuple[ModuleSlot, ...], int]:
-    in_features = shape.in_features(modules[0])
-    out_starts = {
-        module: sum(shape.out_features(before) for before in modules[:index])
-        for index, module in enumerate(modules)
-    }
-    loras = sorted(loras, key=lambda lora: MODULE_INDEX[lora.module])
+class _Linear(NamedTuple):
+    """Its outputs begin at column `out_start` of its group's."""
+
+    module: str
+    in_features: int
+    out_features: int
+    out_start: int
+
+
+def _stacked(modules: tuple[str, ...], shape: ModelShape) -> list[_Linear]:
+    """The linears of a group, in stacking order."""
+    widths = [shape.out_features(module) for module in modules]
+    starts = accumulate(widths, initial=0)
+    return [
+        _Linear(module, shape.in_features(module), width, start)
+        for module, width, start in zip(modules, widths, starts, strict=False)
+    ]
+
+
+def _place_group(loras: list[tuple[LoraModule, _Linear]], cursor: int) -> tuple[tuple[ModuleSlot, ...], int]:
+    in_features = loras[0][1].in_features
     a_start = _align(cursor)
-    cursor = _align(a_start + sum(lora.rank for lora in loras) * in_features)
+    cursor = _align(a_start + sum(lora.rank for lora, _ in loras) * in_features)
     slots, rank_start = [], 0
-    for lora in loras:
-        out_features = shape.out_features(lora.module)
+    for lora, linear in loras:
         slots.append(
             ModuleSlot(
                 lora=lora,
                 a_start=a_start + rank_start * in_features,
                 b_start=cursor,
                 rank_start=rank_start,
-                out_start=out_starts[lora.module],
+                out_start=linear.out_start,
                 in_features=in_features,
-                out_features=out_features,
+                out_features=linear.out_features,
             )
         )
         rank_start += lora.rank
-        cursor = _align(cursor + lora.rank * out_features)
+        cursor = _align(cursor + lora.rank * linear.out_features)
     return tuple(slots), cursor
 
 

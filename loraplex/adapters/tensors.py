@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from io import FileIO
 from itertools import groupby
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -77,8 +77,7 @@ _FORMATS: Final = {
 SUPPORTED_DTYPES: Final = frozenset(_FORMATS)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """A tensor of the file; `begin` and `end` are byte offsets from the start of the data."""
 
     dtype: str
@@ -114,18 +113,18 @@ def read_header(path: Path, file: FileIO) -> WeightsHeader:
             pass
     except (SafetensorError, ValueError) as exc:
         raise _not_safetensors(file, exc) from exc
+    return parse_header(file)
+
+
+def parse_header(file: FileIO) -> WeightsHeader:
+    """The same of a file that was found sound before, and whose data are read with care."""
     length_bytes = _read_exactly(file, HEADER_LENGTH_BYTES)
     header_json = _read_exactly(file, int.from_bytes(length_bytes, "little"))
     try:
         header = json.loads(header_json)
         header.pop("__metadata__", None)
         tensors = {
-            name: TensorInfo(
-                dtype=entry["dtype"],
-                shape=entry["shape"],
-                begin=entry["data_offsets"][0],
-                end=entry["data_offsets"][1],
-            )
+            name: TensorInfo(entry["dtype"], entry["shape"], *entry["data_offsets"])
             for name, entry in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as exc:

@@ -21,12 +21,13 @@ import torch
 from loraplex.adapters.fingerprint import weights_unchanged
 from loraplex.adapters.slab import SlabLayout
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.adapters.tensors import WeightsHeader, read_header
+from loraplex.adapters.tensors import FileCutShortError, TensorInfo, WeightsHeader, parse_header
 from loraplex.core.errors import AdapterFormatError
 from loraplex.kernels.cpu.file_matrices import FileMatrix, compile_reader, read_matrices
 from loraplex.model.sharding import CUT_BY_INPUT, WHOLE, Shard
 
 _SOURCE_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHANGED: Final = "its files changed on disk after it was registered; load it again under its name"
 _MAX_HELPERS: Final = 12
 _PIECE_BYTES: Final = 256 << 10
 _PART_BYTES: Final = 2 << 20
@@ -34,46 +35,23 @@ _PART_BYTES: Final = 2 << 20
 
 
 class _Matrix(NamedTuple):
-    """Rows of a matrix in the file, a part of their columns, and at which element of the slab they go: row
-    by row, or column by column if `transposed`."""
+    """Where it is in the file and goes to in the slab, and the file's type."""
 
-    begin: int
-    num_rows: int
-    num_columns: int
-    columns: slice
-    start: int
-    transposed: bool
+    place: FileMatrix
     dtype: torch.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        return self.num_columns * self.dtype.itemsize
-
-    def unconverted(self, slab_address: int) -> FileMatrix:
-        """To be read as it is, to a slab of the same type."""
-        size = self.dtype.itemsize
-        return FileMatrix(
-            self.begin,
-            self.num_rows,
-            self.num_columns,
-            self.columns.start,
-            self.columns.stop,
-            slab_address + self.start * size,
-            self.transposed,
-            size,
-        )
 
     def read(self, fd: int, slab: torch.Tensor) -> None:
         """A few rows at a time, whatever the slab's type."""
-        width = self.columns.stop - self.columns.start
-        placed = slab[self.start : self.start + self.num_rows * width]
-        target = placed.view(width, -1).t() if self.transposed else placed.view(-1, width)
-        num_rows = max(_PIECE_BYTES // self.row_bytes, 1)
-        piece = torch.empty(min(num_rows, self.num_rows), self.num_columns, dtype=self.dtype)
-        for row in range(0, self.num_rows, num_rows):
-            source = piece[: self.num_rows - row]
-            _read_into(fd, _bytes_of(source), self.begin + row * self.row_bytes)
-            target[row : row + source.shape[0]] = source[:, self.columns]
+        place, columns = self.place, slice(self.place.first_column, self.place.end_column)
+        width, start = columns.stop - columns.start, (place.target - slab.data_ptr()) // slab.itemsize
+        placed = slab[start : start + place.num_rows * width]
+        target = placed.view(width, -1).t() if place.transposed else placed.view(-1, width)
+        num_rows = max(_PIECE_BYTES // place.row_bytes, 1)
+        piece = torch.empty(min(num_rows, place.num_rows), place.num_columns, dtype=self.dtype)
+        for row in range(0, place.num_rows, num_rows):
+            source = piece[: place.num_rows - row]
+            _read_into(fd, _bytes_of(source), place.begin + row * place.row_bytes)
+            target[row : row + source.shape[0]] = source[:, columns]
 
 
 def read_slab(
@@ -91,10 +69,13 @@ def read_slab(
     """
     with FileIO(spec.weights_path) as file:
         _check_unchanged(spec, file)
-        header = read_header(spec.weights_path, file)
+        try:
+            header = parse_header(file)
+        except FileCutShortError as error:
+            raise AdapterFormatError(_CHANGED) from error
         reads: list[Future[None]] = []
         try:
-            for part in _parts(_matrices(layout, header, shard)):
+            for part in _parts(_matrices(layout, header, shard, slab)):
                 if helpers is None:
                     _read_part(file.fileno(), part, slab)
                 else:
@@ -123,21 +104,43 @@ class SlabReaders:
         self._threads.shutdown()
 
 
-def _matrices(layout: SlabLayout, header: WeightsHeader, shard: Shard) -> Iterator[_Matrix]:
+def _matrices(
+    layout: SlabLayout, header: WeightsHeader, shard: Shard, slab: torch.Tensor
+) -> Iterator[_Matrix]:
     """In the order in which they lie in the slab, layer by layer."""
+    address, element_bytes = slab.data_ptr(), slab.itemsize
     for slot in (slot for groups in layout.layers for slots in groups.values() for slot in slots):
         rank, by_input = slot.lora.rank, slot.lora.module in CUT_BY_INPUT
-        a_info, b_info = header.tensors[slot.lora.a_name], header.tensors[slot.lora.b_name]
-        a_columns = shard.part(a_info.shape[1]) if by_input else slice(0, a_info.shape[1])
-        b_rows = slice(0, b_info.shape[0]) if by_input else shard.part(b_info.shape[0])
+        in_features = slot.in_features * (shard.count if by_input else 1)
+        out_features = slot.out_features * (1 if by_input else shard.count)
+        a_info = _tensor(header, slot.lora.a_name, [rank, in_features])
+        b_info = _tensor(header, slot.lora.b_name, [out_features, rank])
+        a_columns = shard.part(in_features) if by_input else slice(0, in_features)
+        b_rows = slice(0, out_features) if by_input else shard.part(out_features)
         for info, rows, columns, start in (
             (a_info, slice(0, rank), a_columns, slot.a_start),
             (b_info, b_rows, slice(0, rank), slot.b_start),
         ):
             dtype, num_columns = _SOURCE_DTYPES[info.dtype], info.shape[1]
-            begin = header.data_start + info.begin + rows.start * num_columns * dtype.itemsize
-            num_rows = rows.stop - rows.start
-            yield _Matrix(begin, num_rows, num_columns, columns, start, info is b_info, dtype)
+            place = FileMatrix(
+                header.data_start + info.begin + rows.start * num_columns * dtype.itemsize,
+                rows.stop - rows.start,
+                num_columns,
+                columns.start,
+                columns.stop,
+                address + start * element_bytes,
+                info is b_info,
+                dtype.itemsize,
+            )
+            yield _Matrix(place, dtype)
+
+
+def _tensor(header: WeightsHeader, name: str, shape: list[int]) -> TensorInfo:
+    """What the slab has room for, or none: a header that is just being written may say anything."""
+    found = header.tensors.get(name)
+    if found is None or found.shape != shape or found.dtype not in _SOURCE_DTYPES:
+        raise AdapterFormatError(_CHANGED)
+    return found
 
 
 def _parts(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
@@ -146,7 +149,7 @@ def _parts(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
     num_bytes = 0
     for matrix in matrices:
         part.append(matrix)
-        num_bytes += matrix.num_rows * matrix.row_bytes
+        num_bytes += matrix.place.num_rows * matrix.place.row_bytes
         if num_bytes >= _PART_BYTES:
             yield part
             part, num_bytes = [], 0
@@ -155,10 +158,9 @@ def _parts(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
 
 
 def _read_part(fd: int, part: Sequence[_Matrix], slab: torch.Tensor) -> None:
-    address = slab.data_ptr()
     plain = [matrix for matrix in part if matrix.dtype == slab.dtype]
-    scratch = _scratch(max((matrix.row_bytes for matrix in plain), default=0))
-    num_read = read_matrices(fd, [matrix.unconverted(address) for matrix in plain], scratch)
+    places = [matrix.place for matrix in plain]
+    num_read = read_matrices(fd, places, _scratch(max((place.row_bytes for place in places), default=0)))
     if num_read < len(plain):
         plain[num_read].read(fd, slab)  # says why
         _read_part(fd, plain[num_read + 1 :], slab)
@@ -180,9 +182,7 @@ _own = threading.local()
 
 def _check_unchanged(spec: AdapterSpec, file: FileIO) -> None:
     if not weights_unchanged(spec, os.fstat(file.fileno())):
-        raise AdapterFormatError(
-            "its files changed on disk after it was registered; load it again under its name"
-        )
+        raise AdapterFormatError(_CHANGED)
 
 
 def _read_into(fd: int, target: npt.NDArray[np.uint8], offset: int) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import accumulate, chain, islice, pairwise, zip_longest
+from functools import lru_cache, partial
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -24,8 +24,6 @@ from loraplex.kernels.lora import TABLE_COLUMNS, LoraWeights
 
 _MAX_KNOWN: Final = 10_000
 _MAX_PLANS: Final = 256
-_LARGEST_GROUP_BYTES: Final = 12 << 20
-"""The small copies that every step begins with come between two groups, not in the midst of one."""
 
 
 PlanGroups = Callable[[Sequence[int]], Sequence[int]]
@@ -97,7 +95,7 @@ class AdapterStore:
         self._arena = arena
         self._host_blocks = host_blocks
         self._bus = Bus(device)
-        self._plan_groups = lru_cache(_MAX_PLANS)(plan_groups)  # adapters are alike
+        self._cuts_of = lru_cache(_MAX_PLANS)(partial(cuts_of, plan_groups=plan_groups))  # they are alike
         self._outlining = threading.Lock()
         self._outlines: dict[str, _Outline] = {}  # by version, as it takes a while to find them
         self._passing_stream = SideStream(device)
@@ -170,14 +168,16 @@ class AdapterStore:
         return replace(weights, table_LM=self._table_at(place))
 
     def _cuts(self, shipment: Shipment) -> list[Cut]:
-        return cuts_of(self._outline(shipment.spec).ends, shipment.assisted_layers, self._plan_groups)
+        return self._cuts_of(self._outline(shipment.spec).ends, shipment.assisted_layers)
 
     def _outline(self, spec: AdapterSpec) -> _Outline:
         """On any thread."""
         with self._outlining:
             found = self._outlines.get(spec.version)
             if found is None:
-                found = self._outlines[spec.version] = _Outline(self._part_ends(spec), touched_groups(spec))
+                found = self._outlines[spec.version] = _Outline(
+                    tuple(self._part_ends(spec)), spec.max_rank, touched_groups(spec)
+                )
                 if len(self._outlines) > _MAX_KNOWN:
                     del self._outlines[next(iter(self._outlines))]
             return found
@@ -195,11 +195,12 @@ class AdapterStore:
         return copies
 
     def _weights(self, spec: AdapterSpec, place: int) -> LoraWeights:
+        outline = self._outline(spec)
         return LoraWeights(
             groups=(),
             table_LM=self._table_at(place),
-            max_rank=spec.max_rank,
-            touched=self._outline(spec).touched,
+            max_rank=outline.max_rank,
+            touched=outline.touched,
             copies={} if self._padding is None else self._padding.offsets(spec),
         )
 
@@ -209,10 +210,11 @@ class AdapterStore:
 
 
 class _Outline(NamedTuple):
-    """Of an adapter's block: up to which byte the table needs it, and each layer; and the groups of linears
-    that it changes."""
+    """Of an adapter: up to which byte of its block the table needs it, and each layer; its largest rank, and
+    the groups of linears that it changes."""
 
-    ends: Sequence[int]
+    ends: tuple[int, ...]
+    max_rank: int
     touched: frozenset[str]
 
 
@@ -229,21 +231,8 @@ def cuts_of(ends: Sequence[int], assisted_layers: int, plan_groups: PlanGroups) 
     layers in groups, then the first layers, if CPU workers compute them."""
     computed = 1 + assisted_layers
     layer_bytes = tuple(end - begin for begin, end in pairwise(ends[assisted_layers:]))
-    stops = accumulate(_cut_groups(plan_groups(layer_bytes), layer_bytes), initial=computed)
+    stops = accumulate(plan_groups(layer_bytes), initial=computed)
     groups = [(0, 1), *pairwise(stops), *([(1, computed)] if assisted_layers > 0 else [])]
     return [
         Cut(ends[first - 1] if first > 0 else 0, ends[stop - 1], range(first, stop)) for first, stop in groups
     ]
-
-
-def _cut_groups(groups: Sequence[int], layer_bytes: Sequence[int]) -> Iterator[int]:
-    """The same groups, none of them larger than may be if it has several layers."""
-    layers = iter(layer_bytes)
-    for size in groups:
-        count = num_bytes = 0
-        for own_bytes in islice(layers, size):
-            if count > 0 and num_bytes + own_bytes > _LARGEST_GROUP_BYTES:
-                yield count
-                count = num_bytes = 0
-            count, num_bytes = count + 1, num_bytes + own_bytes
-        yield count

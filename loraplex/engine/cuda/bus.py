@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from loraplex.engine.cuda import driver
 from loraplex.engine.cuda.streams import Moment, SideStream
-
-_MAX_UNDER_WAY: Final = 1 << 16
-"""Numbers that may be on their way at a time."""
-_NUMBER_BYTES: Final = 8
 
 
 class Stretch(NamedTuple):
@@ -40,8 +36,6 @@ class Bus:
     def __init__(self, device: torch.device) -> None:
         self._stream = SideStream(device)
         self.ticket_1 = torch.zeros(1, dtype=torch.int64, device=device)
-        numbers = torch.zeros(_MAX_UNDER_WAY, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._numbers, self._writable = numbers, numbers.numpy()
         self._ticket = self.ticket_1.data_ptr()
         self._last = 0
 
@@ -65,12 +59,13 @@ class Bus:
         self._stream.synchronize()
 
     def _publish(self) -> int:
-        """Behind the copies launched so far, tell the device of them. A copy as well: it waits for no
-        multiprocessor to be free."""
+        """Behind the copies launched so far, tell the device of them: by the stream itself, for which no
+        multiprocessor has to be free."""
         self._last += 1
-        place = self._last % _MAX_UNDER_WAY
-        self._writable[place] = self._last
-        self._copy(self._ticket, self._numbers.data_ptr() + place * _NUMBER_BYTES, _NUMBER_BYTES)
+        if self._stream.handle is None:
+            self.ticket_1.fill_(self._last)
+        else:
+            driver.write_word(self._ticket, self._last, self._stream.handle)
         return self._last
 
     def _copy(self, target: int, source: int, num_bytes: int) -> None:

@@ -49,6 +49,13 @@ def copy_to_device(target: int, source: int, num_bytes: int, stream: int) -> Non
         _check(error, "copy from the host")
 
 
+def write_word(address: int, value: int, stream: int) -> None:
+    """To eight bytes of the device, behind all that was launched on the stream."""
+    error = _write()(stream, address, value, 0)
+    if error != 0:
+        _check(error, "write its own memory")
+
+
 class StreamWords:
     """Words in memory of the host that streams write, or wait for; all of them in one call."""
 
@@ -85,6 +92,13 @@ def _driver() -> Any:
 def _copy() -> Any:
     function = _driver().cuMemcpyHtoDAsync_v2
     function.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return function
+
+
+@lru_cache(maxsize=1)
+def _write() -> Any:
+    function = _driver().cuStreamWriteValue64_v2
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint]
     return function
 
 

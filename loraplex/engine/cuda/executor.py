@@ -1,7 +1,8 @@
 """The executor of one CUDA device.
 
-A launch lays the step out, copies one block of integers, replays a graph (or runs the kernels), and returns;
-the sampled tokens stay on the device for the next step and come back to the host by an asynchronous copy.
+A launch lays the step out as one block of integers for the device to fetch, replays a graph (or runs the
+kernels), and returns; the sampled tokens stay on the device for the next step and come back to the host by an
+asynchronous copy.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival, Shipment
 from loraplex.engine.cuda.cpu_assist import AssistedRows, CpuAssist
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
-from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT
+from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT, HostBlock
 from loraplex.engine.cuda.step_lora import without_adapters
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment, use_device
@@ -44,9 +45,11 @@ _ARRIVAL_WAIT_S: Final = 50e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaFlight:
-    """A step under way: its (token, finite) pairs are being copied to the host."""
+    """A step under way: its (token, finite) pairs are being copied to the host. `host_block`: what it was
+    told, which it may still be reading."""
 
     request_ids: tuple[str, ...]
+    host_block: HostBlock
     tokens_L2: torch.Tensor
     done: Moment
     runs_ahead: bool
@@ -244,6 +247,7 @@ class CudaExecutor:
         self._ship_behind_launch()
         return CudaFlight(
             request_ids=tuple(built.sampling),
+            host_block=output.host_block,
             tokens_L2=host_L2,
             done=done,
             runs_ahead=on_device,

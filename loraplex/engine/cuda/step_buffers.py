@@ -1,4 +1,4 @@
-"""All integers of a step in one block of memory: laid out on the host, one copy to the device.
+"""All integers of a step in one block of memory: laid out on the host, fetched by the device.
 
 A graph is captured over the views of one block, and replayed after the next step's block was copied into
 it; a step that runs without a graph gets a block of its own size. Rows beyond those of the step are padding:
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from loraplex.kernels.batch import KernelBatch
+from loraplex.kernels.triton.fetch import fetch
 from loraplex.kernels.triton.gate import Gate
 
 SCRATCH_SEAT = 0
@@ -67,7 +68,7 @@ class StepSizes:
 
 
 class HostBlock:
-    """A step's block while it is filled. Pinned memory: the copy to the device waits for nobody."""
+    """A step's block while it is filled. Pinned memory: the device fetches it."""
 
     def __init__(self, sizes: StepSizes, scratch_slot: int, pinned: bool) -> None:
         self.tensor = torch.zeros(sizes.num_integers, dtype=torch.int64, pin_memory=pinned)
@@ -99,7 +100,8 @@ class DeviceBlock:
         return self._views[field]
 
     def upload(self, host: HostBlock) -> None:
-        self.tensor.copy_(host.tensor, non_blocking=True)
+        """The host's block has to be kept until that is done."""
+        fetch(self.tensor, host.tensor)
 
     def gate(self, ticket_1: torch.Tensor) -> Gate | None:
         """Where the step waits for copies; `ticket_1` is the last one that is complete."""

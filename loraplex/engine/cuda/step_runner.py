@@ -44,8 +44,11 @@ logger = logging.getLogger(__name__)
 class StepOutput:
     """On the device: logits of the logit rows, (token, finite) of the greedy choice, and final states if the
     step ran without a graph. A graph's tensors are written again by the next one.
+
+    `host_block`: on the host, to be kept until the step is over.
     """
 
+    host_block: HostBlock
     logits_LV: torch.Tensor
     tokens_L2: torch.Tensor
     states_LH: torch.Tensor | None = None
@@ -55,7 +58,8 @@ class StepOutput:
 class _Graph:
     block: DeviceBlock
     replay: Run
-    output: StepOutput
+    logits_LV: torch.Tensor
+    tokens_L2: torch.Tensor
 
 
 class _SharedBuffers:
@@ -139,20 +143,24 @@ class StepRunner:
         sizes = graph_sizes(built, self._max_blocks, self._num_layers) if can_replay else None
         graph = None if sizes is None else self._graph_for(_GraphKey(sizes, lora.groups, lora.shares))
         if graph is not None:
-            graph.block.upload(self._fill(graph.block.sizes, built, lora, seats, wanted_copies))
+            host_block = self._fill(graph.block.sizes, built, lora, seats, wanted_copies)
+            graph.block.upload(host_block)
             graph.replay()
-            return graph.output
+            return StepOutput(host_block=host_block, logits_LV=graph.logits_LV, tokens_L2=graph.tokens_L2)
         sizes = exact_sizes(built, lora, self._num_layers)
         memory = torch.empty(sizes.num_integers, dtype=torch.int64, device=self._device)
         block = DeviceBlock(sizes, memory)
-        block.upload(self._fill(sizes, built, lora, seats, wanted_copies))
+        host_block = self._fill(sizes, built, lora, seats, wanted_copies)
+        block.upload(host_block)
         steps = lora.steps(self._decoder.config.shape, block)
         states_LH, logits_LV = self._forward(
             block, (*steps, *(self._assisted_step(rows, sizes.rows) for rows in assisted))
         )
         tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
         self._choose_greedily(block, logits_LV, tokens_L2)
-        return StepOutput(logits_LV=logits_LV, tokens_L2=tokens_L2, states_LH=states_LH)
+        return StepOutput(
+            host_block=host_block, logits_LV=logits_LV, tokens_L2=tokens_L2, states_LH=states_LH
+        )
 
     def expect(self, groups: frozenset[str]) -> None:
         """Steps will come whose adapters touch these groups of linears."""
@@ -219,7 +227,7 @@ class StepRunner:
         assert buffers is not None
         assert self._recorder is not None
         block = DeviceBlock(sizes, buffers.integers)
-        block.upload(self._empty_block(sizes))
+        block.tensor.copy_(self._empty_block(sizes).tensor)
         lora = no_tiles(key.groups, shares=key.shares)
         steps = lora.steps(self._decoder.config.shape, block, buffers.scratch)
         logits_LV, tokens_L2 = buffers.logits_LV[: sizes.logits], buffers.tokens_L2[: sizes.logits]
@@ -230,9 +238,7 @@ class StepRunner:
             self._choose_greedily(block, logits_LV, tokens_L2)
 
         return _Graph(
-            block=block,
-            replay=self._recorder.record(run),
-            output=StepOutput(logits_LV=logits_LV, tokens_L2=tokens_L2),
+            block=block, replay=self._recorder.record(run), logits_LV=logits_LV, tokens_L2=tokens_L2
         )
 
     def _empty_block(self, sizes: StepSizes) -> HostBlock:

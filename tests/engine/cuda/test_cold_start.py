@@ -405,11 +405,11 @@ def test_a_file_cut_short_during_the_read_fails_its_own_requests(
     engine, _, bad = with_files(saved, tmp_path)
     matrices = slab_reader._matrices
 
-    def cut_first(layout, header, shard):
+    def cut_first(layout, header, *rest):
         if bad.weights_path.exists() and cutting:
             with bad.weights_path.open("r+b") as file:
                 file.truncate(header.data_start + 100)
-        return matrices(layout, header, shard)
+        return matrices(layout, header, *rest)
 
     cutting: list[bool] = []
     monkeypatch.setattr(slab_reader, "_matrices", cut_first)
@@ -437,4 +437,30 @@ def test_a_file_replaced_during_the_read_fails_its_own_requests(
     while engine.stats().num_steps == 0:
         engine.step()
     cutting.append(True)
+    check_only_bad_fails(engine, bad, "changed on disk")
+
+
+@pytest.mark.parametrize("shape", [[4, 128], [8, 64], None], ids=["wider", "higher", "missing"])
+def test_a_header_written_anew_in_the_meantime_never_writes_beyond_the_slab(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: list[int] | None
+) -> None:
+    """Between the look at the file's identity and that at its header."""
+    from loraplex.adapters.tensors import parse_header
+    from loraplex.engine import slab_reader
+
+    def another_header(file):
+        header = parse_header(file)
+        name = bad.modules[0].a_name
+        if changing:
+            found = header.tensors.pop(name)
+            if shape is not None:
+                header.tensors[name] = found._replace(shape=shape)
+        return header
+
+    changing: list[bool] = []
+    engine, _, bad = with_files(saved, tmp_path)
+    monkeypatch.setattr(slab_reader, "parse_header", another_header)
+    while engine.stats().num_steps == 0:  # the good one is read by then
+        engine.step()
+    changing.append(True)
     check_only_bad_fails(engine, bad, "changed on disk")

@@ -1,0 +1,31 @@
+"""Integers fetched from the host's memory by a kernel.
+
+The device's copy engine does one copy after the other, and may be busy with adapters for a while.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from loraplex.kernels.triton.kernel import Kernel
+
+_BLOCK = 1024
+
+
+@Kernel
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["source"])
+def _fetch(target, source, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    tl.store(target + at, tl.load(source + at, mask=mask), mask=mask)
+
+
+def fetch(target: torch.Tensor, pinned: torch.Tensor) -> None:
+    """Both contiguous. The pinned memory has to stay as it is until the kernel has run: unlike a copy, it is
+    nothing that torch's allocator knows of."""
+    count = target.numel()
+    _fetch[(triton.cdiv(count, _BLOCK),)](target, pinned, count, BLOCK=_BLOCK)
