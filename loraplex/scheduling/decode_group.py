@@ -53,7 +53,7 @@ class DecodeGroup:
         """Whether all that the group and these will ever hold is there to be had."""
         if self._max_steps < _FOREVER:
             return False
-        needed = sum(self._pool.blocks_for(self._last_length(sequence)) for sequence in sequences)
+        needed = sum(self._needed_by(sequence) for sequence in sequences)
         return self._num_needed + needed <= self._pool.num_empty
 
     def enter(self, sequence: Sequence) -> None:
@@ -111,12 +111,18 @@ class DecodeGroup:
             sequence.block_ids += blocks
 
     def _last_length(self, sequence: Sequence) -> int:
-        """Tokens it will have in the end."""
-        max_tokens = sequence.request.params.max_tokens
-        if max_tokens is None:
-            return self._max_model_len
-        return min(sequence.num_prompt + max_tokens, self._max_model_len)
+        return _last_length(sequence, self._max_model_len)
 
     def _needed_by(self, sequence: Sequence) -> int:
-        """Blocks that it may yet ask for; its last token is computed by no step."""
-        return max(self._pool.blocks_for(self._last_length(sequence)) - len(sequence.block_ids), 0)
+        return blocks_ahead(sequence, self._pool, self._max_model_len)
+
+
+def blocks_ahead(sequence: Sequence, pool: BlockPool, max_model_len: int) -> int:
+    """Blocks that it may yet ask for; its last token is computed by no step."""
+    return max(pool.blocks_for(_last_length(sequence, max_model_len)) - len(sequence.block_ids), 0)
+
+
+def _last_length(sequence: Sequence, max_model_len: int) -> int:
+    """Tokens it will have in the end."""
+    max_tokens = sequence.request.params.max_tokens
+    return max_model_len if max_tokens is None else min(sequence.num_prompt + max_tokens, max_model_len)

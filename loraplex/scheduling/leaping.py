@@ -6,12 +6,14 @@ for as long as nobody has to look at them.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Final
 
+from loraplex.core.request import EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
-from loraplex.scheduling.decode_group import DecodeGroup
+from loraplex.scheduling.decode_group import DecodeGroup, blocks_ahead
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler
@@ -35,6 +37,24 @@ class LeapingScheduler(Scheduler):
             self._group = DecodeGroup(self._running, self._pool, self._config.max_model_len)
         return self._group
 
+    def is_settling(self) -> bool:
+        """Whether all that run after the steps under way will do nothing but decode, nobody waits, and
+        whatever memory they will ever need is there."""
+        if self._waiting or self._residency.num_loading > 0 or not self._all_is_quiet(under_way=True):
+            return False
+        if any(sequence.num_remaining != 1 for sequence in self._running):
+            return False
+        limit = self._config.max_model_len
+        return sum(blocks_ahead(s, self._pool, limit) for s in self._running) <= self._pool.num_empty
+
+    def go_beside(self, requests: Iterable[EngineRequest]) -> bool:
+        """Whether requests that are not known yet could join the group with their whole prompts in one step
+        and go on with it, if those who end meanwhile gave nothing back."""
+        group, joining = self.group, [Sequence(request) for request in requests]
+        if group is None or not self._all_is_quiet() or not self._may_start(joining):
+            return False
+        return group.has_room_for(joining)
+
     def leap_length(self) -> int:
         """For how many steps from now the group goes on as it is; the last of these may end some. 0: the next
         step has to be decided."""
@@ -53,7 +73,7 @@ class LeapingScheduler(Scheduler):
     def schedule_beside(self) -> StepPlan | None:
         """The next step, if the group goes on in it beside the whole prompts of all who wait: the plan names
         these alone. None if it is not so easily decided."""
-        if not self._waiting or not self._all_is_quiet() or not self._all_may_start():
+        if not self._waiting or not self._all_is_quiet() or not self._may_start(self._waiting):
             return None
         group, chunks = self.group, list[Chunk]()
         if group is None or not group.has_room_for(self._waiting):
@@ -80,14 +100,14 @@ class LeapingScheduler(Scheduler):
         shares = self._memory.shared or self._config.work.position_cost > 0
         return self._is_settled and not shares and self._residency.num_loading == 0 and self._all_is_quiet()
 
-    def _all_is_quiet(self) -> bool:
-        """Whether nothing is done that no request asked for."""
-        busy = self._under_way or self._failures or self._config.loads_popular
+    def _all_is_quiet(self, *, under_way: bool = False) -> bool:
+        """Whether nothing is done that no request asked for. `under_way`: steps may be."""
+        busy = (self._under_way and not under_way) or self._failures or self._config.loads_popular
         return not busy and not self.adapters.has_work()
 
-    def _all_may_start(self) -> bool:
-        """Whether whoever waits finds all it needs, memory for tokens apart."""
-        config, waiting = self._config, self._waiting
+    def _may_start(self, waiting: Collection[Sequence]) -> bool:
+        """Whether all of these find what they need, memory for tokens apart."""
+        config = self._config
         if config.prompts_first or config.max_adapters is not None or config.work.position_cost > 0:
             return False
         num_tokens = sum(len(sequence.token_ids) for sequence in waiting)

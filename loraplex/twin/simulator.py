@@ -49,6 +49,7 @@ class Simulator:
         self._disk_free_s = 0.0
         self._order = count()
         self._ends: list[tuple[float, int, str, bool]] = []  # of loads, and of reads (True)
+        self._coming: dict[str, tuple[float, float]] = {}  # loads: when they begin and end
         self.plans: list[StepPlan] | None = None  # kept if a list is put here
 
     def bring_in_all(self) -> None:
@@ -68,7 +69,7 @@ class Simulator:
         while self._now_s < until_s:
             coming = self._arrive(coming, arrivals, recorder)
             next_s = math.inf if coming is None else coming[1].arrival_s
-            if not self.scheduler.has_work() and not self._ends:
+            if self._is_idle():
                 if coming is None:
                     break
                 self._now_s = max(self._now_s, next_s)
@@ -89,7 +90,7 @@ class Simulator:
             number, request = coming
             recorder.arrived(number, request)
             # Tokens that no other request begins with, so that the prefix cache finds nothing.
-            self.scheduler.add(
+            self._take(
                 EngineRequest(
                     request_id=str(number),
                     prompt_token_ids=[number] * request.prompt_tokens,
@@ -100,12 +101,19 @@ class Simulator:
             coming = next(arrivals, None)
         return coming
 
+    def _take(self, request: EngineRequest) -> None:
+        self.scheduler.add(request)
+
+    def _is_idle(self) -> bool:
+        return not self.scheduler.has_work() and not self._ends
+
     def _end_loads(self) -> None:
         while self._ends and self._ends[0][0] <= self._now_s:
             _, _, version, is_read = heapq.heappop(self._ends)
             if is_read:
                 self.scheduler.adapter_read(version)
             else:
+                self._coming.pop(version, None)
                 self.scheduler.adapter_loaded(version)
 
     # ---- steps
@@ -113,22 +121,45 @@ class Simulator:
     def _step(self, recorder: Recorder, next_s: float) -> None:
         if self._leaps and (self._leap(recorder, next_s) or self._step_beside(recorder)):
             return
+        plan = self._decide()
+        if plan.chunks:
+            self._compute(plan, recorder)
+        else:
+            self._pass_time(plan, next_s)
+        self._note(self.scheduler.take_failures(), recorder)
+
+    def _decide(self) -> StepPlan:
+        """The next step; loads that it asks for are under way."""
         plan = self.scheduler.schedule()
         if self.plans is not None:
             self.plans.append(plan)
         self._start_loads(plan.adapter_reads, plan.adapter_loads)
         self._wait_for(plan.waits_for)
-        if plan.chunks:
-            self._compute(plan, recorder)
-        elif self._ends:
+        return plan
+
+    def _pass_time(self, plan: StepPlan, next_s: float) -> None:
+        """Up to where there may be something to compute."""
+        if self._ends:
             self._now_s = max(self._now_s, min(self._ends[0][0], next_s))
         elif next_s < math.inf and not plan.adapter_evictions:
             self._now_s = max(self._now_s, next_s)
-        self._note(self.scheduler.take_failures(), recorder)
+
+    def _end_s(self, plan: StepPlan, num_waiting: int, begin_s: float) -> float:
+        """Of a step that begins then; each layer waits for its own weights."""
+        step_s = self._times.step_s(plan, num_waiting)
+        if self._coming and plan.stalls:
+            used = {chunk.adapter for chunk in plan.chunks}
+            coming = [
+                (load_s - begin_s, end_s - begin_s)
+                for version, (load_s, end_s) in self._coming.items()
+                if version in used
+            ]
+            step_s += self._times.stall_s(step_s, coming)
+        return begin_s + step_s
 
     def _compute(self, plan: StepPlan, recorder: Recorder) -> None:
         num_waiting = self.scheduler.num_waiting
-        self._now_s += self._times.step_s(plan, num_waiting)
+        self._now_s = self._end_s(plan, num_waiting, self._now_s)
         updates = self.scheduler.update(plan, {c.request_id: ANY_TOKEN for c in plan.chunks if c.samples})
         recorder.stepped(self._now_s, self.scheduler.num_running, num_waiting, len(updates))
         self._note(updates, recorder)
@@ -174,19 +205,28 @@ class Simulator:
     # ---- loads
 
     def _start_loads(self, reads: Sequence[AdapterRead], loads: Sequence[AdapterLoad]) -> None:
-        """One after the other on the bus, and from the disk."""
+        """One after the other on the bus, and from the disk; those that one step uses take turns."""
         for read in reads:
             self._disk_free_s = max(self._disk_free_s, self._now_s) + self._times.read_s(read.version)
             heapq.heappush(self._ends, (self._disk_free_s, next(self._order), read.version, True))
-        for load in loads:
-            self._bus_free_s = max(self._bus_free_s, self._now_s) + self._times.load_s(load)
-            heapq.heappush(self._ends, (self._bus_free_s, next(self._order), load.version, False))
+        begin_s = max(self._bus_free_s, self._now_s)
+        turns_s = sum(self._times.load_s(load) for load in loads if load.awaited)
+        for load in sorted(loads, key=_is_for_later):
+            free_s = max(self._bus_free_s, self._now_s)
+            end_s = begin_s + turns_s if load.awaited else free_s + self._times.load_s(load)
+            self._coming[load.version] = (begin_s if load.awaited else free_s, end_s)
+            self._bus_free_s = end_s
+            heapq.heappush(self._ends, (end_s, next(self._order), load.version, False))
 
     def _wait_for(self, versions: frozenset[str]) -> None:
         """The step is not begun before these are there."""
         for end_s, _, version, _ in self._ends:
             if version in versions:
                 self._now_s = max(self._now_s, end_s)
+
+
+def _is_for_later(load: AdapterLoad) -> bool:
+    return not load.awaited
 
 
 @lru_cache(maxsize=4096)

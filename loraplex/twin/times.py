@@ -61,6 +61,11 @@ class StepTimes(Protocol):
         """Of a step in which the group decodes beside the chunks of a plan."""
         ...
 
+    def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
+        """How much longer a step takes whose adapters are loaded from then to then, counted from its
+        beginning."""
+        ...
+
     def load_s(self, load: AdapterLoad) -> float:
         """Of bringing an adapter in, with nothing in its way."""
         ...
@@ -123,6 +128,15 @@ class CostModelTimes:
             row_adapter_bytes=group_rows + rows,
         )
 
+    def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
+        """Layers are taken to be alike."""
+        num_layers = self._model.subject.num_layers
+        arrivals = [
+            max(begin_s + (end_s - begin_s) * (layer + 1) / num_layers for begin_s, end_s in coming)
+            for layer in range(num_layers)
+        ]
+        return self._model.stall_s(arrivals, step_s)
+
     def load_s(self, load: AdapterLoad) -> float:
         num_bytes = self._bytes(load.version)
         if load.source is not None:
@@ -175,6 +189,9 @@ class SlotTimes:
 
     def beside_s(self, group: DecodeGroup, plan: StepPlan) -> float:
         raise AssertionError("an engine that reads prompts first does not decode beside them")
+
+    def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
+        return 0.0
 
     def load_s(self, load: AdapterLoad) -> float:
         return 0.0

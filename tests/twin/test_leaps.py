@@ -33,7 +33,10 @@ OWN_ENGINES = st.fixed_dictionaries(
         "max_running": st.integers(1, 20),
         "max_step_tokens": st.sampled_from([16, 64, 512]),
         "shared": st.booleans(),
-        "cold_start": st.sampled_from([ColdStart.OVERLAP, ColdStart.ON_DEMAND]),
+        "cold_start": st.sampled_from(
+            [ColdStart.OVERLAP, ColdStart.ON_DEMAND, ColdStart.PIPELINED, ColdStart.AUTO]
+        ),
+        "ahead": st.booleans(),
     }
 )
 QUICK = settings(max_examples=50, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])

@@ -7,6 +7,7 @@ import random
 from loraplex.core.cold_start import ColdStart
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
+from loraplex.perf.drift import DriftWatch
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line
 from loraplex.perf.read_cost import ReadCost
@@ -19,6 +20,7 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
+from loraplex.twin.ahead import AheadSimulator
 from loraplex.twin.simulator import Simulator
 from loraplex.twin.times import CostModelTimes, SlotTimes
 from loraplex.workload.jsonl import WorkloadRequest
@@ -106,6 +108,7 @@ def own_twin(
     shared: bool = False,
     leaps: bool = True,
     cold_start: ColdStart = ColdStart.OVERLAP,
+    ahead: bool = False,
 ) -> Simulator:
     """Our own engine on an imagined machine, with an arena (`shared`) or with a memory for each."""
     adapters = [f"adapter-{number}" for number in range(num_adapters)]
@@ -128,7 +131,14 @@ def own_twin(
         cold_start=cold_start,
     )
     times = CostModelTimes(imagined_machine(), sizes)
-    simulator = Simulator(config=config, memory=memory, times=times, adapters=adapters, leaps=leaps)
+    simulator = (AheadSimulator if ahead else Simulator)(
+        config=config,
+        memory=memory,
+        times=times,
+        adapters=adapters,
+        leaps=leaps,
+        costs=DriftWatch(imagined_machine()),
+    )
     for version, num_bytes in sizes.items():
         simulator.scheduler.adapters.add(version, num_bytes)
     return simulator
