@@ -61,6 +61,14 @@ class Simulator:
             residency.loaded(version)
             residency.leave(version, pinned=True)
 
+    def stage_all(self) -> None:
+        """Adapters are in the host's memory when time begins, as far as there is room."""
+        for version in self._adapters:
+            self.scheduler.adapters.stage_ahead(version)
+        while self.scheduler.adapters.has_work():
+            for read in self.scheduler.schedule().adapter_reads:
+                self.scheduler.adapter_read(read.version)
+
     def run(self, workload: Iterable[WorkloadRequest], until_s: float = math.inf) -> Outcome:
         """All of it, or as far as it comes by then."""
         recorder = Recorder()

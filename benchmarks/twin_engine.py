@@ -1,0 +1,269 @@
+"""How far the twin is from our own engine: the same workloads on both, from idle to overload.
+
+    python -m benchmarks.twin_engine --device cpu|cuda [--profile FILE] [--out FILE]
+
+First the machine is profiled, unless a profile is given. Then an engine with random weights replays five
+workloads in real time, and the twin runs them on the profile: of the engine it knows its limits and the
+sizes of its adapters, nothing of what it did. Writes results/twin_engine_cpu.json or twin_engine_cuda.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.bench.engine_scenarios import bring_in
+from loraplex.bench.engine_scenarios import replay as replay_live
+from loraplex.bench.environment import ENGINE_PACKAGES, environment
+from loraplex.bench.profile_scenarios import ProfileOptions, profile_machine
+from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_specs, register
+from loraplex.bench.records import RequestRecord
+from loraplex.core.cold_start import ColdStart
+from loraplex.engine.core import Engine
+from loraplex.model.shapes import config_of_shape
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.drift import DriftWatch
+from loraplex.perf.profile_json import profile_to_json, read_profile
+from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.memory import Memory, SeparateMemory
+from loraplex.scheduling.staging import Staging
+from loraplex.scheduling.work import StepWork
+from loraplex.twin.ahead import AheadSimulator
+from loraplex.twin.outcome import Outcome
+from loraplex.twin.scores import smape
+from loraplex.twin.simulator import Simulator
+from loraplex.twin.times import CostModelTimes
+from loraplex.workload.jsonl import WorkloadRequest
+
+RESULTS: Final = Path(__file__).parent / "results"
+LOADS: Final = (0.05, 0.4, 0.7, 0.95, 1.3)
+"""Of what the engine can serve, as the twin has it."""
+RANKS: Final = (8, 16, 32, 64)
+MAX_STEP_TOKENS: Final = 2048
+BLOCK_SIZE: Final = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """`median_tokens`: of prompts and of outputs, which are spread log-normally. `duration_s`: of the
+    arrivals."""
+
+    device: str
+    shape: str
+    dtype: torch.dtype
+    num_adapters: int
+    median_tokens: int
+    max_tokens: int
+    duration_s: float
+
+
+SETTINGS: Final = {
+    "cuda": Setting(
+        device="cuda",
+        shape="llama-2-7b",
+        dtype=torch.bfloat16,
+        num_adapters=64,
+        median_tokens=120,
+        max_tokens=1000,
+        duration_s=25.0,
+    ),
+    "cpu": Setting(
+        device="cpu",
+        shape="tiny",
+        dtype=torch.float32,
+        num_adapters=16,
+        median_tokens=30,
+        max_tokens=120,
+        duration_s=20.0,
+    ),
+}
+
+
+def measure(setting: Setting, profile: CostModel | None) -> dict[str, Any]:
+    config = config_of_shape(setting.shape)
+    if profile is None:
+        options = ProfileOptions(config=config, device=setting.device, dtype=setting.dtype)
+        profile = profile_machine(options, lambda phase, share: None)
+    engine = build_random_engine(
+        RandomEngineOptions(
+            shape=setting.shape,
+            device=setting.device,
+            dtype=setting.dtype,
+            max_step_tokens=MAX_STEP_TOKENS,
+            compiled=True,
+        )
+    )
+    try:
+        return {
+            "profile": json.loads(profile_to_json(profile)),
+            "workloads": list(compare(engine, setting, profile)),
+        }
+    finally:
+        engine.close()
+
+
+def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[dict[str, Any]]:
+    """Each workload on both."""
+    vocab_size = config_of_shape(setting.shape).shape.vocab_size
+    capacity = served_per_s(engine, setting, profile)
+    for number, load in enumerate(LOADS):
+        name = f"load{number}"
+        specs = random_specs(
+            name, setting.shape, num_adapters=setting.num_adapters, ranks=RANKS, modules="q,k,v"
+        )
+        versions = register(engine, specs)
+        engine.warm_up()
+        if setting.device == "cpu":  # made up, not read: what that takes is nobody's profile
+            bring_in(engine, versions, vocab_size)
+        workload = list(requests(setting, load * capacity, seed=number))
+        twin = figures_of_twin(twin_of(engine, setting, profile).run(workload))
+        live = figures_of_live(replay_live(engine, workload, versions, vocab_size))
+        errors = {key: smape([(twin[key], live[key])]) for key in live}
+        print(f"{load:.2f}: {len(workload)} requests, live {live}, twin {twin}, SMAPE {errors}", flush=True)
+        yield {
+            "load": load,
+            "requests_per_s": load * capacity,
+            "num_requests": len(workload),
+            "live": live,
+            "twin": twin,
+            "smape": errors,
+        }
+        for version in versions:
+            engine.remove_adapter(version)
+        engine.take_removed_adapters()
+
+
+def served_per_s(engine: Engine, setting: Setting, profile: CostModel) -> float:
+    """Requests per second at the most, by the twin: of many more than can be served."""
+    flood = list(requests(setting, 2000 / setting.duration_s, seed=99))
+    outcome = twin_of(engine, setting, profile).run([replace(each, arrival_s=0.0) for each in flood])
+    return len(flood) / outcome.duration_s
+
+
+def twin_of(engine: Engine, setting: Setting, profile: CostModel) -> Simulator:
+    """With the engine's limits; adapters are where `compare` has them when time begins."""
+    specs = random_specs(
+        "twin", setting.shape, num_adapters=setting.num_adapters, ranks=RANKS, modules="q,k,v"
+    )
+    sizes = {spec.version: adapter_bytes(spec, setting) for spec in specs}
+    on_gpu = setting.device == "cuda"
+    simulator = (AheadSimulator if on_gpu else Simulator)(
+        config=SchedulerConfig(
+            max_model_len=engine.max_model_len,
+            work=StepWork(max_tokens=MAX_STEP_TOKENS),
+            cold_start=ColdStart.AUTO if on_gpu else ColdStart.OVERLAP,
+        ),
+        memory=memory_of(engine, on_gpu),
+        times=CostModelTimes(profile, sizes),
+        adapters=list(sizes),
+        costs=DriftWatch(profile),
+    )
+    for version, num_bytes in sizes.items():
+        simulator.scheduler.adapters.add(version, num_bytes)
+    if on_gpu:
+        simulator.stage_all()
+    else:
+        simulator.bring_in_all()
+    return simulator
+
+
+def memory_of(engine: Engine, on_gpu: bool) -> Memory:
+    stats = engine.stats()
+    if not on_gpu:
+        return SeparateMemory(
+            num_blocks=stats.num_kv_blocks,
+            block_size=BLOCK_SIZE,
+            adapter_bytes=stats.host_adapter_budget_bytes,
+            keeps_contents=False,
+        )
+    return Arena(
+        num_pages=stats.num_kv_blocks,
+        page_bytes=stats.device_arena_bytes // stats.num_kv_blocks,
+        block_size=BLOCK_SIZE,
+        staging=Staging(stats.host_adapter_budget_bytes),
+        keeps_contents=False,
+    )
+
+
+def adapter_bytes(spec: AdapterSpec, setting: Setting) -> int:
+    return spec.num_params * setting.dtype.itemsize
+
+
+def requests(setting: Setting, per_s: float, seed: int) -> Iterator[WorkloadRequest]:
+    """Poisson arrivals, every adapter as likely as any other."""
+    rng, now_s = random.Random(seed), 0.0
+
+    def length() -> int:
+        drawn = setting.median_tokens * rng.lognormvariate(0.0, 0.7)
+        return min(max(round(drawn), 2), setting.max_tokens)
+
+    while (now_s := now_s + rng.expovariate(per_s)) < setting.duration_s:
+        yield WorkloadRequest(
+            arrival_s=now_s,
+            prompt_tokens=length(),
+            output_tokens=length(),
+            adapter=rng.randrange(setting.num_adapters),
+        )
+
+
+def figures_of_twin(outcome: Outcome) -> dict[str, float]:
+    summary = outcome.summary()
+    assert summary["num_served"] == summary["num_requests"]
+    return {
+        "output_tok_s": summary["output_tok_s"],
+        "itl_ms": summary["itl_mean_s"] * 1e3,
+        "ttft_ms": summary["ttft_s"]["mean"] * 1e3,
+    }
+
+
+def figures_of_live(records: Sequence[RequestRecord]) -> dict[str, float]:
+    """The same, of what was measured."""
+    assert all(record.ok for record in records)
+    num_tokens = sum(record.output_tokens for record in records)
+    firsts_s = [record.token_times_s[0] for record in records]
+    decoded_s = sum(record.finish_s - first_s for record, first_s in zip(records, firsts_s, strict=True))
+    waited_s = sum(first_s - record.arrival_s for record, first_s in zip(records, firsts_s, strict=True))
+    return {
+        "output_tok_s": num_tokens / max(record.finish_s for record in records),
+        "itl_ms": decoded_s / (num_tokens - len(records)) * 1e3,
+        "ttft_ms": waited_s / len(records) * 1e3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=sorted(SETTINGS), default="cpu")
+    parser.add_argument("--profile", type=Path, help="of this machine and shape, instead of a new one")
+    parser.add_argument("--seconds", type=float, help="of arrivals, for a trial")
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    setting = SETTINGS[chosen.device]
+    if chosen.seconds is not None:
+        setting = replace(setting, duration_s=chosen.seconds)
+    if setting.device == "cpu":
+        torch.set_num_threads(1)
+    profile = None if chosen.profile is None else read_profile(chosen.profile)
+    found = measure(setting, profile)
+    names = ("output_tok_s", "itl_ms", "ttft_ms")
+    mean = {name: sum(each["smape"][name] for each in found["workloads"]) / len(LOADS) for name in names}
+    print("mean SMAPE", mean)
+    out = chosen.out or RESULTS / f"twin_engine_{setting.device}.json"
+    described = {**asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
+    document = {**environment(ENGINE_PACKAGES), "setting": described, **found, "mean_smape": mean}
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()
