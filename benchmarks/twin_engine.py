@@ -50,6 +50,7 @@ LOADS: Final = (0.05, 0.4, 0.7, 0.95, 1.3)
 RANKS: Final = (8, 16, 32, 64)
 MAX_STEP_TOKENS: Final = 2048
 BLOCK_SIZE: Final = 16
+_WARM_UP_S: Final = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +114,11 @@ def measure(setting: Setting, profile: CostModel | None) -> dict[str, Any]:
 
 def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[dict[str, Any]]:
     """Each workload on both."""
-    vocab_size = config_of_shape(setting.shape).shape.vocab_size
+    vocab_size = vocab_size_of(setting)
     capacity = served_per_s(engine, setting, profile)
+    warm_up(engine, setting, capacity)
     for number, load in enumerate(LOADS):
-        name = f"load{number}"
-        specs = random_specs(
-            name, setting.shape, num_adapters=setting.num_adapters, ranks=RANKS, modules="q,k,v"
-        )
-        versions = register(engine, specs)
+        versions = register(engine, specs_of(f"load{number}", setting))
         engine.warm_up()
         if setting.device == "cpu":  # made up, not read: what that takes is nobody's profile
             bring_in(engine, versions, vocab_size)
@@ -142,6 +140,16 @@ def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[di
         engine.take_removed_adapters()
 
 
+def warm_up(engine: Engine, setting: Setting, capacity: float) -> None:
+    """What is compiled, captured or allocated at first use is no matter of the twin's."""
+    versions = register(engine, specs_of("warm", setting))
+    brief = replace(setting, duration_s=_WARM_UP_S)
+    replay_live(engine, list(requests(brief, capacity, seed=98)), versions, vocab_size_of(setting))
+    for version in versions:
+        engine.remove_adapter(version)
+    engine.take_removed_adapters()
+
+
 def served_per_s(engine: Engine, setting: Setting, profile: CostModel) -> float:
     """Requests per second at the most, by the twin: of many more than can be served."""
     flood = list(requests(setting, 2000 / setting.duration_s, seed=99))
@@ -151,10 +159,7 @@ def served_per_s(engine: Engine, setting: Setting, profile: CostModel) -> float:
 
 def twin_of(engine: Engine, setting: Setting, profile: CostModel) -> Simulator:
     """With the engine's limits; adapters are where `compare` has them when time begins."""
-    specs = random_specs(
-        "twin", setting.shape, num_adapters=setting.num_adapters, ranks=RANKS, modules="q,k,v"
-    )
-    sizes = {spec.version: adapter_bytes(spec, setting) for spec in specs}
+    sizes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs_of("twin", setting)}
     on_gpu = setting.device == "cuda"
     simulator = (AheadSimulator if on_gpu else Simulator)(
         config=SchedulerConfig(
@@ -194,8 +199,12 @@ def memory_of(engine: Engine, on_gpu: bool) -> Memory:
     )
 
 
-def adapter_bytes(spec: AdapterSpec, setting: Setting) -> int:
-    return spec.num_params * setting.dtype.itemsize
+def specs_of(name: str, setting: Setting) -> list[AdapterSpec]:
+    return random_specs(name, setting.shape, num_adapters=setting.num_adapters, ranks=RANKS, modules="q,k,v")
+
+
+def vocab_size_of(setting: Setting) -> int:
+    return config_of_shape(setting.shape).shape.vocab_size
 
 
 def requests(setting: Setting, per_s: float, seed: int) -> Iterator[WorkloadRequest]:
