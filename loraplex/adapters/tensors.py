@@ -10,6 +10,7 @@ SIGBUS, and a file that somebody is still copying is exactly what this code has 
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,9 +118,15 @@ def read_header(path: Path, file: FileIO) -> WeightsHeader:
 
 
 def parse_header(file: FileIO) -> WeightsHeader:
-    """The same of a file that was found sound before, and whose data are read with care."""
+    """The same of a file that was found sound before. Whoever reads its data looks at what it says.
+
+    Raises FileCutShortError if the file is shorter than its header.
+    """
     length_bytes = _read_exactly(file, HEADER_LENGTH_BYTES)
-    header_json = _read_exactly(file, int.from_bytes(length_bytes, "little"))
+    length = int.from_bytes(length_bytes, "little")
+    if length > os.fstat(file.fileno()).st_size - HEADER_LENGTH_BYTES:
+        raise FileCutShortError
+    header_json = _read_exactly(file, length)
     try:
         header = json.loads(header_json)
         header.pop("__metadata__", None)

@@ -71,7 +71,7 @@ def read_slab(
         _check_unchanged(spec, file)
         try:
             header = parse_header(file)
-        except FileCutShortError as error:
+        except (FileCutShortError, AdapterFormatError) as error:
             raise AdapterFormatError(_CHANGED) from error
         reads: list[Future[None]] = []
         try:
@@ -138,7 +138,8 @@ def _matrices(
 def _tensor(header: WeightsHeader, name: str, shape: list[int]) -> TensorInfo:
     """What the slab has room for, or none: a header that is just being written may say anything."""
     found = header.tensors.get(name)
-    if found is None or found.shape != shape or found.dtype not in _SOURCE_DTYPES:
+    is_known = found is not None and found.shape == shape and str(found.dtype) in _SOURCE_DTYPES
+    if found is None or not is_known or type(found.begin) is not int or found.begin < 0:
         raise AdapterFormatError(_CHANGED)
     return found
 

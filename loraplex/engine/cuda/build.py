@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,7 +135,7 @@ def build_cuda_core(
     if host_blocks is None:
         memory = _host_memory(options, device)
         host_blocks = _host_pool(config.shape, options.dtype, memory, read)
-    executor = _build_executor(config, weights, options, plan, host_blocks, memory, collective=collective)
+    executor = _build_executor(config, weights, options, plan, host_blocks, memory, collective)
     return _engine(options, plan, config.shape, executor, weights.embedding_VH.device.type)
 
 
@@ -190,9 +191,7 @@ def _build_shard(
     report("preparing kernels", 0.9)
     memory = _host_memory(options, device)
     host_blocks = _host_pool(shard.config(config).shape, options.dtype, memory, shard=shard)
-    return _build_executor(
-        shard.config(config), weights, options, plan, host_blocks, memory, collective=collective
-    )
+    return _build_executor(shard.config(config), weights, options, plan, host_blocks, memory, collective)
 
 
 def _host_memory(options: CudaOptions, device: torch.device) -> HostMemory:
@@ -219,43 +218,48 @@ def _build_executor(
     plan: _MemoryPlan,
     host_blocks: HostBlocks,
     memory: HostMemory | None,
-    *,
     collective: Collective,
 ) -> CudaExecutor:
-    """`config` and `weights` are the shard's; `memory`: where adapters are on the host, if they are files."""
+    """`config` and `weights` are the shard's; `memory`: where adapters are on the host, if they are files.
+    `host_blocks` are closed if it comes to nothing."""
     device, shape = weights.embedding_VH.device, config.shape
-    kernels = TritonKernels(shape, device)
-    decoder = Decoder(config, weights, kernels, plan.max_model_len, collective)
-    arena = DeviceArena(
-        shape, num_pages=plan.num_pages, block_size=options.block_size, dtype=options.dtype, device=device
-    )
-    # Requests that end in a plan hold theirs until after its launch.
-    num_seats = 2 * options.max_running + 2
-    store = _build_store(shape, options, arena, device, host_blocks)
-    num_workers = _num_workers(options)
-    assist = None
-    if num_workers > 0 and memory is not None and options.padded_to is None:
-        assist = start_assist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens)
-    return CudaExecutor(
-        decoder=decoder,
-        runner=StepRunner(
+    with ExitStack() as undo:
+        undo.callback(host_blocks.close)
+        kernels = TritonKernels(shape, device)
+        decoder = Decoder(config, weights, kernels, plan.max_model_len, collective)
+        arena = DeviceArena(
+            shape, num_pages=plan.num_pages, block_size=options.block_size, dtype=options.dtype, device=device
+        )
+        # Requests that end in a plan hold theirs until after its launch.
+        num_seats = 2 * options.max_running + 2
+        store = _build_store(shape, options, arena, device, host_blocks)
+        num_workers = _num_workers(options)
+        assist = None
+        if num_workers > 0 and memory is not None and options.padded_to is None:
+            assist = start_assist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens)
+            undo.callback(assist.close)
+        executor = CudaExecutor(
             decoder=decoder,
-            caches=arena.caches,
-            num_seats=num_seats,
-            max_blocks=-(-plan.max_model_len // options.block_size),
-            scratch_slot=arena.scratch_slot,
-            ticket_1=store.ticket_1,
+            runner=StepRunner(
+                decoder=decoder,
+                caches=arena.caches,
+                num_seats=num_seats,
+                max_blocks=-(-plan.max_model_len // options.block_size),
+                scratch_slot=arena.scratch_slot,
+                ticket_1=store.ticket_1,
+                device=device,
+                recorder=GraphRecorder(device) if device.type == "cuda" else None,
+                assist=assist,
+            ),
+            builder=BatchBuilder(kernels, options.block_size),
+            arena=arena,
+            store=store,
             device=device,
-            recorder=GraphRecorder(device) if device.type == "cuda" else None,
+            num_seats=num_seats,
             assist=assist,
-        ),
-        builder=BatchBuilder(kernels, options.block_size),
-        arena=arena,
-        store=store,
-        device=device,
-        num_seats=num_seats,
-        assist=assist,
-    )
+        )
+        undo.pop_all()
+    return executor
 
 
 def _build_store(

@@ -37,7 +37,8 @@ class Bus:
         self._stream = SideStream(device)
         self.ticket_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._ticket = self.ticket_1.data_ptr()
-        self._last = 0
+        self._last = -1
+        self._publish()  # a device or a driver that cannot do it says so now
 
     def wait_for(self, moments: Iterable[Moment]) -> None:
         """What is carried from now on comes after these, of other streams."""

@@ -1,7 +1,7 @@
 """LoRA products of layers that are not on the device yet, computed by CPU workers (`engine.assist`).
 
 The half of a product that may run beside the base model's copies the inputs to memory that the workers share
-and signals them; the other half waits for their results, copies them back and adds them. All of it is put on
+and signals them; the other half waits for their results, fetches and adds them. All of it is put on
 streams: no thread of the host waits for either side.
 """
 
@@ -24,6 +24,7 @@ from loraplex.engine.cuda.adapter_block import table_bytes
 from loraplex.engine.cuda.adapter_store import Arrival
 from loraplex.engine.cuda.host_memory import HostMemory
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
+from loraplex.kernels.triton.fetch import fetch
 from loraplex.kernels.triton.gate import Gate
 from loraplex.kernels.triton.lora_step import LoraStep
 
@@ -89,8 +90,10 @@ class StreamSignals:
 
     def close(self) -> None:
         """After the last step, and before the pool's own end."""
-        torch.cuda.synchronize()
-        self._unpin()
+        try:
+            torch.cuda.synchronize()
+        finally:
+            self._unpin()
 
     def _unpin(self) -> None:
         while self._pinned:
@@ -160,7 +163,8 @@ class CpuAssist:
         self._signals.wait(ticket)
         width = y_TO.shape[1]
         shared = self._pool.y[rows.first * width : (rows.first + rows.count) * width].view(rows.count, width)
-        found = shared.to(y_TO.device, non_blocking=True)
+        found = torch.empty_like(shared, device=y_TO.device)
+        fetch(found, shared)  # a copy would stand in line behind the adapter's
         for slot in slots:
             columns = slice(slot.out_start, slot.out_start + slot.out_features)
             _rows(y_TO, rows)[:, columns] += found[:, columns]

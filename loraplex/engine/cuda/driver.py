@@ -97,7 +97,9 @@ def _copy() -> Any:
 
 @lru_cache(maxsize=1)
 def _write() -> Any:
-    function = _driver().cuStreamWriteValue64_v2
+    function = getattr(_driver(), "cuStreamWriteValue64_v2", None)
+    if function is None:
+        raise EngineDeadError("the GPU's driver is too old; install one for CUDA 12 or newer")
     function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint]
     return function
 

@@ -8,7 +8,9 @@ asynchronous copy.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -27,7 +29,7 @@ from loraplex.engine.cuda.cpu_assist import AssistedRows, CpuAssist
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT, HostBlock
-from loraplex.engine.cuda.step_lora import without_adapters
+from loraplex.engine.cuda.step_lora import to_device, without_adapters
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment, use_device
 from loraplex.engine.executor import AdapterEvent, LoadOrder, StepResult
@@ -45,11 +47,9 @@ _ARRIVAL_WAIT_S: Final = 50e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaFlight:
-    """A step under way: its (token, finite) pairs are being copied to the host. `host_block`: what it was
-    told, which it may still be reading."""
+    """A step under way: its (token, finite) pairs are being copied to the host."""
 
     request_ids: tuple[str, ...]
-    host_block: HostBlock
     tokens_L2: torch.Tensor
     done: Moment
     runs_ahead: bool
@@ -95,6 +95,7 @@ class CudaExecutor:
         self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
         self._arrivals: dict[str, Arrival] = {}  # adapters that steps may have to wait for, in their order
         self._behind_launch: list[Shipment] = []  # what the step that is launched next does not need
+        self._told: deque[tuple[Moment, HostBlock]] = deque()  # until the step that fetches it is over
         self._assisted_steps: dict[str, Moment] = {}  # the last one of each of them
         self._last_moves = Moment(device)  # behind what fills the arena at first
         self._expected: set[frozenset[str]] = set()  # groups of linears that steps will touch
@@ -213,16 +214,22 @@ class CudaExecutor:
         assert self._adapters.weights.keys() - self._arrivals.keys() == adapters
 
     def close(self) -> None:
-        self._adapters.close()
-        try:
+        with ExitStack() as closing:  # the last first, and all whatever goes wrong
+            closing.callback(self._store.close)
             if self._assist is not None:
-                self._assist.close()
-        finally:
-            self._store.close()
+                closing.callback(self._assist.close)
+            closing.callback(self._finish_steps)
+            closing.callback(self._adapters.close)
+
+    def _finish_steps(self) -> None:
+        while self._told:
+            self._told.popleft()[0].wait()
 
     # ---- steps
 
     def launch(self, plan: StepPlan) -> CudaFlight:
+        while self._told and self._told[0][0].passed:
+            self._told.popleft()
         scored = {c.request_id for c in plan.chunks if wants_prompt_scores(self._states[c.request_id], c)}
         built = self._builder.build(plan.chunks, self._adapters.weights, all_rows_of=scored)
         output = self._run(built)
@@ -240,14 +247,14 @@ class CudaExecutor:
         rows = list(built.sampling.values())
         tokens_L2 = output.tokens_L2
         if rows != list(range(len(rows))):
-            tokens_L2 = tokens_L2[torch.tensor(rows, device=tokens_L2.device)]
+            tokens_L2 = tokens_L2[to_device(rows, tokens_L2.device)]
         host_L2 = torch.empty(tokens_L2.shape, dtype=torch.int64, pin_memory=tokens_L2.is_cuda)
         host_L2.copy_(tokens_L2, non_blocking=True)
         done = Moment(tokens_L2.device)
+        self._told.append((done, output.host_block))
         self._ship_behind_launch()
         return CudaFlight(
             request_ids=tuple(built.sampling),
-            host_block=output.host_block,
             tokens_L2=host_L2,
             done=done,
             runs_ahead=on_device,
@@ -347,7 +354,7 @@ class CudaExecutor:
             if not state.params.greedy:
                 drawn.append((row, request_id))
         if drawn:
-            rows = torch.tensor([row for row, _ in drawn])
+            rows = to_device([row for row, _ in drawn], output.logits_LV.device)
             states = [self._states[request_id] for _, request_id in drawn]
             self._replace(output, rows, draw_tokens(output.logits_LV[rows], states), [i for _, i in drawn])
         logprobs = self._choose_by_host(output, by_host) if by_host else {}
@@ -358,7 +365,8 @@ class CudaExecutor:
     def _choose_by_host(
         self, output: StepOutput, by_host: Sequence[tuple[int, str]]
     ) -> dict[str, TokenLogprob]:
-        rows = torch.tensor([row for row, _ in by_host])
+        device = output.logits_LV.device
+        rows = to_device([row for row, _ in by_host], device)
         states = [self._states[request_id] for _, request_id in by_host]
         logprobs: dict[str, TokenLogprob] = {}
         tokens = []
@@ -370,16 +378,14 @@ class CudaExecutor:
                 state.accept(chosen.token_id)
             if chosen.logprob is not None:
                 logprobs[request_id] = chosen.logprob
-        chosen_L = torch.tensor(tokens, device=output.tokens_L2.device)
-        self._replace(output, rows, chosen_L, [request_id for _, request_id in by_host])
+        self._replace(output, rows, to_device(tokens, device), [request_id for _, request_id in by_host])
         return logprobs
 
     def _replace(
         self, output: StepOutput, rows: torch.Tensor, tokens_L: torch.Tensor, request_ids: Sequence[str]
     ) -> None:
-        device = output.tokens_L2.device
-        output.tokens_L2[:, 0].index_copy_(0, rows.to(device), tokens_L)
-        seats = torch.tensor([self._seats[request_id] for request_id in request_ids], device=device)
+        output.tokens_L2[:, 0].index_copy_(0, rows, tokens_L)
+        seats = to_device([self._seats[request_id] for request_id in request_ids], rows.device)
         self._runner.last_tokens.index_copy_(0, seats, tokens_L)
 
 

@@ -45,7 +45,7 @@ class StepOutput:
     """On the device: logits of the logit rows, (token, finite) of the greedy choice, and final states if the
     step ran without a graph. A graph's tensors are written again by the next one.
 
-    `host_block`: on the host, to be kept until the step is over.
+    `host_block`: on the host, to be kept until the step is over, as nobody else does.
     """
 
     host_block: HostBlock

@@ -52,6 +52,7 @@ class ParallelExecutor:
         self._release = release
         # Of each read or load under way: what the shards have said of it, an error or None.
         self._loads: dict[_Load, dict[int, str | None]] = {}
+        self._copied: dict[_Load, tuple[int, float]] = {}  # by shard 0, which stands for all
 
     def begin(self, request: EngineRequest) -> None:
         params = request.params
@@ -94,7 +95,10 @@ class ParallelExecutor:
         events = [(_LOCAL, event) for event in self._local.poll_adapters(timeout_s if waits_locally else 0.0)]
         events += self._workers.take_events(0.0 if events or waits_locally else timeout_s)
         for shard, event in events:
-            self._loads[_Load(event.version, read=event.read)][shard] = event.error
+            load = _Load(event.version, read=event.read)
+            self._loads[load][shard] = event.error
+            if shard == _LOCAL and event.copied is not None:
+                self._copied[load] = event.copied
         num_shards = len(self._workers.pids) + 1
         complete = [load for load, said in self._loads.items() if len(said) == num_shards]
         return [self._settle(load) for load in complete]
@@ -146,4 +150,5 @@ class ParallelExecutor:
                     self._local.evict_adapter(load.version)
                 else:
                     self._workers.call("evict_adapter", load.version, only=shard)
-        return AdapterEvent(version=load.version, error=error, read=load.read)
+        copied = self._copied.pop(load, None)
+        return AdapterEvent(version=load.version, error=error, read=load.read, copied=copied)

@@ -1,4 +1,4 @@
-"""Integers fetched from the host's memory by a kernel.
+"""Numbers fetched from the host's memory by a kernel.
 
 The device's copy engine does one copy after the other, and may be busy with adapters for a while.
 """
@@ -25,7 +25,7 @@ def _fetch(target, source, count, BLOCK: tl.constexpr):
 
 
 def fetch(target: torch.Tensor, pinned: torch.Tensor) -> None:
-    """Both contiguous. The pinned memory has to stay as it is until the kernel has run: unlike a copy, it is
-    nothing that torch's allocator knows of."""
+    """Both contiguous and of one type. The pinned memory has to stay as it is until the kernel has run:
+    unlike a copy, it is nothing that torch's allocator knows of."""
     count = target.numel()
     _fetch[(triton.cdiv(count, _BLOCK),)](target, pinned, count, BLOCK=_BLOCK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -127,7 +128,7 @@ class SlowDisk:
     def __call__(self, spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
         if spec.version != WARM.version:
             self.begun.set()
-            assert self.go.wait(60)
+            assert self.go.wait(300)
         fill_slab(spec, layout, slab)
 
 
@@ -309,6 +310,30 @@ def test_a_request_cancelled_during_the_copy_leaves_nothing_held(monkeypatch: py
     engine.close()
 
 
+def test_what_a_step_was_told_is_kept_until_the_step_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no flight is kept either, as in the processes of other shards."""
+    told = []
+    fill = StepRunner._fill
+
+    def noted(runner, *args):
+        block = fill(runner, *args)
+        told.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(StepRunner, "_fill", noted)
+    engine = interpreted(cold_start=ColdStart.OVERLAP)
+    underway = Underway(monkeypatch)
+    engine.add_request(greedy("a", tokens=3))
+    run_to_end(engine)
+    assert len(told) == 3
+    assert all(block() is not None for block in told)
+    underway.complete = True
+    engine.add_request(greedy("b", tokens=2))
+    run_to_end(engine)
+    assert not any(block() for block in told[:3])
+    engine.close()
+
+
 def test_a_step_of_single_tokens_waits_for_the_whole_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, spec = staged(ColdStart.PIPELINED)
     underway = Underway(monkeypatch)
@@ -417,6 +442,30 @@ def test_a_file_cut_short_during_the_read_fails_its_own_requests(
         engine.step()
     cutting.append(True)
     check_only_bad_fails(engine, bad, "ends too early")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x10\x00", b"\xff" * 8 + b"{}", b"\x02" + b"\0" * 7 + b"[]"], ids=repr
+)
+def test_a_header_that_is_no_more_fails_its_own_requests(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """Written between the look at the file's identity and that at its header."""
+    from loraplex.adapters.tensors import parse_header
+    from loraplex.engine import slab_reader
+
+    def another_header(file):
+        if changing:
+            bad.weights_path.write_bytes(content)
+        return parse_header(file)
+
+    changing: list[bool] = []
+    engine, _, bad = with_files(saved, tmp_path)
+    monkeypatch.setattr(slab_reader, "parse_header", another_header)
+    while engine.stats().num_steps == 0:
+        engine.step()
+    changing.append(True)
+    check_only_bad_fails(engine, bad, "changed on disk")
 
 
 def test_a_file_replaced_during_the_read_fails_its_own_requests(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from loraplex.engine.assist.pool import AssistPool
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_store import cuts_of
 from loraplex.engine.cuda.cpu_assist import AssistedStep, CpuAssist
+from loraplex.engine.cuda.step_runner import StepRunner
+from loraplex.engine.cuda.streams import Moment
 
 SPECS = [
     *random_specs("q", "tiny", num_adapters=1, ranks=[5], modules="q"),
@@ -118,6 +121,65 @@ def test_what_workers_have_no_time_for_is_done_on_the_device(
     monkeypatch.setattr(AssistPool, "submit", full)
     assert texts(assisted) == expected
     assert spy.num_products == 3
+
+
+def test_the_hosts_copy_is_held_until_the_step_that_workers_help_with_is_over(
+    assisted: Engine, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, is_over = assisted._executor._assisted_steps, False  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        Moment,
+        "passed",
+        property(lambda moment: is_over or all(moment is not each for each in steps.values())),
+    )
+    version = SPECS[0].version
+    assisted.add_request(greedy("a", version, tokens=1))
+    while assisted.stats().num_running + assisted.stats().num_waiting > 0:
+        assisted.step()
+    assert spy.num_products > 0
+    assisted.remove_adapter(version)
+    assisted.take_removed_adapters()
+    held = assisted.stats().host_adapter_bytes
+    for _ in range(3):
+        assisted.step()
+    assert assisted.stats().host_adapter_bytes == held
+    is_over = True
+    run_to_end(assisted)
+    assert assisted.stats().host_adapter_bytes < held
+
+
+def test_a_decoding_row_waits_for_the_adapter_that_workers_help_a_prompt_with(
+    assisted: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, runs = StepRunner.run, list[tuple[object, int]]()
+
+    def noted(runner, built, seats, copies=None, rows=()):
+        runs.append((copies, len(rows)))
+        return run(runner, built, seats, copies, rows)
+
+    monkeypatch.setattr(StepRunner, "run", noted)
+    version = SPECS[0].version
+    assisted.add_request(greedy("one", version, prompt=1, tokens=1))
+    assisted.add_request(greedy("many", version, tokens=1))
+    run_to_end(assisted)
+    copies, num_assisted = runs[0]
+    assert num_assisted == 1
+    assert copies is not None
+
+
+def test_an_engine_that_cannot_be_built_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(**options: object) -> AssistPool:
+        raise CapacityError("no shared memory is left")
+
+    monkeypatch.setattr("loraplex.engine.cuda.cpu_assist.AssistPool", exhausted)
+
+    def open_files_and_threads() -> tuple[int, set[str]]:
+        return len(os.listdir("/proc/self/fd")), {thread.name for thread in threading.enumerate()}
+
+    before = open_files_and_threads()
+    with pytest.raises(CapacityError, match="shared memory"):
+        interpreted(cold_start=ColdStart.CPU_ASSIST, cpu_workers=1, read=None)
+    assert open_files_and_threads() == before
 
 
 def test_layers_are_copied_in_groups_and_those_that_workers_compute_last() -> None:

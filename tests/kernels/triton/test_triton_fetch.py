@@ -1,4 +1,4 @@
-"""Integers fetched from the host, against the host's own."""
+"""Numbers fetched from the host, against the host's own."""
 
 from __future__ import annotations
 
@@ -16,3 +16,11 @@ def test_all_integers_arrive_and_nothing_beyond_them(count: int) -> None:
     fetch(memory[:count], source)
     assert torch.equal(memory[:count], source)
     assert memory[count:].tolist() == [-1] * 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_other_types_arrive_too(dtype: torch.dtype) -> None:
+    source = torch.arange(70).view(7, 10).to(dtype)
+    target = torch.zeros(7, 10, dtype=dtype)
+    fetch(target, source)
+    assert torch.equal(target, source)
