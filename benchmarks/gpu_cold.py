@@ -29,6 +29,7 @@ from loraplex.bench.distribution import Distribution
 from loraplex.bench.engine_scenarios import run_dry
 from loraplex.bench.environment import ENGINE_PACKAGES, environment
 from loraplex.core.cold_start import ColdStart
+from loraplex.core.request import EngineRequest
 from loraplex.engine.core import Engine
 from loraplex.workload.jsonl import WorkloadRequest, read_workload
 
@@ -191,35 +192,64 @@ def requests_of(setting: Setting, setup: Setup) -> list[WorkloadRequest]:
 def syncs(setting: Setting) -> dict[str, Any]:
     """Times that the host waits for the device in the step that a prompt on a cold adapter runs in: from the
     start of its load to the end of the launch."""
+    from loraplex.bench.random_engine import register
+
+    engine, found = build(setting, from_files=True, cpu_workers=workers()), {}
+    with saved_adapters(setting, 3, setting.large_rank) as saved:
+        for policy, temperature in (
+            (ColdStart.PIPELINED, 0.0),
+            (ColdStart.PIPELINED, 1.0),
+            (ColdStart.CPU_ASSIST, 0.0),
+        ):
+            engine.choose_cold_start(policy)
+            versions = register(engine, saved)
+            found[f"{policy}, sampled" if temperature > 0 else str(policy)] = watched_calls(
+                engine, versions, setting, temperature
+            )
+            forget(engine, versions)
+    engine.close()
+    assert found[str(ColdStart.CPU_ASSIST)]["assisted_products"] > 0, "workers had no part in the step"
+    return found
+
+
+def watched_calls(
+    engine: Engine, versions: Sequence[str], setting: Setting, temperature: float
+) -> dict[str, Any]:
+    """The first request on the last of these versions, when two others have compiled all there is."""
     import torch
     from torch.profiler import record_function
 
-    from loraplex.bench.engine_scenarios import first_token_ms, new_request
-    from loraplex.bench.random_engine import register
+    from loraplex.bench.engine_scenarios import new_request
+    from loraplex.engine.cuda.cpu_assist import CpuAssist
 
+    def request(number: int, version: str) -> EngineRequest:
+        made = new_request(
+            f"{number}", setting.prompt_tokens, 1, version, vocab_size=setting.vocab_size, seed=number
+        )
+        return replace(made, params=replace(made.params, temperature=temperature))
+
+    for number, version in enumerate(versions[:-1]):
+        engine.add_request(request(number, version))
+        run_dry(engine)
+    num_products, send = 0, CpuAssist.send
+
+    def counted(assist: CpuAssist, *args: Any) -> int | None:
+        nonlocal num_products
+        num_products += 1
+        return send(assist, *args)
+
+    CpuAssist.send = counted  # type: ignore[method-assign,assignment]
+    engine.add_request(request(len(versions), versions[-1]))
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    engine, found = build(setting, from_files=True, cpu_workers=workers()), {}
-    with saved_adapters(setting, 3) as saved:
-        for policy in (ColdStart.PIPELINED, ColdStart.CPU_ASSIST):
-            engine.choose_cold_start(policy)
-            versions = register(engine, saved)
-            for seed, version in enumerate(versions[:2]):  # compiles
-                first_token_ms(engine, version, setting.prompt_tokens, setting.vocab_size, seed)
-            request = new_request(
-                "one", setting.prompt_tokens, 1, versions[2], vocab_size=setting.vocab_size, seed=9
-            )
-            engine.add_request(request)
-            with torch.profiler.profile(activities=activities) as profiler, record_function(STEP):
-                engine.step()
-            assert engine.stats().num_running == 1, "the step that was looked at did not run the prompt"
-            run_dry(engine)
-            forget(engine, versions)
-            names = calls_within(STEP, profiler.events())
-            calls = {name: names.count(name) for name in sorted(set(names))}
-            waits = sum(count for name, count in calls.items() if "Synchronize" in name)
-            found[str(policy)] = {"host_synchronisations": waits, "calls": calls}
-    engine.close()
-    return found
+    with torch.profiler.profile(activities=activities) as profiler, record_function(STEP):
+        engine.step()
+    CpuAssist.send = send  # type: ignore[method-assign]
+    assert engine.stats().num_running == 1, "the step that was looked at did not run the prompt"
+    run_dry(engine)
+    names = calls_within(STEP, profiler.events())
+    calls = {name: names.count(name) for name in sorted(set(names))}
+    waits = sum(count for name, count in calls.items() if "Synchronize" in name)
+    return {"host_synchronisations": waits, "assisted_products": num_products, "calls": calls}
 
 
 def signal(setting: Setting) -> dict[str, Any]:

@@ -27,8 +27,8 @@ LANES: Final = (COPIES, WAITS, COMPUTE, WORKER_COPIES, WORKERS)
 MERGE_US: Final = 20.0
 """Intervals of a lane that are closer than this are one."""
 _ROWS_BYTES: Final = 1 << 18
-"""Copies off the bus from this size on carry rows to or from CPU workers; a step's integers and its tokens
-are far smaller."""
+"""Copies to the host from this size on carry rows to CPU workers; a step's tokens are far smaller. A kernel
+fetches what comes back."""
 _ON_DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Interval = tuple[float, float]
@@ -105,15 +105,15 @@ def device_lanes(records: Iterable[TraceRecord], adapter_bytes: int) -> dict[str
     for record in ordered:
         if record.stream == bus and bus is not None:
             lanes[COPIES].append(record.interval)
-        elif _leaves_or_enters(record):
-            if record.num_bytes < _ROWS_BYTES:
-                continue
+        elif "DtoH" in record.name and record.num_bytes >= _ROWS_BYTES:
             lanes[WORKER_COPIES].append(record.interval)
-            if "DtoH" in record.name:
-                sent_us = record.begin_us if sent_us is None else sent_us
-            elif sent_us is not None:
-                lanes[WORKERS].append((sent_us, record.end_us))
-                sent_us = None
+            sent_us = record.begin_us if sent_us is None else sent_us
+        elif "_fetch" in record.name and sent_us is not None:
+            lanes[WORKER_COPIES].append(record.interval)
+            lanes[WORKERS].append((sent_us, record.end_us))
+            sent_us = None
+        elif _leaves_or_enters(record):
+            continue
         else:
             lanes[WAITS if "_wait" in record.name else COMPUTE].append(record.interval)
     return lanes

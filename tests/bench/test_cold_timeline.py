@@ -86,11 +86,12 @@ def test_lanes_are_told_apart_by_stream_name_and_size() -> None:
 def test_rows_are_at_workers_from_their_leave_to_their_return() -> None:
     records = [
         on(BUS, HTOD, 0, 900, 64 * MB),
+        on(MAIN, "_fetch", 50, 60),  # a step's integers
         on(SIDE, DTOH, 100, 120, MB),
         on(MAIN, DTOH, 130, 131, 128),  # tokens
-        on(MAIN, HTOD, 400, 460, 3 * MB),
+        on(MAIN, "_fetch", 400, 460),
         on(SIDE, DTOH, 500, 520, MB),
-        on(MAIN, HTOD, 700, 760, 3 * MB),
+        on(MAIN, "_fetch", 700, 760),
     ]
     lanes = device_lanes(records, 64 * MB)
     assert lanes[WORKERS] == [(100, 460), (500, 760)]
