@@ -160,11 +160,14 @@ def served_per_s(engine: Engine, setting: Setting, profile: CostModel) -> float:
 def twin_of(engine: Engine, setting: Setting, profile: CostModel) -> Simulator:
     """With the engine's limits; adapters are where `compare` has them when time begins."""
     sizes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs_of("twin", setting)}
-    on_gpu = setting.device == "cuda"
+    on_gpu, shape = setting.device == "cuda", config_of_shape(setting.shape).shape
     simulator = (AheadSimulator if on_gpu else Simulator)(
         config=SchedulerConfig(
             max_model_len=engine.max_model_len,
-            work=StepWork(max_tokens=MAX_STEP_TOKENS),
+            work=StepWork(
+                max_tokens=MAX_STEP_TOKENS,
+                position_cost=shape.attention_flops / shape.linear_flops if on_gpu else 0.0,
+            ),
             cold_start=ColdStart.AUTO if on_gpu else ColdStart.OVERLAP,
         ),
         memory=memory_of(engine, on_gpu),

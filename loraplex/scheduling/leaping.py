@@ -51,9 +51,7 @@ class LeapingScheduler(Scheduler):
         """Whether requests that are not known yet could join the group with their whole prompts in one step
         and go on with it, if those who end meanwhile gave nothing back."""
         group, joining = self.group, [Sequence(request) for request in requests]
-        if group is None or not self._all_is_quiet() or not self._may_start(joining):
-            return False
-        return group.has_room_for(joining)
+        return group is not None and self._all_is_quiet() and self._may_start(joining, group)
 
     def leap_length(self) -> int:
         """For how many steps from now the group goes on as it is; the last of these may end some. 0: the next
@@ -73,13 +71,13 @@ class LeapingScheduler(Scheduler):
     def schedule_beside(self) -> StepPlan | None:
         """The next step, if the group goes on in it beside the whole prompts of all who wait: the plan names
         these alone. None if it is not so easily decided."""
-        if not self._waiting or not self._all_is_quiet() or not self._may_start(self._waiting):
+        if not self._waiting or not self._all_is_quiet():
             return None
         group, chunks = self.group, list[Chunk]()
-        if group is None or not group.has_room_for(self._waiting):
+        if group is None or not self._may_start(self._waiting, group):
             return None
         self.adapters.bring_in(self._waiting, self._running)
-        self._admit(chunks, self._config.work.prefill_budget(len(group)))
+        self._admit(chunks, 1 + sum(self._config.work.cost(0, len(s.token_ids)) for s in self._waiting))
         assert not self._waiting
         return self._plan(chunks)
 
@@ -105,17 +103,22 @@ class LeapingScheduler(Scheduler):
         busy = (self._under_way and not under_way) or self._failures or self._config.loads_popular
         return not busy and not self.adapters.has_work()
 
-    def _may_start(self, waiting: Collection[Sequence]) -> bool:
-        """Whether all of these find what they need, memory for tokens apart."""
-        config = self._config
-        if config.prompts_first or config.max_adapters is not None or config.work.position_cost > 0:
+    def _may_start(self, waiting: Collection[Sequence], group: DecodeGroup) -> bool:
+        """Whether all of these find what they need to run beside the group, in its next step or the one
+        after it, and to the end."""
+        config, work = self._config, self._config.work
+        if config.prompts_first or config.max_adapters is not None:
             return False
-        num_tokens = sum(len(sequence.token_ids) for sequence in waiting)
+        lengths = [len(sequence.token_ids) for sequence in waiting]
+        num_decodes = len(group) + len(lengths)
+        positions = group.positions + len(group) + sum(lengths)
+        budget = work.prefill_budget(num_decodes + work.position_cost * positions)
         return (
             self._residency.num_loading == 0
-            and len(waiting) <= min(config.max_running - len(self._running), config.prefetch_depth)
-            and num_tokens <= config.work.prefill_budget(len(self._running))
+            and len(lengths) <= min(config.max_running - len(self._running), config.prefetch_depth)
+            and sum(work.cost(0, length) for length in lengths) <= budget
             and all(s.adapter is None or self._residency.is_resident(s.adapter) for s in waiting)
+            and group.has_room_for(waiting)
         )
 
     def _dissolve_group(self) -> None:

@@ -37,6 +37,7 @@ OWN_ENGINES = st.fixed_dictionaries(
             [ColdStart.OVERLAP, ColdStart.ON_DEMAND, ColdStart.PIPELINED, ColdStart.AUTO]
         ),
         "ahead": st.booleans(),
+        "position_cost": st.sampled_from([0.0, 0.001, 0.05]),
     }
 )
 QUICK = settings(max_examples=50, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])

@@ -109,6 +109,7 @@ def own_twin(
     leaps: bool = True,
     cold_start: ColdStart = ColdStart.OVERLAP,
     ahead: bool = False,
+    position_cost: float = 0.0,
 ) -> Simulator:
     """Our own engine on an imagined machine, with an arena (`shared`) or with a memory for each."""
     adapters = [f"adapter-{number}" for number in range(num_adapters)]
@@ -126,7 +127,7 @@ def own_twin(
     )
     config = SchedulerConfig(
         max_model_len=4096,
-        work=StepWork(max_tokens=max_step_tokens),
+        work=StepWork(max_tokens=max_step_tokens, position_cost=position_cost),
         max_running=max_running,
         cold_start=cold_start,
     )
