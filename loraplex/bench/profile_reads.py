@@ -27,11 +27,12 @@ from loraplex.engine.slab_reader import SlabReaders
 from loraplex.perf.line import Line, fit_line
 
 _MODULES: Final = ("q_proj", "k_proj", "v_proj")
-_RANKS: Final = (4, 12, 24, 48)
-_HELD_OUT_RANKS: Final = (8, 16, 36)
-_SMALL_BYTES: Final = 4 << 20
-"""Of the largest adapter on a small model: below that, larger ranks are taken, up to so many times these."""
-_MAX_FACTOR: Final = 4
+_MIN_RANK: Final = 4
+_MAX_RANK: Final = 1024
+_LARGEST_BYTES: Final = 64 << 20
+"""Of an adapter: all files together are about four times as large."""
+_NUM_FITTED: Final = 5
+_NUM_HELD_OUT: Final = 3
 _MEMORY_BYTES: Final = 512 << 20
 """Where adapters are read to, one behind the other: what was read last would be in the processor's caches."""
 _PLACE_BYTES: Final = 4096
@@ -46,13 +47,15 @@ def measure_reads(
 ) -> tuple[Line, list[Predicted]]:
     """By bytes that an adapter takes in memory, its file in the page cache; and other sizes, predicted by the
     fit. On a GPU by a few threads, to pinned memory."""
+    fitted, held_out = _ranks(shape, dtype)
+    ranks = (*fitted, *held_out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (
             TemporaryDirectory(dir=folder, prefix="profile-") as name,
             _pinned_reader(shape, dtype) if on_gpu else _plain_reader(shape, dtype) as read,
         ):
-            specs = [_saved(Path(name), shape, dtype, rank) for rank in _ranks(shape, dtype)]
+            specs = [_saved(Path(name), shape, dtype, rank) for rank in ranks]
             took_s = time_alternating(
                 [partial(_seconds, read, spec) for spec in specs], repeats=repeats, report=report
             )
@@ -63,16 +66,20 @@ def measure_reads(
             "another folder with LORAPLEX_CACHE"
         ) from error
     samples = list(zip(sizes, took_s, strict=True))
-    line = fit_line(samples[: len(_RANKS)])
-    return line, predictions(line, samples[len(_RANKS) :])
+    line = fit_line(samples[: len(fitted)])
+    return line, predictions(line, samples[len(fitted) :])
 
 
-def _ranks(shape: ModelShape, dtype: torch.dtype) -> list[int]:
-    """Those to fit to, then the others."""
+def _ranks(shape: ModelShape, dtype: torch.dtype) -> tuple[list[int], list[int]]:
+    """Those to fit to, each by the same factor larger than the one before, and others in between, where they
+    are large enough for that."""
     features = sum(shape.in_features(module) + shape.out_features(module) for module in _MODULES)
-    largest_bytes = max(_RANKS) * features * shape.num_layers * dtype.itemsize
-    factor = min(max(_SMALL_BYTES // largest_bytes, 1), _MAX_FACTOR)
-    return [rank * factor for rank in (*_RANKS, *_HELD_OUT_RANKS)]
+    rank_bytes = features * shape.num_layers * dtype.itemsize
+    most = min(max(_LARGEST_BYTES // rank_bytes, 2 * _MIN_RANK), _MAX_RANK)
+    factor = (most / _MIN_RANK) ** (1 / (_NUM_FITTED - 1))
+    fitted = [round(_MIN_RANK * factor**step) for step in range(_NUM_FITTED)]
+    held_out = [round(_MIN_RANK * factor ** (step + 0.5)) for step in range(_NUM_FITTED - 1)]
+    return fitted, held_out[-_NUM_HELD_OUT:]
 
 
 def _saved(folder: Path, shape: ModelShape, dtype: torch.dtype, rank: int) -> AdapterSpec:
