@@ -21,8 +21,8 @@ from loraplex.engine.core import Engine
 from loraplex.perf.least_squares import FitQuality, quality_of
 from loraplex.perf.step_cost import StepCost, fit_step_cost
 
-_MAX_SHOTS: Final = 5
-_SHOTS_S: Final = 0.02
+_MAX_SHOTS: Final = 8
+_SHOTS_S: Final = 0.03
 """Prompts are measured again within one measurement until they took so long, or so often: a pause of the
 machine counts for more in what is short."""
 _JOINED_SHOTS: Final = 3
