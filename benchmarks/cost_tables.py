@@ -12,27 +12,27 @@ from benchmarks import cold_tables
 from benchmarks.cold_tables import AIM_TOKENS, RANK, section
 from benchmarks.gpu_cold import ALL, QKV, Setting
 from benchmarks.markdown import Result, TableError, table
+from benchmarks.old_profiles import as_version_2
 from loraplex.bench.random_engine import random_specs
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
+from loraplex.perf.held_out import HeldOut
 from loraplex.perf.least_squares import FitQuality
 from loraplex.perf.line import Line
 from loraplex.perf.profile_json import profile_from_json
-from loraplex.perf.step_cost import StepFeatures, StepTerms
+from loraplex.perf.step_cost import RowCurve, StepFeatures, StepTerms
 
 _PROMPT_TOKENS: Final = Setting().prompt_tokens
 _ELEMENT_BYTES: Final = 2
 _SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=_PROMPT_TOKENS)
 """What groups of layers are planned for."""
-_READERS: Final = 12
-"""Threads that read adapters in an engine."""
 
 
 def cost_model(result: Result) -> CostModel:
     """The one that `benchmarks.gpu_cold profile` fitted."""
     try:
-        model = profile_from_json(json.dumps(section(result, "profile")))
-    except ValueError as error:
+        model = profile_from_json(json.dumps(as_version_2(section(result, "profile"))))
+    except (KeyError, ValueError) as error:
         raise TableError(
             f"the section 'profile' is none: {error}; run benchmarks.gpu_cold profile"
         ) from error
@@ -127,21 +127,28 @@ def fits_table(result: Result) -> str:
     lines = [
         ("copy to the device", _line(model.bus.copy), *_quality(model.bus.copy.quality)),
         ("one copy cut in two", f"{model.bus.launch_s * 1e6:.1f} µs more", *_quality(None)),
-        *(
-            (f"read from the page cache, {_threads(number)}", _line(line), *_quality(line.quality))
-            for number, line in model.read.by_readers
-        ),
+        ("read from the page cache", _line(model.read), *_quality(model.read.quality)),
         ("read from the disk, one thread", _line(model.disk), *_quality(model.disk.quality)),
-        ("step: its rows", _curve(model), *_quality(model.step.quality)),
-        ("step: what is in it", _terms(model.step.terms), "(the same fit)", "", ""),
+        ("step: rows that decode", _curve(model.step.decodes), *_quality(model.step.quality)),
+        ("step: rows with prompts", _curve(model.step.prompts), "(the same fit)", "", "", ""),
+        ("step: what is in it", _terms(model.step.terms), "(the same fit)", "", "", ""),
         (
             "CPU LoRA product, by torch's threads",
             _product(assist),
             *_quality(assist.quality),
         ),
         ("word to the device and back", f"{assist.round_trip_s * 1e6:.1f} µs", *_quality(None)),
+        *_held_out(model.held_out),
     ]
-    return table(("cost", "fitted", "samples", "R²", "worst error"), lines)
+    return table(("cost", "fitted", "samples", "R²", "mean error", "worst"), lines)
+
+
+def _held_out(held_out: HeldOut | None) -> Iterator[tuple[str, ...]]:
+    """Of what was not fitted to."""
+    if held_out is not None:
+        yield ("held out: decode", "random steps that decode", *_quality(held_out.decode))
+        yield ("held out: prefill", "random prompts", *_quality(held_out.prefill))
+        yield ("held out: load", "copies and reads of other sizes", *_quality(held_out.load))
 
 
 def _product(assist: AssistCost) -> str:
@@ -151,30 +158,26 @@ def _product(assist: AssistCost) -> str:
     )
 
 
-def _threads(number: int) -> str:
-    return "one thread" if number == 1 else f"{number} threads"
-
-
 def _line(line: Line) -> str:
     rate = line.units_per_s
     return f"{line.latency_s * 1e6:.0f} µs" + ("" if rate is None else f" + bytes at {rate / 1e9:.2f} GB/s")
 
 
-def _curve(model: CostModel) -> str:
-    curve = model.step.curve
+def _curve(curve: RowCurve) -> str:
     return ", ".join(
         f"{rows:,}: {curve.seconds(rows) * 1e3:.2f} ms"
         for rows in curve.rows
-        if rows in (curve.rows[0], _PROMPT_TOKENS, curve.rows[-1])
+        if rows in (curve.rows[0], _PROMPT_TOKENS - 1, _PROMPT_TOKENS, curve.rows[-1])
     )
 
 
 def _terms(terms: StepTerms) -> str:
     found = (
-        (terms.prompt_s, 1e3, "ms if there is a prompt"),
+        (terms.prompt_s, 1e6, "µs a prompt"),
+        (terms.beside_prompts_s, 1e6, "µs a decode beside prompts"),
         (terms.lora_s, 1e3, "ms if there is an adapter"),
+        (terms.prompt_lora_s, 1e3, "ms more if there is a prompt, too"),
         (terms.adapter_s, 1e6, "µs an adapter"),
-        (terms.request_s, 1e6, "µs a request"),
         (terms.adapter_byte_s, 1e15, "µs a GB of adapters"),
         (terms.row_adapter_byte_s, 1e15, "µs a GB and row"),
         (terms.decode_position_s, 1e9, "ns a position that decoding rows attend to"),
@@ -183,10 +186,15 @@ def _terms(terms: StepTerms) -> str:
     return ", ".join(f"{value * scale:.2f} {unit}" for value, scale, unit in found if value > 0)
 
 
-def _quality(quality: FitQuality | None) -> tuple[str, str, str]:
+def _quality(quality: FitQuality | None) -> tuple[str, str, str, str]:
     if quality is None:
-        return "-", "-", "-"
-    return str(quality.num_samples), f"{quality.r_squared:.4f}", f"{quality.worst_error:.0%}"
+        return "-", "-", "-", "-"
+    return (
+        str(quality.num_samples),
+        f"{quality.r_squared:.4f}",
+        f"{quality.mean_error:.1%}" if quality.mean_error > 0 else "-",
+        f"{quality.worst_error:.0%}",
+    )
 
 
 class Prediction(NamedTuple):
@@ -238,7 +246,7 @@ def _loads(result: Result) -> Iterator[Prediction]:
     on_disk = section(result, "idle")["overlap"]
     yield Prediction(
         f"read of {small.size} from the page cache",
-        small.model.read_s(small.num_bytes, _READERS) * 1e3,
+        small.model.read_s(small.num_bytes) * 1e3,
         on_disk["disk"]["mean"] - on_disk["host"]["mean"],
         "first token, `overlap`, disk less host memory",
     )

@@ -24,7 +24,6 @@ from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line
-from loraplex.perf.read_cost import ReadCost
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
 from loraplex.twin.recorded_runs import Measured, RunSetup, RunsFile, read_runs
@@ -32,14 +31,16 @@ from loraplex.twin.replay import ReplayOptions, replay
 from loraplex.twin.validate import Prediction, fit_for, predict, report
 from loraplex.workload.jsonl import WorkloadRequest
 
+CURVE: Final = RowCurve(rows=(1, 32, 64, 128, 2048), seconds_at=(4.6e-3, 5.9e-3, 7.6e-3, 9e-3, 60e-3))
 GPU: Final = CostModel(
     subject=Subject(machine="imagined", device="cuda", model="7b", dtype="bfloat16", num_layers=32),
     measured=False,
     bus=Bus(copy=Line(latency_s=10e-6, unit_s=1 / 50e9), launch_s=3e-6),
-    read=ReadCost(by_readers=((1, Line(latency_s=1e-3, unit_s=1 / 5e9)),)),
+    read=Line(latency_s=1e-3, unit_s=1 / 5e9),
     disk=Line(latency_s=1e-3, unit_s=1 / 2e9),
     step=StepCost(
-        curve=RowCurve(rows=(1, 32, 64, 128, 2048), seconds_at=(4.6e-3, 5.9e-3, 7.6e-3, 9e-3, 60e-3)),
+        decodes=CURVE,
+        prompts=CURVE,
         terms=StepTerms(lora_s=2e-3, decode_position_s=10e-9, prompt_pair_s=0.1e-9, adapter_byte_s=1 / 4e12),
     ),
     assist=AssistCost(round_trip_s=0.0, call_s=0.0, weight_s=0.0, serial_s=0.0, shared_s=0.0),

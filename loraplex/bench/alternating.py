@@ -5,29 +5,65 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import exp, log
+from random import Random
 from statistics import median
+from typing import Final
 
 Timed = Callable[[], float]
 """Does something once and returns its seconds, without what it takes to prepare it."""
+_NEIGHBOURS: Final = 4
+"""Measurements before and after one by which the machine's pace is told."""
+_ROUNDS: Final = 8
 
 
 def time_alternating(
     cases: Sequence[Timed], *, repeats: int, report: Callable[[float], None] = lambda done: None
 ) -> list[float]:
-    """The median of each. All run once before time counts (kernels compile, graphs are captured, pages are
-    touched), then all in turn, forwards and backwards. `report` gets the share that is done."""
-    seconds: list[list[float]] = [[] for _ in cases]
+    """What each takes at the machine's usual pace. All run once before time counts (kernels compile, graphs
+    are captured, pages are touched), then all in turn, in another order every time. `report` gets the share
+    that is done."""
+    taken: list[tuple[int, float]] = []
+    order, shuffled = list(range(len(cases))), Random(0)
     num_done, num_runs = 0, len(cases) * (repeats + 1)
     with quiet_collector():
         for repeat in range(repeats + 1):
-            numbered = list(enumerate(cases))
-            for index, case in reversed(numbered) if repeat % 2 else numbered:
-                took_s = case()
+            for index in order:
+                took_s = cases[index]()
                 if repeat > 0:
-                    seconds[index].append(took_s)
+                    taken.append((index, took_s))
                 num_done += 1
                 report(num_done / num_runs)
-    return [median(each) for each in seconds]
+            shuffled.shuffle(order)
+    return at_usual_pace(taken, len(cases))
+
+
+def at_usual_pace(taken: Sequence[tuple[int, float]], num_cases: int) -> list[float]:
+    """The seconds of each case, from (case, seconds) in the order of time.
+
+    On a machine that is shared, others take a part of it for a while, and all that is measured meanwhile is
+    slower by about the same factor: by how much its neighbours in time are over their own usual. Without that
+    factor, the median of each.
+    """
+    logs_of: list[list[float]] = [[] for _ in range(num_cases)]
+    for case, took_s in taken:
+        logs_of[case].append(log(took_s))
+    usual = [median(logs) for logs in logs_of]
+    for _ in range(_ROUNDS):
+        over = [log(took_s) - usual[case] for case, took_s in taken]
+        pace = [median(over[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS + 1]) for at in range(len(over))]
+        middle = median(pace)
+        logs_of = [[] for _ in range(num_cases)]
+        for (case, took_s), factor in zip(taken, pace, strict=True):
+            logs_of[case].append(log(took_s) - factor + middle)
+        usual = [median(logs) for logs in logs_of]
+    return [exp(each) for each in usual]
+
+
+def undisturbed(shots_s: Sequence[float]) -> float:
+    """Of a few measurements of the same, one right after the other: the lower quartile. Whatever else the
+    machine does in between only ever adds to them."""
+    return sorted(shots_s)[len(shots_s) // 4]
 
 
 @contextmanager

@@ -1,16 +1,15 @@
-"""What `loraplex profile` measures beside the engine: the bus, files, and LoRA products on CPU cores."""
+"""What `loraplex profile` measures beside the engine: the bus, the disk, and LoRA products on CPU cores."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -21,23 +20,34 @@ from loraplex.engine.cuda.streams import SideStream
 from loraplex.perf.assist_cost import AssistCost, AssistSample, fit_assist_cost
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line, fit_line
-from loraplex.perf.read_cost import ReadCost, fit_read_cost
 
 Report = Callable[[float], None]
 
 _MIB: Final = 1 << 20
 _COPY_SIZES: Final = tuple(num_kib << 10 for num_kib in (64, 256, 1024, 4096, 16384, 65536, 131072))
+_HELD_OUT_SIZES: Final = tuple(num_kib << 10 for num_kib in (160, 700, 3000, 12000, 50000, 100000))
 _NUM_CUTS: Final = 32
-_READ_SIZES: Final = tuple(num_kib << 10 for num_kib in (1024, 4096, 16384, 65536))
-_FILE_BYTES: Final = 2 * _READ_SIZES[-1]
+_DISK_SIZES: Final = tuple(num_kib << 10 for num_kib in (1024, 4096, 16384, 65536))
 _THREADS: Final = (1, 2, 4, 8, 16)
 _PRODUCT_TOKENS: Final = (8, 32, 128, 256)
 _PRODUCT_RANKS: Final = (8, 64)
 _PRODUCTS_AT_A_TIME: Final = 3
 
 
-def measure_bus(device: torch.device, repeats: int, report: Report) -> Bus:
-    """Copies from pinned memory on a stream of their own, as adapters are loaded."""
+class Predicted(NamedTuple):
+    """Of something that was not fitted to."""
+
+    predicted_s: float
+    measured_s: float
+
+
+def predictions(line: Line, samples: Sequence[tuple[int, float]]) -> list[Predicted]:
+    return [Predicted(line.seconds(amount), seconds) for amount, seconds in samples]
+
+
+def measure_bus(device: torch.device, repeats: int, report: Report) -> tuple[Bus, list[Predicted]]:
+    """Copies from pinned memory on a stream of their own, as adapters are loaded; and copies of other sizes,
+    predicted by it."""
     largest = _COPY_SIZES[-1]
     host = torch.zeros(largest, dtype=torch.uint8, pin_memory=True)
     target = torch.zeros(largest, dtype=torch.uint8, device=device)
@@ -55,53 +65,22 @@ def measure_bus(device: torch.device, repeats: int, report: Report) -> Bus:
         stream.synchronize()
         return time.perf_counter() - started
 
-    whole = [partial(copy, size, 1) for size in _COPY_SIZES]
+    sizes = (*_COPY_SIZES, *_HELD_OUT_SIZES)
     *copied_s, cut_s = time_alternating(
-        [*whole, partial(copy, largest, _NUM_CUTS)], repeats=repeats, report=report
+        [*(partial(copy, size, 1) for size in sizes), partial(copy, largest, _NUM_CUTS)],
+        repeats=repeats,
+        report=report,
     )
-    return Bus(
-        copy=fit_line(list(zip(_COPY_SIZES, copied_s, strict=True))),
-        launch_s=max(cut_s - copied_s[-1], 0.0) / (_NUM_CUTS - 1),
-    )
-
-
-def measure_reads(folder: Path, *, num_cores: int, pinned: bool, repeats: int, report: Report) -> ReadCost:
-    """A file that the page cache holds, into memory that is there already. Each read takes another part of
-    both: what was read last would come from the processor's own caches."""
-    numbers = [number for number in _THREADS if number <= num_cores]
-    with _file(folder, _FILE_BYTES) as file, ThreadPoolExecutor(numbers[-1]) as pool:
-        buffer = torch.zeros(_FILE_BYTES, dtype=torch.uint8, pin_memory=pinned).numpy().data
-        list(pool.map(time.sleep, [0.01] * numbers[-1]))  # starts its threads
-        begin = 0
-
-        def read(num_bytes: int, num_readers: int) -> float:
-            nonlocal begin
-            begin = begin if begin + num_bytes <= _FILE_BYTES else 0
-            end, part = begin + num_bytes, -(-num_bytes // num_readers)
-            starts = range(begin, end, part)
-            views = [buffer[start : min(start + part, end)] for start in starts]
-            begin = end
-            started = time.perf_counter()
-            if num_readers == 1:
-                _read_part(file, views[0], starts[0])
-            else:
-                list(pool.map(partial(_read_part, file), views, starts))
-            return time.perf_counter() - started
-
-        cases = [(number, size) for number in numbers for size in _READ_SIZES]
-        took_s = time_alternating(
-            [partial(read, size, number) for number, size in cases], repeats=repeats, report=report
-        )
-    samples: dict[int, list[tuple[float, float]]] = {number: [] for number in numbers}
-    for (number, size), seconds in zip(cases, took_s, strict=True):
-        samples[number].append((size, seconds))
-    return fit_read_cost(samples)
+    samples, border = list(zip(sizes, copied_s, strict=True)), len(_COPY_SIZES)
+    line = fit_line(samples[:border])
+    launch_s = max(cut_s - copied_s[border - 1], 0.0) / (_NUM_CUTS - 1)
+    return Bus(copy=line, launch_s=launch_s), predictions(line, samples[border:])
 
 
 def measure_disk(folder: Path, *, repeats: int, report: Report) -> Line:
     """A file that was dropped from the page cache; where that cannot be, what the cache gives."""
-    with _file(folder, _READ_SIZES[-1]) as file:
-        buffer = memoryview(bytearray(_READ_SIZES[-1]))
+    with _file(folder, _DISK_SIZES[-1]) as file:
+        buffer = memoryview(bytearray(_DISK_SIZES[-1]))
 
         def read(num_bytes: int) -> float:
             if hasattr(os, "posix_fadvise"):
@@ -111,9 +90,9 @@ def measure_disk(folder: Path, *, repeats: int, report: Report) -> Line:
             return time.perf_counter() - started
 
         took_s = time_alternating(
-            [partial(read, size) for size in _READ_SIZES], repeats=repeats, report=report
+            [partial(read, size) for size in _DISK_SIZES], repeats=repeats, report=report
         )
-    return fit_line(list(zip(_READ_SIZES, took_s, strict=True)))
+    return fit_line(list(zip(_DISK_SIZES, took_s, strict=True)))
 
 
 def measure_assist(

@@ -6,29 +6,47 @@ be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from loraplex.bench.profile_host import Report, measure_assist, measure_bus, measure_disk, measure_reads
-from loraplex.bench.profile_steps import StepAdapter, measure_steps, step_cases
+from loraplex.bench.profile_host import Predicted, Report, measure_assist, measure_bus, measure_disk
+from loraplex.bench.profile_reads import measure_reads
+from loraplex.bench.profile_steps import MeasuredSteps, StepCases, measure_steps
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_spec
+from loraplex.bench.step_cases import (
+    CaseLimits,
+    StepAdapter,
+    held_out_decodes,
+    held_out_prompts,
+    step_cases,
+)
+from loraplex.core.modules import MODULES
 from loraplex.core.paths import cache_dir
 from loraplex.engine.core import Engine
+from loraplex.engine.cuda.adapter_block import table_bytes
+from loraplex.engine.cuda.build import default_host_bytes
 from loraplex.engine.machine import num_cores
 from loraplex.engine.profile_subject import subject_of
 from loraplex.model.config import ModelConfig
 from loraplex.perf.cost_model import CostModel
-from loraplex.perf.step_cost import StepCost
+from loraplex.perf.engine_memory import EngineMemory
+from loraplex.perf.held_out import HeldOut
+from loraplex.perf.least_squares import quality_of
 
 Progress = Callable[[str, float], None]
 """What is being measured, and the share of everything that is done."""
 
 _RANKS: Final = (8, 64)
+_HELD_OUT_RANKS: Final = (16, 32)
+_NUM_HELD_OUT: Final = 24
+"""Steps of either kind."""
 _MODULES: Final = ("q_proj", "k_proj", "v_proj")
+_GPU_REPEATS: Final = 3
+_CPU_REPEATS: Final = 9
 _BLOCK_SIZE: Final = 16
 """Tokens of a KV block of a random engine."""
 _SHARES: Final = {"engine": 0.1, "steps": 0.6, "copies": 0.1, "reads": 0.1, "disk": 0.05, "CPU LoRA": 0.05}
@@ -37,39 +55,41 @@ _SHARES: Final = {"engine": 0.1, "steps": 0.6, "copies": 0.1, "reads": 0.1, "dis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    """`device`: cpu or cuda. `repeats`: measurements of each kind, after one that does not count."""
+    """`device`: cpu or cuda. `repeats`: measurements of each kind, after one that does not count; None: a few
+    on a GPU, which is steady, and more on a CPU, which others use as well."""
 
     config: ModelConfig
     device: str
     dtype: torch.dtype
-    repeats: int = 5
+    repeats: int | None = None
 
 
 def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
     """Takes seconds for a tiny model, minutes for a large one."""
-    device, shape = torch.device(options.device), options.config.shape
-    on_gpu, cores, repeats = device.type == "cuda", num_cores(), options.repeats
+    device, shape, dtype = torch.device(options.device), options.config.shape, options.dtype
+    on_gpu, cores = device.type == "cuda", num_cores()
+    repeats = options.repeats or (_GPU_REPEATS if on_gpu else _CPU_REPEATS)
     report = _Phases(progress)
-    step = _profile_steps(options, report)
-    bus = measure_bus(device, repeats, report.of("copies")) if on_gpu else None
+    steps, memory = _profile_engine(options, repeats, report)
+    bus, copies = measure_bus(device, repeats, report.of("copies")) if on_gpu else (None, [])
     folder = cache_dir() / "profiles"
+    read, reads = measure_reads(
+        folder, shape, dtype, on_gpu=on_gpu, repeats=repeats, report=report.of("reads")
+    )
+    loads: list[Predicted] = [*copies, *reads]
+    load = quality_of([each.predicted_s for each in loads], [each.measured_s for each in loads])
     return CostModel(
-        subject=subject_of(shape, options.device, options.dtype),
+        subject=subject_of(shape, options.device, dtype),
         measured=True,
         bus=bus,
-        read=measure_reads(
-            folder, num_cores=cores, pinned=on_gpu, repeats=repeats, report=report.of("reads")
-        ),
+        read=read,
         disk=measure_disk(folder, repeats=repeats, report=report.of("disk")),
-        step=step,
+        step=steps.cost,
         assist=measure_assist(
-            shape,
-            options.dtype,
-            device=device,
-            num_cores=cores,
-            repeats=repeats,
-            report=report.of("CPU LoRA"),
+            shape, dtype, device=device, num_cores=cores, repeats=repeats, report=report.of("CPU LoRA")
         ),
+        held_out=HeldOut(decode=steps.decodes, prefill=steps.prompts, load=load),
+        memory=memory,
     )
 
 
@@ -86,7 +106,9 @@ class _Phases:
         return lambda done: self._progress(phase, before + done * _SHARES[phase])
 
 
-def _profile_steps(options: ProfileOptions, report: _Phases) -> StepCost:
+def _profile_engine(
+    options: ProfileOptions, repeats: int, report: _Phases
+) -> tuple[MeasuredSteps, EngineMemory]:
     report.of("engine")
     config, on_gpu = options.config, options.device == "cuda"
     engine = build_random_engine(
@@ -96,29 +118,56 @@ def _profile_steps(options: ProfileOptions, report: _Phases) -> StepCost:
         # Half of the memory for each side: whatever were evicted would be loaded again within a step's time.
         stats = engine.stats()
         memory_bytes = max(stats.device_arena_bytes, stats.host_adapter_budget_bytes) // 2
-        cases = step_cases(
-            _add_adapters(engine, options, memory_bytes, most_each=128 if on_gpu else 16),
+        limits = CaseLimits(
             on_gpu=on_gpu,
             max_context=engine.max_model_len,
             max_tokens=stats.num_kv_blocks * _BLOCK_SIZE // 2,
         )
-        return measure_steps(
+        fitted = _add_adapters(engine, options, _RANKS, memory_bytes // 2, most_each=128 if on_gpu else 16)
+        others = _add_adapters(engine, options, _HELD_OUT_RANKS, memory_bytes // 2, most_each=16)
+        steps = measure_steps(
             engine,
-            cases,
+            StepCases(
+                fitted=step_cases(fitted, limits),
+                decodes=held_out_decodes([*fitted[::4], *others], limits, _NUM_HELD_OUT),
+                prompts=held_out_prompts([*fitted[::4], *others], limits, _NUM_HELD_OUT),
+            ),
+            stepped=on_gpu,
             vocab_size=config.shape.vocab_size,
-            repeats=options.repeats,
+            repeats=repeats,
             report=report.of("steps"),
         )
+        return steps, _memory_of(engine, options)
     finally:
         engine.close()
 
 
+def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
+    shape, element_bytes, stats = options.config.shape, options.dtype.itemsize, engine.stats()
+    on_gpu = options.device == "cuda"
+    return EngineMemory(
+        token_bytes=2 * shape.num_layers * shape.kv_size * element_bytes,
+        block_tokens=_BLOCK_SIZE,
+        arena_bytes=stats.device_arena_bytes if on_gpu else None,
+        kv_tokens=None if on_gpu else stats.num_kv_blocks * _BLOCK_SIZE,
+        # Random adapters share their weights on the host of a GPU, so this engine's own budget says nothing.
+        host_bytes=default_host_bytes() if on_gpu else stats.host_adapter_budget_bytes,
+        table_bytes=table_bytes(shape) if on_gpu else 0,
+        rank_bytes={
+            module: shape.num_layers
+            * (shape.in_features(module) + shape.out_features(module))
+            * element_bytes
+            for module in MODULES
+        },
+    )
+
+
 def _add_adapters(
-    engine: Engine, options: ProfileOptions, memory_bytes: int, most_each: int
+    engine: Engine, options: ProfileOptions, ranks: Sequence[int], memory_bytes: int, most_each: int
 ) -> list[StepAdapter]:
     """Of each rank as many as fit this memory together, and one at the least."""
     shape, element_bytes = options.config.shape, options.dtype.itemsize
-    kinds = {rank: random_spec(f"rank{rank}", shape, rank, _MODULES) for rank in _RANKS}
+    kinds = {rank: random_spec(f"rank{rank}", shape, rank, _MODULES) for rank in ranks}
     bytes_of_one_each = sum(spec.num_params for spec in kinds.values()) * element_bytes
     num_each = max(min(most_each, memory_bytes // bytes_of_one_each), 1)
     found = []

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from loraplex.perf.cost_model import CostModel
     from loraplex.perf.least_squares import FitQuality
     from loraplex.perf.line import Line
+    from loraplex.perf.step_cost import RowCurve
 
 
 app = typer.Typer(help="What things cost: measured on this machine, or fitted to recorded runs.")
@@ -43,7 +44,9 @@ def profile(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32; auto: what `serve` would take.")
     ] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each kind.")] = 5,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Measurements of each kind; default: 3 on a GPU, 9 on a CPU.")
+    ] = None,
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Write the profile here, not where `serve` looks for it.")
     ] = None,
@@ -141,7 +144,7 @@ def _show(model: CostModel) -> None:
     console = Console(highlight=False)
     console.print(f"{subject.model}, {subject.dtype}, on {subject.machine}", soft_wrap=True)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("cost", "fitted", "samples", "R²", "worst error"):
+    for heading in ("cost", "fitted", "samples", "R²", "mean error", "worst"):
         is_text = heading in ("cost", "fitted")
         table.add_column(heading, justify="left" if is_text else "right")
     for name, figures, quality in _rows(model):
@@ -153,14 +156,10 @@ def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:
     if model.bus is not None:
         launch = f", each copy more {model.bus.launch_s * 1e6:.1f} µs"
         yield "copy to the device", _line(model.bus.copy) + launch, model.bus.copy.quality
-    for number, line in model.read.by_readers:
-        readers = "1 reader" if number == 1 else f"{number} readers"
-        yield f"cached file, {readers}", _line(line), line.quality
+    yield "adapter in the page cache", _line(model.read), model.read.quality
     yield "file from disk", _line(model.disk), model.disk.quality
-    few, many = model.step.curve.rows[0], model.step.curve.rows[-1]
-    curve = model.step.curve.seconds_at
-    rows = f"{curve[0] * 1e3:.2f} ms (rows: {few}) to {curve[-1] * 1e3:.2f} ms ({many})"
-    yield "engine step", rows, model.step.quality
+    yield "engine step that decodes", _curve(model.step.decodes), model.step.quality
+    yield "  with prompts", _curve(model.step.prompts), None
     terms = model.step.terms
     yield (
         "  adapters in it",
@@ -178,6 +177,15 @@ def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:
         f"{assist.call_s * 1e6:.1f} µs, {per_core:.1f} µs a million weights and token",
         assist.quality,
     )
+    if model.held_out is not None:
+        yield "held out: decode", "random steps that decode", model.held_out.decode
+        yield "held out: prefill", "random prompts", model.held_out.prefill
+        yield "held out: load", "adapters of other sizes", model.held_out.load
+
+
+def _curve(curve: RowCurve) -> str:
+    first, last = curve.seconds_at[0] * 1e3, curve.seconds_at[-1] * 1e3
+    return f"{first:.2f} ms (rows: {curve.rows[0]}) to {last:.2f} ms ({curve.rows[-1]})"
 
 
 def _line(line: Line) -> str:
@@ -186,7 +194,12 @@ def _line(line: Line) -> str:
     return f"{line.latency_s * 1e6:.1f} µs, then {speed}"
 
 
-def _quality(quality: FitQuality | None) -> tuple[str, str, str]:
+def _quality(quality: FitQuality | None) -> tuple[str, str, str, str]:
     if quality is None:
-        return "", "", ""
-    return str(quality.num_samples), f"{quality.r_squared:.3f}", f"{quality.worst_error:.0%}"
+        return "", "", "", ""
+    return (
+        str(quality.num_samples),
+        f"{quality.r_squared:.3f}",
+        f"{quality.mean_error:.1%}",
+        f"{quality.worst_error:.0%}",
+    )

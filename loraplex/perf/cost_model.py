@@ -12,9 +12,10 @@ from enum import StrEnum
 
 from loraplex.perf import layer_pipeline
 from loraplex.perf.assist_cost import AssistCost
+from loraplex.perf.engine_memory import EngineMemory
+from loraplex.perf.held_out import HeldOut
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line
-from loraplex.perf.read_cost import ReadCost
 from loraplex.perf.step_cost import StepCost, StepFeatures
 from loraplex.perf.subject import Subject
 
@@ -49,25 +50,28 @@ class CostModel:
     """`measured`: by `loraplex profile`; otherwise cautious guesses (`perf.default_model`).
 
     `bus`: from pinned host memory to the device; None where adapters are computed with from host memory.
-    `read`: a file in the page cache. `disk`: a file that is not.
+    `read`: an adapter whose file is in the page cache, to where it belongs in host memory, by the engine's
+    own reader. `disk`: a file that is not in the page cache. `held_out`, `memory`: None if nobody measured.
     """
 
     subject: Subject
     measured: bool
     bus: Bus | None
-    read: ReadCost
+    read: Line
     disk: Line
     step: StepCost
     assist: AssistCost
+    held_out: HeldOut | None = None
+    memory: EngineMemory | None = None
     corrections: Corrections = field(default_factory=Corrections)
 
     def copy_s(self, num_bytes: float) -> float:
         """Of one copy to the device."""
         return 0.0 if self.bus is None else self.bus.copy.seconds(num_bytes) * self.corrections.copy
 
-    def read_s(self, num_bytes: float, num_readers: int = 1) -> float:
-        """Of a file that the page cache holds, by this many threads at a time."""
-        return self.read.seconds(num_bytes, num_readers) * self.corrections.read
+    def read_s(self, num_bytes: float) -> float:
+        """Of an adapter whose file the page cache holds."""
+        return self.read.seconds(num_bytes) * self.corrections.read
 
     def disk_s(self, num_bytes: float) -> float:
         """Of a file that the page cache does not hold."""
@@ -92,49 +96,30 @@ class CostModel:
         )
         return computed_s * self.corrections.assist + self.copy_s(activation_bytes)
 
-    def arrivals_s(
-        self, layer_bytes: Sequence[int], groups: Sequence[int], num_readers: int | None = None
-    ) -> list[float]:
-        """When each layer is on the device, counted from now.
-
-        `num_readers`: the adapter is read from the page cache meanwhile, by this many threads; None if it is
-        in host memory.
-        """
-        return layer_pipeline.arrivals_s(self._feed(num_readers), layer_bytes, groups)
+    def arrivals_s(self, layer_bytes: Sequence[int], groups: Sequence[int]) -> list[float]:
+        """When each layer is on the device, counted from now; the adapter is in host memory."""
+        return layer_pipeline.arrivals_s(self._bus(), layer_bytes, groups)
 
     def stall_s(self, arrivals: Sequence[float], step_s: float) -> float:
         """For how long a step that is launched now waits for layers that are not there yet."""
         return layer_pipeline.stall_s(arrivals, step_s)
 
-    def plan_groups(
-        self, layer_bytes: Sequence[int], step_s: float, num_readers: int | None = None
-    ) -> tuple[int, ...]:
+    def plan_groups(self, layer_bytes: Sequence[int], step_s: float) -> tuple[int, ...]:
         """How many layers to copy at a time, so that a step launched now stalls least."""
-        return layer_pipeline.plan_groups(self._feed(num_readers), layer_bytes, step_s)
+        return layer_pipeline.plan_groups(self._bus(), layer_bytes, step_s)
 
     def assist_layers(
-        self,
-        layer_bytes: Sequence[int],
-        step_s: float,
-        assist_layer_s: float,
-        num_readers: int | None = None,
+        self, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float
     ) -> layer_pipeline.AssistPlan:
         """How many of the first layers CPU workers should compute; none if the bus alone is as fast."""
-        return layer_pipeline.assist_layers(self._feed(num_readers), layer_bytes, step_s, assist_layer_s)
+        return layer_pipeline.assist_layers(self._bus(), layer_bytes, step_s, assist_layer_s)
 
-    def _feed(self, num_readers: int | None) -> Bus:
-        """The bus as a load sees it: corrected, and no faster than what it is fed from."""
-        copy, launch_s = Line(latency_s=0.0, unit_s=0.0), 0.0
-        if self.bus is not None:
-            factor = self.corrections.copy
-            launch_s = self.bus.launch_s * factor
-            copy = Line(latency_s=self.bus.copy.latency_s * factor, unit_s=self.bus.copy.unit_s * factor)
-        if num_readers is None:
-            return Bus(copy=copy, launch_s=launch_s)
-        read, factor = self.read.line(num_readers), self.corrections.read
-        # Reading the next group overlaps with copying this one, so the slower of both sets the pace.
-        fed = Line(
-            latency_s=copy.latency_s + read.latency_s * factor,
-            unit_s=max(copy.unit_s, read.unit_s * factor),
+    def _bus(self) -> Bus:
+        """Corrected; where there is none, one that takes no time."""
+        if self.bus is None:
+            return Bus(copy=Line(latency_s=0.0, unit_s=0.0), launch_s=0.0)
+        copy, factor = self.bus.copy, self.corrections.copy
+        return Bus(
+            copy=Line(latency_s=copy.latency_s * factor, unit_s=copy.unit_s * factor),
+            launch_s=self.bus.launch_s * factor,
         )
-        return Bus(copy=fed, launch_s=max(launch_s, read.latency_s * factor))

@@ -14,7 +14,6 @@ from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line
-from loraplex.perf.read_cost import ReadCost
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
 
@@ -49,7 +48,7 @@ def default_cost_model(
         subject=subject,
         measured=False,
         bus=_BUS if on_gpu else None,
-        read=ReadCost(by_readers=((1, _READ),)),
+        read=_READ,
         disk=_DISK,
         step=_step_cost(shape, speeds, element_bytes),
         assist=AssistCost(
@@ -76,8 +75,10 @@ def _step_cost(shape: ModelShape, speeds: _Speeds, element_bytes: int) -> StepCo
     fixed_s = speeds.step_overhead_s + num_weights * element_bytes / speeds.bytes_per_s
     row_s = 2 * num_weights / speeds.flops_per_s
     position_bytes = 2 * shape.num_layers * shape.kv_size * element_bytes
+    curve = RowCurve(rows=_CURVE_ROWS, seconds_at=tuple(fixed_s + rows * row_s for rows in _CURVE_ROWS))
     return StepCost(
-        curve=RowCurve(rows=_CURVE_ROWS, seconds_at=tuple(fixed_s + rows * row_s for rows in _CURVE_ROWS)),
+        decodes=curve,
+        prompts=curve,
         terms=StepTerms(
             decode_position_s=max(
                 position_bytes / speeds.bytes_per_s, shape.attention_flops / speeds.flops_per_s

@@ -14,11 +14,13 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitQuality:
-    """How well a fit repeats its samples. `r_squared`: of the seconds' spread, the share it explains; may be
-    negative. `worst_error`: the largest |predicted - measured| / measured."""
+    """How well samples are predicted, those of a fit or others. `r_squared`: the share of the seconds' spread
+    that is explained; may be negative. `mean_error`, `worst_error`: of all |predicted - measured| / measured.
+    """
 
     num_samples: int
     r_squared: float
+    mean_error: float
     worst_error: float
 
 
@@ -63,11 +65,13 @@ def fit_non_negative(features: Sequence[Sequence[float]], seconds: Sequence[floa
 def quality_of(predicted_s: Sequence[float], measured_s: Sequence[float]) -> FitQuality:
     """Of predictions for the samples they were fitted to, or for any others."""
     pairs = list(zip(predicted_s, measured_s, strict=True))
+    errors = [abs(predicted - measured) / measured for predicted, measured in pairs]
     mean = sum(measured_s) / len(measured_s)
     residual = sum((predicted - measured) ** 2 for predicted, measured in pairs)
     spread = sum((measured - mean) ** 2 for measured in measured_s)
     return FitQuality(
         num_samples=len(pairs),
         r_squared=1 - residual / spread if spread > 0 else float(residual == 0),
-        worst_error=max(abs(predicted - measured) / measured for predicted, measured in pairs),
+        mean_error=sum(errors) / len(errors),
+        worst_error=max(errors),
     )

@@ -1,7 +1,8 @@
 """Cost models as JSON files, read strictly: a figure misread would be wrong in every prediction.
 
-    {"version": 1, "subject": {...}, "measured": true, "bus": {...} or null, "read": [...], "disk": {...},
-     "step": {...}, "assist": {...}, "corrections": {...}, "environment": {...}}
+    {"version": 2, "subject": {...}, "measured": true, "bus": {...} or null, "read": {...}, "disk": {...},
+     "step": {...}, "assist": {...}, "held_out": {...} or null, "memory": {...} or null,
+     "corrections": {...}, "environment": {...}}
 
 `environment` is for people: when it was measured, and with which packages.
 """
@@ -16,16 +17,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.core.errors import StorageError, UserError
+from loraplex.core.modules import MODULES
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import Corrections, CostModel
+from loraplex.perf.engine_memory import EngineMemory
+from loraplex.perf.held_out import HeldOut
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.least_squares import FitQuality
 from loraplex.perf.line import Line
-from loraplex.perf.read_cost import ReadCost
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
 
-VERSION: Final = 1
+VERSION: Final = 2
 _MAX_FILE_BYTES: Final = 1 << 20
 
 
@@ -69,7 +72,6 @@ def profile_to_json(model: CostModel, environment: Mapping[str, Any] | None = No
     document = {
         "version": VERSION,
         **asdict(model),
-        "read": [{"readers": number, "line": asdict(line)} for number, line in model.read.by_readers],
         "environment": dict(environment or {}),
     }
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
@@ -84,16 +86,20 @@ def profile_from_json(text: str) -> CostModel:
     except RecursionError:
         raise ValueError("nested too deeply to be a profile") from None
     top = JsonObject(document, "the profile")
-    if (version := top.take("version")) != VERSION:
+    if (version := top.take("version")) == 1:
+        raise ValueError("it was made by an older loraplex")
+    if version != VERSION:
         raise ValueError(f"its format is of version {version!r}, this loraplex reads version {VERSION}")
     model = CostModel(
         subject=_subject(top.child("subject")),
         measured=top.flag("measured"),
         bus=None if (bus := top.optional("bus")) is None else _bus(bus),
-        read=_read_cost(top),
+        read=_line(top.child("read")),
         disk=_line(top.child("disk")),
         step=_step_cost(top.child("step")),
         assist=_assist_cost(top.child("assist")),
+        held_out=None if (held_out := top.optional("held_out")) is None else _held_out(held_out),
+        memory=None if (memory := top.optional("memory")) is None else _memory(memory),
         corrections=_corrections(top.child("corrections")),
     )
     top.child("environment")
@@ -151,6 +157,10 @@ class JsonObject:
     def count(self, key: str) -> int:
         return _count(self.take(key), f"{self.place}: {key}")
 
+    def optional_count(self, key: str) -> int | None:
+        value = self.take(key)
+        return None if value is None else _count(value, f"{self.place}: {key}")
+
     def end(self) -> None:
         if self._fields:
             raise ValueError(f"{self.place} has an unknown {', '.join(map(repr, self._fields))}")
@@ -176,24 +186,53 @@ def _number(value: object, place: str, *, least: float = 0.0) -> float:
     return number
 
 
-def _count(value: object, place: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{place} is {value!r}, not a whole number of at least 1")
+def _count(value: object, place: str, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{place} is {value!r}, not a whole number of at least {least}")
     return value
 
 
 def _quality(parent: JsonObject) -> FitQuality | None:
     found = parent.optional("quality")
-    if found is None:
-        return None
+    return None if found is None else _quality_fields(found, parent.place)
+
+
+def _quality_fields(found: JsonObject, place: str) -> FitQuality:
     quality = FitQuality(
         num_samples=found.count("num_samples"),
         # A bad fit explains less than the mean would.
-        r_squared=_number(found.take("r_squared"), f"{parent.place}: r_squared", least=-math.inf),
-        worst_error=found.number("worst_error"),
+        r_squared=_number(found.take("r_squared"), f"{place}: r_squared", least=-math.inf),
+        mean_error=_number(found.take("mean_error"), f"{place}: mean_error"),
+        worst_error=_number(found.take("worst_error"), f"{place}: worst_error"),
     )
     found.end()
     return quality
+
+
+def _held_out(found: JsonObject) -> HeldOut:
+    names = ("decode", "prefill", "load")
+    held_out = HeldOut(**{name: _quality_fields(found.child(name), f"held_out: {name}") for name in names})
+    found.end()
+    return held_out
+
+
+def _memory(found: JsonObject) -> EngineMemory:
+    arena_bytes, kv_tokens = (found.optional_count(name) for name in ("arena_bytes", "kv_tokens"))
+    if (arena_bytes is None) == (kv_tokens is None):
+        raise ValueError("memory: one of arena_bytes and kv_tokens is a number, the other null")
+    ranks = found.child("rank_bytes")
+    memory = EngineMemory(
+        token_bytes=found.count("token_bytes"),
+        block_tokens=found.count("block_tokens"),
+        arena_bytes=arena_bytes,
+        kv_tokens=kv_tokens,
+        host_bytes=found.count("host_bytes"),
+        table_bytes=_count(found.take("table_bytes"), "memory: table_bytes", least=0),
+        rank_bytes={module: ranks.count(module) for module in MODULES},
+    )
+    for each in (ranks, found):
+        each.end()
+    return memory
 
 
 def _subject(found: JsonObject) -> Subject:
@@ -220,34 +259,30 @@ def _bus(found: JsonObject) -> Bus:
     return bus
 
 
-def _read_cost(top: JsonObject) -> ReadCost:
-    lines: list[tuple[int, Line]] = []
-    for value in top.items("read"):
-        entry = JsonObject(value, "read")
-        lines.append((entry.count("readers"), _line(entry.child("line"))))
-        entry.end()
-    numbers = [number for number, _ in lines]
-    if numbers != sorted(set(numbers)):
-        raise ValueError("read: numbers of readers are not in rising order")
-    return ReadCost(by_readers=tuple(lines))
-
-
 def _step_cost(found: JsonObject) -> StepCost:
-    curve, terms = found.child("curve"), found.child("terms")
-    rows = tuple(_count(value, "curve: rows") for value in curve.items("rows"))
-    seconds_at = tuple(_number(value, "curve: seconds_at") for value in curve.items("seconds_at"))
-    if len(rows) != len(seconds_at):
-        raise ValueError("curve: there are not as many seconds_at as rows")
-    if list(rows) != sorted(set(rows)) or list(seconds_at) != sorted(seconds_at):
-        raise ValueError("curve: rows and seconds_at are not in rising order")
+    terms = found.child("terms")
     cost = StepCost(
-        curve=RowCurve(rows=rows, seconds_at=seconds_at),
+        decodes=_curve(found.child("decodes")),
+        prompts=_curve(found.child("prompts")),
         terms=StepTerms(**{field.name: terms.number(field.name) for field in fields(StepTerms)}),
         quality=_quality(found),
     )
-    for each in (curve, terms, found):
+    for each in (terms, found):
         each.end()
     return cost
+
+
+def _curve(found: JsonObject) -> RowCurve:
+    place = found.place
+    rows = tuple(_count(value, f"{place}: rows") for value in found.items("rows"))
+    seconds_at = tuple(_number(value, f"{place}: seconds_at") for value in found.items("seconds_at"))
+    if len(rows) != len(seconds_at):
+        raise ValueError(f"{place}: there are not as many seconds_at as rows")
+    if list(rows) != sorted(set(rows)) or list(seconds_at) != sorted(seconds_at):
+        raise ValueError(f"{place}: rows and seconds_at are not in rising order")
+    curve = RowCurve(rows=rows, seconds_at=seconds_at, stepped=found.flag("stepped"))
+    found.end()
+    return curve
 
 
 def _assist_cost(found: JsonObject) -> AssistCost:

@@ -2,9 +2,9 @@
 
 Small steps are bound by reading the weights, large ones by arithmetic, with a bend between them whose place
 and sharpness depend on device and kernels. So the cost of rows is a curve through the sizes that were
-measured, and only what is truly in proportion is a coefficient: attended positions, adapters, bytes of their
-weights. Every increment of the curve and every coefficient is at least zero: more work is never predicted to
-take less.
+measured, one for steps that only decode and one for steps with prompts, which other kernels compute. Only
+what is truly in proportion is a coefficient: attended positions, adapters, bytes of their weights. Every
+increment of a curve and every coefficient is at least zero: more work is never predicted to take less.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class StepFeatures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCurve:
     """Seconds by number of rows: lines between the sizes measured, flat below the first, and in proportion to
-    the rows above the last, where arithmetic is all there is."""
+    the rows above the last, where arithmetic is all there is. `stepped`: the engine pads steps to these
+    sizes, so that all between two of them cost as much as the larger."""
 
     rows: tuple[int, ...]
     seconds_at: tuple[float, ...]
+    stepped: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.rows) == len(self.seconds_at) > 0
@@ -58,37 +60,42 @@ class RowCurve:
         if num_rows >= rows[-1]:
             return seconds_at[-1] * num_rows / rows[-1]
         index = bisect_left(rows, num_rows)
-        if index == 0:
-            return seconds_at[0]
+        if index == 0 or self.stepped:
+            return seconds_at[index]
         share = (num_rows - rows[index - 1]) / (rows[index] - rows[index - 1])
         return seconds_at[index - 1] + share * (seconds_at[index] - seconds_at[index - 1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTerms:
-    """Seconds that a step takes beside its rows. `prompt_s`: for having any prompt, `lora_s`: any adapter.
-    `request_s`: of each decode and prompt, for its logits and its sampling."""
+    """Seconds that a step takes beside its rows. `prompt_s`: of each prompt. `beside_prompts_s`: of each
+    decode in a step with prompts; in others the curve has it. `lora_s`: for having any adapter,
+    `prompt_lora_s`: that much more for having any in a step with prompts."""
 
     prompt_s: float = 0.0
-    request_s: float = 0.0
+    beside_prompts_s: float = 0.0
     decode_position_s: float = 0.0
     prompt_pair_s: float = 0.0
     lora_s: float = 0.0
+    prompt_lora_s: float = 0.0
     adapter_s: float = 0.0
     adapter_byte_s: float = 0.0
     row_adapter_byte_s: float = 0.0
 
     def seconds(self, step: StepFeatures) -> float:
-        """The sum of all; written out, as simulations ask for it all the time."""
+        """The sum of all but for `prompt_s` and `beside_prompts_s`; written out, as simulations ask for it
+        all the time."""
+        lora_s = 0.0
+        if step.num_adapters > 0:
+            lora_s = (
+                self.lora_s
+                + (self.prompt_lora_s if step.num_prompt_tokens > 0 else 0.0)
+                + self.adapter_s * step.num_adapters
+                + self.adapter_byte_s * step.adapter_bytes
+                + self.row_adapter_byte_s * step.row_adapter_bytes
+            )
         return (
-            (self.prompt_s if step.num_prompt_tokens > 0 else 0.0)
-            + self.request_s * (step.num_decodes + step.num_prompts)
-            + self.decode_position_s * step.decode_positions
-            + self.prompt_pair_s * step.prompt_pairs
-            + (self.lora_s if step.num_adapters > 0 else 0.0)
-            + self.adapter_s * step.num_adapters
-            + self.adapter_byte_s * step.adapter_bytes
-            + self.row_adapter_byte_s * step.row_adapter_bytes
+            self.decode_position_s * step.decode_positions + self.prompt_pair_s * step.prompt_pairs + lora_s
         )
 
 
@@ -97,57 +104,84 @@ TERM_NAMES = tuple(field.name for field in fields(StepTerms))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """`quality`: None if nobody measured."""
+    """`decodes`: of steps that only decode, `prompts`: of all rows of a step with prompts. `quality`: None if
+    nobody measured."""
 
-    curve: RowCurve
+    decodes: RowCurve
+    prompts: RowCurve
     terms: StepTerms
     quality: FitQuality | None = None
 
     def seconds(self, step: StepFeatures) -> float:
         """Of a step without rows: none."""
-        if step.num_rows == 0:
-            return 0.0
-        return self.curve.seconds(step.num_rows) + self.terms.seconds(step)
+        terms, num_decodes = self.terms, step.num_decodes
+        rows_s = self.decodes.seconds(num_decodes) if num_decodes > 0 else 0.0
+        if step.num_prompt_tokens > 0:
+            joined_s = (
+                self.prompts.seconds(step.num_rows)
+                + terms.prompt_s * step.num_prompts
+                + terms.beside_prompts_s * num_decodes
+            )
+            # Two curves that were measured apart: what joins a step must not seem to make it shorter.
+            rows_s = max(rows_s, joined_s)
+        return rows_s + terms.seconds(step) if rows_s > 0 else 0.0
 
 
-def fit_step_cost(samples: Sequence[tuple[StepFeatures, float]]) -> StepCost:
-    """From (what was in a step, its seconds). The curve bends where steps without adapters were measured that
-    only decode or only read prompts."""
-    knots = sorted({step.num_rows for step, _ in samples if step.num_adapters == 0 and not _is_mixed(step)})
-    assert knots, "no step of the base model alone among the samples"
-    table = [(*_ramps(step.num_rows, knots), *_amounts(step)) for step, _ in samples]
+def fit_step_cost(samples: Sequence[tuple[StepFeatures, float]], *, stepped: bool = False) -> StepCost:
+    """From (what was in a step, its seconds). The curves bend where steps without adapters were measured that
+    only decode or only read prompts. `stepped`: steps with prompts are padded to those sizes."""
+    base = [step for step, _ in samples if step.num_adapters == 0]
+    decodes = sorted({step.num_rows for step in base if step.num_prompt_tokens == 0})
+    prompts = sorted({step.num_rows for step in base if step.num_decodes == 0})
+    assert decodes, "no decoding step of the base model alone among the samples"
+    assert prompts, "no prompt of the base model alone among the samples"
+    table = [_columns(step, decodes, prompts, stepped) for step, _ in samples]
     seconds = [each for _, each in samples]
     found = fit_non_negative(table, seconds)
-    increments, terms = found[: len(knots)], found[len(knots) :]
+    border, end = len(decodes), len(decodes) + len(prompts)
     cost = StepCost(
-        curve=RowCurve(rows=tuple(knots), seconds_at=tuple(accumulate(increments))),
-        terms=StepTerms(**dict(zip(TERM_NAMES, terms, strict=True))),
+        decodes=RowCurve(rows=tuple(decodes), seconds_at=tuple(accumulate(found[:border]))),
+        prompts=RowCurve(
+            rows=tuple(prompts), seconds_at=tuple(accumulate(found[border:end])), stepped=stepped
+        ),
+        terms=StepTerms(**dict(zip(TERM_NAMES, found[end:], strict=True))),
     )
     quality = quality_of([cost.seconds(step) for step, _ in samples], seconds)
     return replace(cost, quality=quality)
 
 
-def _is_mixed(step: StepFeatures) -> bool:
-    return step.num_decodes > 0 and step.num_prompt_tokens > 0
+def _columns(
+    step: StepFeatures, decodes: Sequence[int], prompts: Sequence[int], stepped: bool
+) -> list[float]:
+    """Increments of both curves, of which a step has those of one, then the amounts of the terms."""
+    if step.num_prompt_tokens > 0:
+        ramps = [*[0.0] * len(decodes), *_ramps(step.num_rows, prompts, stepped)]
+    else:
+        ramps = [*_ramps(step.num_rows, decodes, False), *[0.0] * len(prompts)]
+    return [*ramps, *_amounts(step)]
 
 
 def _amounts(step: StepFeatures) -> tuple[float, ...]:
     """What each of `StepTerms` is multiplied with, in their order."""
+    has_prompts, has_lora = step.num_prompt_tokens > 0, step.num_adapters > 0
     return (
-        float(step.num_prompt_tokens > 0),
-        step.num_decodes + step.num_prompts,
+        float(step.num_prompts),
+        float(step.num_decodes if has_prompts else 0),
         step.decode_positions,
         step.prompt_pairs,
-        float(step.num_adapters > 0),
+        float(has_lora),
+        float(has_lora and has_prompts),
         step.num_adapters,
         step.adapter_bytes,
         step.row_adapter_bytes,
     )
 
 
-def _ramps(num_rows: int, knots: Sequence[int]) -> list[float]:
-    """How much of each of the curve's increments a step has; the same curve as `RowCurve.seconds`."""
+def _ramps(num_rows: int, knots: Sequence[int], stepped: bool) -> list[float]:
+    """How much of each of a curve's increments a step has; the same curve as `RowCurve.seconds`."""
     if num_rows >= knots[-1]:
         return [num_rows / knots[-1]] * len(knots)
     pieces = pairwise(knots)
+    if stepped:
+        return [1.0, *(float(num_rows > low) for low, _ in pieces)]
     return [1.0, *(min(max((num_rows - low) / (high - low), 0.0), 1.0) for low, high in pieces)]

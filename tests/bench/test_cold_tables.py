@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
 from benchmarks import cold_tables, cost_tables, make_tables
 from benchmarks.markdown import TableError
+from loraplex.perf.held_out import HeldOut
+from loraplex.perf.least_squares import quality_of
+from loraplex.perf.profile_json import profile_to_json
 
 
 @pytest.fixture
@@ -110,8 +114,21 @@ def test_every_fit_is_shown_with_its_quality(cold: dict[str, Any]) -> None:
         "worst_error": 0.25,
     }
     table = cost_tables.fits_table(cold)
-    assert "| 9 | 0.5000 | 25% |" in table
-    assert table.count("read from the page cache") == len(cold["profile"]["results"]["read"])
+    assert "| 9 | 0.5000 | - | 25% |" in table, "mean errors are not in the old format"
+    assert table.count("read from the page cache") == 1
+
+
+def test_a_profile_as_it_is_written_now_is_shown_with_what_was_held_out(cold: dict[str, Any]) -> None:
+    model = cost_tables.cost_model(cold)
+    held_out = HeldOut(
+        decode=quality_of([1.0, 2.0], [1.0, 2.5]),
+        prefill=quality_of([1.0, 2.0], [1.0, 4.0]),
+        load=quality_of([1.0, 2.0], [1.0, 2.0]),
+    )
+    cold["profile"]["results"] = json.loads(profile_to_json(replace(model, held_out=held_out)))
+    table = cost_tables.fits_table(cold)
+    assert "| held out: decode | random steps that decode | 2 | 0.7778 | 10.0% | 20% |" in table
+    assert "| held out: prefill | random prompts | 2 | 0.1111 | 25.0% | 50% |" in table
 
 
 @pytest.mark.parametrize(

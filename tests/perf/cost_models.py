@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
+from loraplex.perf.engine_memory import EngineMemory
+from loraplex.perf.held_out import HeldOut
 from loraplex.perf.layer_pipeline import Bus
+from loraplex.perf.least_squares import quality_of
 from loraplex.perf.line import Line, fit_line
-from loraplex.perf.read_cost import ReadCost
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
 
@@ -29,6 +32,22 @@ SUBJECT = Subject(
     num_layers=32,
 )
 
+H200_MEMORY = EngineMemory(
+    token_bytes=32 * 2 * 4096 * 2,
+    block_tokens=16,
+    arena_bytes=100 << 30,
+    kv_tokens=None,
+    host_bytes=32 << 30,
+    table_bytes=32 * 7 * 6 * 8,
+    rank_bytes={
+        module: 32 * 2 * width
+        for module, width in (
+            *((name, 8192) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+            *((name, 4096 + 11008) for name in ("gate_proj", "up_proj", "down_proj")),
+        )
+    },
+)
+
 
 def noisy(share: float, seed: int = 0) -> Callable[[float], float]:
     """Multiplies with up to `share` more or less."""
@@ -37,23 +56,25 @@ def noisy(share: float, seed: int = 0) -> Callable[[float], float]:
 
 
 def h200_model() -> CostModel:
-    read_ms = {1: 21.0, 2: 9.6, 4: 4.2, 8: 2.9, 16: 1.9}
+    curve = RowCurve(rows=(1, 32, 64, 128, 2048), seconds_at=(4.3e-3, 5.4e-3, 6.4e-3, 7.4e-3, 60e-3))
     return CostModel(
         subject=SUBJECT,
         measured=True,
         bus=H200_BUS,
-        read=ReadCost(
-            by_readers=tuple(
-                (number, fit_line([(1e6, ms * 1e-5 + 20e-6), (1e8, ms * 1e-3)]))
-                for number, ms in read_ms.items()
-            )
-        ),
+        read=fit_line([(1e6, 0.5e-3), (5e7, 6e-3), (1e8, 12e-3)]),
         disk=Line(latency_s=1e-3, unit_s=1 / 2e9),
         step=StepCost(
-            curve=RowCurve(rows=(1, 32, 64, 128, 2048), seconds_at=(4.3e-3, 5.4e-3, 6.4e-3, 7.4e-3, 60e-3)),
+            decodes=curve,
+            prompts=replace(curve, stepped=True),
             terms=StepTerms(decode_position_s=1e-8, prompt_pair_s=1e-10, adapter_byte_s=1 / 4e12),
         ),
         assist=AssistCost(
             round_trip_s=20e-6, call_s=90e-6, weight_s=1e-11, serial_s=1.4e-12, shared_s=10.4e-12
         ),
+        held_out=HeldOut(
+            decode=quality_of([1.0, 2.0], [1.1, 2.0]),
+            prefill=quality_of([1.0, 2.0], [1.2, 2.0]),
+            load=quality_of([1.0, 2.0], [1.3, 2.0]),
+        ),
+        memory=H200_MEMORY,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cost_models import SUBJECT, h200_model
+from cost_models import H200_MEMORY, SUBJECT, h200_model
 
 from loraplex.core.errors import StorageError
 from loraplex.perf.cost_model import Corrections
@@ -18,7 +18,12 @@ from loraplex.perf.profile_json import ProfileError, profile_to_json, read_profi
 
 def test_a_model_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "profile.json"
-    models = (h200_model(), replace(h200_model(), bus=None, corrections=Corrections(step=1.5)))
+    models = (
+        h200_model(),
+        replace(h200_model(), bus=None, corrections=Corrections(step=1.5)),
+        replace(h200_model(), held_out=None, memory=None),
+        replace(h200_model(), memory=replace(H200_MEMORY, arena_bytes=None, kv_tokens=1000, table_bytes=0)),
+    )
     for model in models:
         write_profile(path, model, {"date": "today"})
         assert read_profile(path, SUBJECT) == model
@@ -31,7 +36,8 @@ Change = Callable[[dict[str, Any]], object]
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda p: p.update(version=2), "version 2, this loraplex reads version 1"),
+        (lambda p: p.update(version=1), "it was made by an older loraplex"),
+        (lambda p: p.update(version=3), "version 3, this loraplex reads version 2"),
         (lambda p: p.pop("version"), "has no 'version'"),
         (lambda p: p.pop("disk"), "the profile has no 'disk'"),
         (lambda p: p.update(speed=1), "unknown 'speed'"),
@@ -46,14 +52,31 @@ Change = Callable[[dict[str, Any]], object]
         (lambda p: p.update(measured=1), "measured is neither true nor false"),
         (lambda p: p["bus"].update(launch_s=-1), "bus: launch_s is -1"),
         (lambda p: p["bus"]["copy"].update(more=1), "copy has an unknown 'more'"),
-        (lambda p: p.update(read=[]), "read is not a list with something in it"),
-        (lambda p: p["read"].reverse(), "not in rising order"),
-        (lambda p: p["read"][0].update(readers=1.5), "readers is 1.5, not a whole number"),
+        (lambda p: p.update(read=[]), "read is not an object"),
+        (lambda p: p["read"]["quality"].pop("mean_error"), "has no 'mean_error'"),
+        (lambda p: p["read"]["quality"].update(mean_error="5%"), "read: mean_error is '5%', not a number"),
+        (lambda p: p["read"]["quality"].update(worst_error=-1), "read: worst_error is -1"),
         (lambda p: p["step"]["terms"].pop("lora_s"), "terms has no 'lora_s'"),
         (lambda p: p["step"]["terms"].update(x=0), "terms has an unknown 'x'"),
-        (lambda p: p["step"]["curve"]["rows"].pop(), "not as many seconds_at as rows"),
-        (lambda p: p["step"]["curve"]["seconds_at"].reverse(), "not in rising order"),
-        (lambda p: p["step"]["curve"]["rows"].__setitem__(0, 0), "rows is 0, not a whole number"),
+        (lambda p: p["step"].pop("prompts"), "step has no 'prompts'"),
+        (lambda p: p["step"]["decodes"]["rows"].pop(), "decodes: there are not as many seconds_at as rows"),
+        (lambda p: p["step"]["prompts"]["seconds_at"].reverse(), "prompts: rows and seconds_at are not in"),
+        (lambda p: p["step"]["decodes"]["rows"].__setitem__(0, 0), "rows is 0, not a whole number"),
+        (lambda p: p["step"]["prompts"].update(stepped=1), "prompts: stepped is neither true nor false"),
+        (lambda p: p.pop("held_out"), "the profile has no 'held_out'"),
+        (lambda p: p["held_out"].pop("load"), "held_out has no 'load'"),
+        (lambda p: p["held_out"]["decode"].update(num_samples=0), "decode: num_samples is 0"),
+        (lambda p: p["held_out"]["decode"].update(mean_error=None), "held_out: decode: mean_error is None"),
+        (lambda p: p["held_out"].update(disk={}), "held_out has an unknown 'disk'"),
+        (lambda p: p.pop("memory"), "the profile has no 'memory'"),
+        (lambda p: p.update(memory=7), "memory is not an object"),
+        (lambda p: p["memory"].pop("token_bytes"), "memory has no 'token_bytes'"),
+        (lambda p: p["memory"].update(host_bytes=0.5), "memory: host_bytes is 0.5, not a whole number"),
+        (lambda p: p["memory"].update(table_bytes=-1), "table_bytes is -1, not a whole number of at least 0"),
+        (lambda p: p["memory"].update(arena_bytes=None), "one of arena_bytes and kv_tokens"),
+        (lambda p: p["memory"].update(kv_tokens=5), "one of arena_bytes and kv_tokens"),
+        (lambda p: p["memory"]["rank_bytes"].pop("q_proj"), "rank_bytes has no 'q_proj'"),
+        (lambda p: p["memory"]["rank_bytes"].update(embed=1), "rank_bytes has an unknown 'embed'"),
         (lambda p: p["assist"].update(shared_s=None), "assist: shared_s is None"),
         (lambda p: p["corrections"].update(step=0), "a factor is zero"),
         (lambda p: p["corrections"].pop("disk"), "corrections has no 'disk'"),

@@ -16,16 +16,17 @@ from loraplex.scheduling.step_features import step_features
 ADAPTER = 100e6
 """Bytes of an adapter of rank 64 on q, k and v."""
 REAL = StepCost(
-    curve=RowCurve(
-        rows=(1, 16, 32, 64, 128, 512, 2048),
-        seconds_at=(4.2e-3, 4.8e-3, 5.4e-3, 6.5e-3, 7.4e-3, 18e-3, 65e-3),
+    decodes=RowCurve(rows=(1, 16, 32, 64, 128), seconds_at=(4.2e-3, 4.8e-3, 5.4e-3, 6.5e-3, 7.4e-3)),
+    prompts=RowCurve(
+        rows=(16, 64, 128, 160, 512, 2048), seconds_at=(5.2e-3, 6.9e-3, 7.8e-3, 8.2e-3, 18.4e-3, 65e-3)
     ),
     terms=StepTerms(
-        prompt_s=0.4e-3,
-        request_s=3e-6,
+        prompt_s=30e-6,
+        beside_prompts_s=3e-6,
         decode_position_s=3e-8,
         prompt_pair_s=4e-10,
         lora_s=0.15e-3,
+        prompt_lora_s=0.2e-3,
         adapter_s=2e-6,
         adapter_byte_s=1 / 4.5e12,
         row_adapter_byte_s=1e-15,
@@ -59,7 +60,7 @@ GRID = [
     *(decodes(rows, context) for rows in (1, 16, 32, 64, 128) for context in (32, 1024)),
     *(decodes(32, 128, adapters, rank) for adapters in (1, 8, 32) for rank in (8, 64)),
     *(decodes(64, 128, adapters) for adapters in (1, 64)),
-    *(prompts(1, tokens) for tokens in (16, 64, 128, 512, 2048)),
+    *(prompts(1, tokens) for tokens in (16, 64, 128, 160, 512, 2048)),
     *(prompts(number, 512 // number) for number in (2, 4)),
     *(prompts(1, tokens, adapters=1) for tokens in (128, 512)),
     replace(decodes(32), num_prompts=1, num_prompt_tokens=128, prompt_pairs=128 * 64),
@@ -69,7 +70,8 @@ GRID = [
 def test_a_device_is_found_again_from_noisy_samples() -> None:
     noise = noisy(0.02)
     found = fit_step_cost([(step, noise(REAL.seconds(step))) for step in GRID for _ in range(5)])
-    assert found.curve.rows == REAL.curve.rows
+    assert found.decodes.rows == REAL.decodes.rows
+    assert found.prompts.rows == REAL.prompts.rows
     for step in (*GRID, decodes(48, 500, 16, 32), prompts(3, 100), prompts(1, 1024, 1)):
         assert found.seconds(step) == pytest.approx(REAL.seconds(step), rel=0.04)
     assert found.terms.adapter_byte_s == pytest.approx(REAL.terms.adapter_byte_s, rel=0.15)
@@ -79,9 +81,12 @@ def test_a_device_is_found_again_from_noisy_samples() -> None:
 
 
 def test_without_noise_the_fit_is_exact() -> None:
-    found = fit_step_cost([(step, REAL.seconds(step)) for step in GRID])
-    assert found.quality is not None
-    assert found.quality.worst_error < 1e-6
+    for stepped in (False, True):
+        real = replace(REAL, prompts=replace(REAL.prompts, stepped=stepped))
+        found = fit_step_cost([(step, real.seconds(step)) for step in GRID], stepped=stepped)
+        assert found.quality is not None
+        assert found.quality.worst_error < 1e-6
+        assert found.quality.mean_error <= found.quality.worst_error
 
 
 AMOUNTS = st.integers(0, 5000)
@@ -105,6 +110,17 @@ def test_more_of_anything_never_takes_less(less: tuple[int, ...], more: tuple[in
 )
 def test_the_curve_is_flat_before_its_sizes_and_in_proportion_behind_them(rows: int, seconds: float) -> None:
     assert RowCurve(rows=(4, 8), seconds_at=(2.0, 3.0)).seconds(rows) == pytest.approx(seconds)
+
+
+def test_a_stepped_curve_costs_what_the_next_size_costs() -> None:
+    curve = RowCurve(rows=(4, 8), seconds_at=(2.0, 3.0), stepped=True)
+    assert [curve.seconds(rows) for rows in (1, 4, 5, 8, 16)] == [2.0, 2.0, 3.0, 3.0, 6.0]
+
+
+def test_a_prompt_never_seems_to_make_a_step_shorter() -> None:
+    """Where the curve of decodes, measured apart, lies above that of prompts."""
+    cost = replace(REAL, prompts=RowCurve(rows=(1,), seconds_at=(1e-6,)))
+    assert cost.seconds(replace(decodes(64), num_prompts=1, num_prompt_tokens=2)) >= cost.seconds(decodes(64))
 
 
 def test_an_empty_step_takes_no_time() -> None:

@@ -31,10 +31,11 @@ def costs(*, step_s: float = 5e-3, bytes_per_s: float = 50e9) -> CostModel:
     """Every step takes as long, copies nothing but their bytes."""
     subject = Subject(machine="m", device="cuda", model="tiny", dtype="bfloat16", num_layers=32)
     model = default_cost_model(subject, config_of_shape("tiny").shape, element_bytes=2, num_cores=8)
+    curve = RowCurve(rows=(1, 4096), seconds_at=(step_s, step_s))
     return replace(
         model,
         bus=Bus(copy=Line(latency_s=0.0, unit_s=1 / bytes_per_s), launch_s=0.0),
-        step=StepCost(curve=RowCurve(rows=(1, 4096), seconds_at=(step_s, step_s)), terms=StepTerms()),
+        step=StepCost(decodes=curve, prompts=curve, terms=StepTerms()),
     )
 
 

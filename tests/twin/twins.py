@@ -10,7 +10,6 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line
-from loraplex.perf.read_cost import ReadCost
 from loraplex.perf.serving_costs import AdapterLoadCost, BatchDecode, Prefill, SchedulerCost
 from loraplex.perf.slot_profile import SlotCosts
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
@@ -150,12 +149,14 @@ def imagined_machine() -> CostModel:
         subject=Subject(machine="one", device="cuda", model="some", dtype="bfloat16", num_layers=32),
         measured=True,
         bus=Bus(copy=Line(latency_s=1e-3, unit_s=1e-9), launch_s=3e-6),
-        read=ReadCost(by_readers=((1, Line(latency_s=1e-3, unit_s=4e-9)),)),
+        read=Line(latency_s=1e-3, unit_s=4e-9),
         disk=Line(latency_s=1e-3, unit_s=1e-8),
         step=StepCost(
-            curve=RowCurve(rows=(1, 64, 2048), seconds_at=(4e-3, 6e-3, 60e-3)),
+            decodes=RowCurve(rows=(1, 64, 2048), seconds_at=(4e-3, 6e-3, 60e-3)),
+            prompts=RowCurve(rows=(1, 64, 2048), seconds_at=(4.1e-3, 6.2e-3, 60e-3)),
             terms=StepTerms(
-                request_s=20e-6,
+                prompt_s=20e-6,
+                beside_prompts_s=20e-6,
                 decode_position_s=1e-7,
                 prompt_pair_s=1e-9,
                 adapter_s=50e-6,

@@ -90,7 +90,7 @@ def build_cuda_engine(
     local = Shard(index=0, count=num_shards).config(config)
     host_bytes = options.host_adapter_memory_bytes
     if host_bytes is None:
-        host_bytes = int(min(available_bytes() * _DEFAULT_HOST_SHARE, _MAX_DEFAULT_HOST_BYTES) / num_shards)
+        host_bytes = default_host_bytes() // num_shards
     cuda_options = CudaOptions(
         dtype=dtype,
         memory_fraction=options.memory_fraction or DEFAULT_MEMORY_FRACTION,
@@ -114,6 +114,11 @@ def build_cuda_engine(
             build, count=num_shards, device="cuda", num_threads=torch.get_num_threads(), report=report
         )
     return _engine(cuda_options, plan, local.shape, executor, "cuda")
+
+
+def default_host_bytes() -> int:
+    """The budget for adapters in host memory where nothing is said of it, for all shards."""
+    return int(min(available_bytes() * _DEFAULT_HOST_SHARE, _MAX_DEFAULT_HOST_BYTES))
 
 
 def build_cuda_core(

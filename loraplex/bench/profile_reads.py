@@ -1,0 +1,123 @@
+"""Reads of adapters as the engine reads them: real files, its own reader, the memory that it reads to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import torch
+
+from loraplex.adapters.slab import slab_layout
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.bench.adapter_files import save_random_adapters
+from loraplex.bench.alternating import time_alternating, undisturbed
+from loraplex.bench.profile_host import Predicted, Report, predictions
+from loraplex.core.errors import StorageError
+from loraplex.core.shape import ModelShape
+from loraplex.engine.adapter_loader import read_weights, resident_bytes
+from loraplex.engine.cuda.adapter_block import block_bytes
+from loraplex.engine.cuda.host_blocks import HostPool
+from loraplex.engine.cuda.host_memory import HostMemory
+from loraplex.engine.slab_reader import SlabReaders
+from loraplex.perf.line import Line, fit_line
+
+_MODULES: Final = ("q_proj", "k_proj", "v_proj")
+_MIN_RANK: Final = 4
+_MAX_RANK: Final = 1024
+_LARGEST_BYTES: Final = 64 << 20
+"""Of an adapter: all files together are about four times as large."""
+_NUM_FITTED: Final = 5
+_NUM_HELD_OUT: Final = 3
+_MEMORY_BYTES: Final = 512 << 20
+"""Where adapters are read to, one behind the other: what was read last would be in the processor's caches."""
+_PLACE_BYTES: Final = 4096
+_MAX_SHOTS: Final = 5
+_SHOTS_S: Final = 0.01
+
+Read = Callable[[AdapterSpec], object]
+
+
+def measure_reads(
+    folder: Path, shape: ModelShape, dtype: torch.dtype, *, on_gpu: bool, repeats: int, report: Report
+) -> tuple[Line, list[Predicted]]:
+    """By bytes that an adapter takes in memory, its file in the page cache; and other sizes, predicted by the
+    fit. On a GPU by a few threads, to pinned memory."""
+    fitted, held_out = _ranks(shape, dtype)
+    ranks = (*fitted, *held_out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            TemporaryDirectory(dir=folder, prefix="profile-") as name,
+            _pinned_reader(shape, dtype) if on_gpu else _plain_reader(shape, dtype) as read,
+        ):
+            specs = [_saved(Path(name), shape, dtype, rank) for rank in ranks]
+            took_s = time_alternating(
+                [partial(_seconds, read, spec) for spec in specs], repeats=repeats, report=report
+            )
+            sizes = [resident_bytes(spec, shape, dtype) for spec in specs]
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: adapters cannot be written and read there ({error.strerror}); make room, or name "
+            "another folder with LORAPLEX_CACHE"
+        ) from error
+    samples = list(zip(sizes, took_s, strict=True))
+    line = fit_line(samples[: len(fitted)])
+    return line, predictions(line, samples[len(fitted) :])
+
+
+def _ranks(shape: ModelShape, dtype: torch.dtype) -> tuple[list[int], list[int]]:
+    """Those to fit to, each by the same factor larger than the one before, and others in between, where they
+    are large enough for that."""
+    features = sum(shape.in_features(module) + shape.out_features(module) for module in _MODULES)
+    rank_bytes = features * shape.num_layers * dtype.itemsize
+    most = min(max(_LARGEST_BYTES // rank_bytes, 2 * _MIN_RANK), _MAX_RANK)
+    factor = (most / _MIN_RANK) ** (1 / (_NUM_FITTED - 1))
+    fitted = [round(_MIN_RANK * factor**step) for step in range(_NUM_FITTED)]
+    held_out = [round(_MIN_RANK * factor ** (step + 0.5)) for step in range(_NUM_FITTED - 1)]
+    return fitted, held_out[-_NUM_HELD_OUT:]
+
+
+def _saved(folder: Path, shape: ModelShape, dtype: torch.dtype, rank: int) -> AdapterSpec:
+    [spec] = save_random_adapters(folder / f"rank-{rank}", shape, dtype, count=1, rank=rank, modules=_MODULES)
+    return spec
+
+
+def _seconds(read: Read, spec: AdapterSpec) -> float:
+    """Of one read; of a few, where it is short."""
+    shots_s: list[float] = []
+    while len(shots_s) < _MAX_SHOTS and sum(shots_s) < _SHOTS_S:
+        started = time.perf_counter()
+        read(spec)
+        shots_s.append(time.perf_counter() - started)
+    return undisturbed(shots_s)
+
+
+@contextmanager
+def _plain_reader(shape: ModelShape, dtype: torch.dtype) -> Iterator[Read]:
+    """To memory of the adapter's own, as the engine of a CPU does."""
+    yield lambda spec: read_weights(spec, shape, dtype)
+
+
+@contextmanager
+def _pinned_reader(shape: ModelShape, dtype: torch.dtype, *, pinned: bool = True) -> Iterator[Read]:
+    memory, readers = HostMemory(_MEMORY_BYTES, pinned=pinned), SlabReaders()
+    pool = HostPool(shape, dtype, memory, readers, readers.close)
+    memory.take(0, _MEMORY_BYTES)
+    place = 0
+
+    def read(spec: AdapterSpec) -> None:
+        nonlocal place
+        num_bytes = block_bytes(slab_layout(spec, shape), shape, dtype)
+        place = place if place + num_bytes <= _MEMORY_BYTES else 0
+        pool.read(spec, place)
+        place += -(-num_bytes // _PLACE_BYTES) * _PLACE_BYTES
+
+    try:
+        yield read
+    finally:
+        pool.close()

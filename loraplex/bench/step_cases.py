@@ -1,0 +1,187 @@
+"""Steps that `loraplex profile` measures: those that the cost model is fitted to, and others to check it by.
+
+Fitted ones differ in one thing at a time; those held out are drawn at random from what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+from typing import Final
+
+from loraplex.engine.cuda.step_sizes import MIXED_ROWS
+from loraplex.perf.step_cost import StepFeatures
+
+SETTLE_STEPS: Final = 4
+TIMED_STEPS: Final = 8
+_SLOWEST_PREFILL: Final = 512
+"""Prompt tokens that a step reads at the least while others decode: the first must not end before the last
+has begun."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepAdapter:
+    """An adapter that the engine knows."""
+
+    version: str
+    rank: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCase:
+    """Requests of `context` tokens that decode, and prompts that are read in the same step. Adapters go to
+    the requests in turn, decoding ones first; with none, all are for the base model."""
+
+    num_decodes: int = 0
+    context: int = 0
+    prompts: tuple[int, ...] = ()
+    adapters: tuple[StepAdapter, ...] = ()
+
+    @property
+    def decode_tokens(self) -> int:
+        """What each decoding request has to say for one measurement."""
+        return SETTLE_STEPS + TIMED_STEPS + -(-self.num_decodes * self.context // _SLOWEST_PREFILL)
+
+    @property
+    def num_tokens(self) -> int:
+        """In the KV cache at the end of a measurement."""
+        return self.num_decodes * (self.context + self.decode_tokens) + sum(self.prompts)
+
+    @property
+    def max_context(self) -> int:
+        return max(
+            [self.context + self.decode_tokens] * (self.num_decodes > 0) + [n + 1 for n in self.prompts]
+        )
+
+    def adapter_of(self, index: int) -> StepAdapter | None:
+        return self.adapters[index % len(self.adapters)] if self.adapters else None
+
+    def features(self) -> StepFeatures:
+        """Of the step in the middle of those that are timed."""
+        tokens_of = [1] * self.num_decodes + list(self.prompts)
+        used = [(n, adapter) for i, n in enumerate(tokens_of) if (adapter := self.adapter_of(i)) is not None]
+        distinct = {adapter.version: adapter.num_bytes for _, adapter in used}
+        return StepFeatures(
+            num_decodes=self.num_decodes,
+            num_prompts=len(self.prompts),
+            num_prompt_tokens=sum(self.prompts),
+            decode_positions=self.num_decodes * (self.context + self.decode_tokens - TIMED_STEPS / 2),
+            prompt_pairs=sum(n * n / 2 for n in self.prompts),
+            num_adapters=len(distinct),
+            adapter_bytes=sum(distinct.values()),
+            row_adapter_bytes=sum(n * adapter.num_bytes for n, adapter in used),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaseLimits:
+    """Of the engine that is measured. `max_tokens`: that it holds at a time."""
+
+    on_gpu: bool
+    max_context: int
+    max_tokens: int
+
+    @property
+    def decodes(self) -> tuple[int, ...]:
+        gpu = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+        return gpu if self.on_gpu else (1, 2, 4, 8, 12, 16, 24, 32)
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """Rows of steps with prompts. On a GPU the most that each size of graph takes, where there is always
+        a row more, so that the curve has its steps where the engine has them. On a CPU nothing round: lengths
+        that fill blocks and tiles are some per cent faster than all others."""
+        if self.on_gpu:
+            return tuple(rows - 1 for rows in MIXED_ROWS if rows <= 2048)
+        return (5, 9, 18, 33, 47, 65, 99, 131, 197, 259, 389, 509)
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        return (256, 1024) if self.on_gpu else (128, 384)
+
+    def fits(self, case: StepCase) -> bool:
+        return case.max_context <= self.max_context and case.num_tokens <= self.max_tokens
+
+    def prompts_of(self, num_tokens: int) -> tuple[int, ...]:
+        """As few prompts as hold so many tokens together."""
+        number = -(-num_tokens // (self.max_context - 1))
+        return tuple((num_tokens + index) // number for index in range(number))
+
+
+def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[StepCase]:
+    """What to fit to: the base model by rows and by context, then what adapters add, then both kinds of rows
+    in one step."""
+    decodes, prompts = limits.decodes, limits.prompts
+    several = (8, 32, 64, 128) if limits.on_gpu else (4, 8, 16, 32)
+    by_rank: dict[int, tuple[StepAdapter, ...]] = {}
+    for adapter in adapters:
+        by_rank[adapter.rank] = (*by_rank.get(adapter.rank, ()), adapter)
+    cases = [
+        *(StepCase(num_decodes=n, context=16) for n in decodes),
+        *(StepCase(num_decodes=n, context=c) for n in (1, *several[:3]) for c in limits.contexts),
+        *(StepCase(prompts=limits.prompts_of(n)) for n in prompts),
+        *(StepCase(prompts=_parts(n, parts)) for n in prompts[3::2] for parts in (2, 4)),
+    ]
+    for mine in by_rank.values():
+        cases += [StepCase(num_decodes=n, context=16, adapters=mine[:1]) for n in several[:3]]
+        cases += [StepCase(num_decodes=n, context=16, adapters=mine[:n]) for n in several]
+        cases += [StepCase(prompts=limits.prompts_of(n), adapters=mine[:1]) for n in prompts[2::3]]
+        cases += [StepCase(prompts=_parts(n, 4), adapters=mine[:4]) for n in (prompts[5], prompts[-3])]
+    largest = by_rank[max(by_rank)]
+    cases += [
+        StepCase(num_decodes=n, context=16, prompts=(prompts[rows] - n,), adapters=used)
+        for n, rows in ((several[0], 4), (several[1], 7), (several[2], 7))
+        for used in ((), largest[: n + 1])
+    ]
+    return [case for case in dict.fromkeys(cases) if limits.fits(case)]
+
+
+def held_out_decodes(
+    adapters: Sequence[StepAdapter], limits: CaseLimits, number: int, seed: int = 1
+) -> list[StepCase]:
+    """Steps that decode: any number of requests, of adapters and of tokens behind them, within what was
+    fitted."""
+    random, found = Random(seed), list[StepCase]()
+    while len(found) < number:
+        num_decodes = _log_uniform(random, 1, limits.decodes[-1])
+        context = _log_uniform(random, 16, min(limits.contexts[-1], limits.max_context // 2))
+        case = StepCase(
+            num_decodes=num_decodes, context=context, adapters=_draw(random, adapters, num_decodes)
+        )
+        found += [case] if limits.fits(case) else []
+    return found
+
+
+def held_out_prompts(
+    adapters: Sequence[StepAdapter], limits: CaseLimits, number: int, seed: int = 2
+) -> list[StepCase]:
+    """Steps that read prompts: one to four, of any length."""
+    random, found = Random(seed), list[StepCase]()
+    while len(found) < number:
+        num_tokens, num_prompts = _log_uniform(random, 16, limits.prompts[-1]), random.randint(1, 4)
+        cuts = sorted(random.sample(range(1, num_tokens), num_prompts - 1))
+        ends = zip((0, *cuts), (*cuts, num_tokens), strict=True)
+        prompts = tuple(max(end - start, 2) for start, end in ends)  # of one token it would be a decode
+        case = StepCase(prompts=prompts, adapters=_draw(random, adapters, num_prompts))
+        found += [case] if limits.fits(case) else []
+    return found
+
+
+def _draw(random: Random, adapters: Sequence[StepAdapter], most: int) -> tuple[StepAdapter, ...]:
+    """None in one case of three."""
+    if random.random() < 1 / 3:
+        return ()
+    return tuple(random.sample(list(adapters), _log_uniform(random, 1, min(most, len(adapters)))))
+
+
+def _log_uniform(random: Random, low: int, high: int) -> int:
+    return min(int(low * ((high + 1) / low) ** random.random()), high)
+
+
+def _parts(num_tokens: int, number: int) -> tuple[int, ...]:
+    """So many tokens in prompts that grow: the second has twice the tokens of the first, and so on."""
+    ends = [num_tokens * k * (k + 1) // (number * (number + 1)) for k in range(number + 1)]
+    return tuple(end - start for start, end in pairwise(ends))

@@ -1,0 +1,33 @@
+"""How much memory an engine has for KV tokens and adapters, and how much each takes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """`token_bytes`: of a token in the KV cache, which is given out in blocks of `block_tokens`.
+
+    `arena_bytes`: what KV blocks and adapters share on a device; None on a CPU, where they are apart, and the
+    KV cache holds `kv_tokens` (None with an arena). `host_bytes`: the budget for adapters in host memory.
+    `table_bytes`: what an adapter takes beside its weights. `rank_bytes`: by module, of one rank of its A and
+    B in all layers.
+    """
+
+    token_bytes: int
+    block_tokens: int
+    arena_bytes: int | None
+    kv_tokens: int | None
+    host_bytes: int
+    table_bytes: int
+    rank_bytes: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        assert (self.arena_bytes is None) != (self.kv_tokens is None), "shared memory, or memory apart"
+
+    def adapter_bytes(self, rank: int, modules: Iterable[str]) -> int:
+        """Of an adapter of this rank on these modules of every layer, in memory; but for the alignment of its
+        parts."""
+        return self.table_bytes + rank * sum(self.rank_bytes[module] for module in modules)

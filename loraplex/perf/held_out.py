@@ -1,0 +1,17 @@
+"""How well a cost model predicts what it was not fitted to, measured in the same run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.perf.least_squares import FitQuality
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOut:
+    """`decode`, `prefill`: steps drawn at random. `load`: reads of adapters, and copies where there is a bus,
+    of sizes between those fitted."""
+
+    decode: FitQuality
+    prefill: FitQuality
+    load: FitQuality
