@@ -105,7 +105,7 @@ def measure_assist(
     report: Report,
 ) -> AssistCost:
     """x A B of one linear on CPU cores. Workers that wait for a device may do better or worse than torch's
-    own threads do here; drift tells."""
+    own threads do here."""
     in_features, out_features = shape.hidden_size, shape.q_size
     sizes = [
         (num_tokens, rank, number)

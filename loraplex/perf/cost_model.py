@@ -21,13 +21,10 @@ from loraplex.perf.subject import Subject
 
 
 class CostKind(StrEnum):
-    """Costs that are watched and corrected, each by itself."""
+    """Costs that are watched and corrected, each by itself: those that policies decide by."""
 
     COPY = "copy"
-    READ = "read"
-    DISK = "disk"
     STEP = "step"
-    ASSIST = "assist"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +32,7 @@ class Corrections:
     """What each cost is multiplied with: how much slower the machine was found to be than it was said."""
 
     copy: float = 1.0
-    read: float = 1.0
-    disk: float = 1.0
     step: float = 1.0
-    assist: float = 1.0
 
     def of(self, kind: CostKind) -> float:
         factor: float = getattr(self, kind.value)
@@ -71,30 +65,19 @@ class CostModel:
 
     def read_s(self, num_bytes: float) -> float:
         """Of an adapter whose file the page cache holds."""
-        return self.read.seconds(num_bytes) * self.corrections.read
-
-    def disk_s(self, num_bytes: float) -> float:
-        """Of a file that the page cache does not hold."""
-        return self.disk.seconds(num_bytes) * self.corrections.disk
+        return self.read.seconds(num_bytes)
 
     def step_s(self, step: StepFeatures) -> float:
         return self.step.seconds(step) * self.corrections.step
 
-    def layer_s(self, step: StepFeatures) -> float:
-        """Of one layer; what comes before and after the layers is shared out among them."""
-        return self.step_s(step) / self.subject.num_layers
-
-    def assist_layer_s(
-        self, *, num_tokens: int, weights_of_groups: Sequence[int], num_cores: int, activation_bytes: int = 0
-    ) -> float:
-        """Of CPU workers for one layer's LoRA, with what they take from the device and bring back to it.
+    def assist_layer_s(self, *, num_tokens: int, weights_of_groups: Sequence[int], num_cores: int) -> float:
+        """Of CPU workers for one layer's LoRA.
 
         `weights_of_groups`: A's and B's elements of each group of linears that share an input.
         """
-        computed_s = self.assist.layer_s(
+        return self.assist.layer_s(
             num_tokens=num_tokens, weights_of_groups=weights_of_groups, num_cores=num_cores
         )
-        return computed_s * self.corrections.assist + self.copy_s(activation_bytes)
 
     def arrivals_s(self, layer_bytes: Sequence[int], groups: Sequence[int]) -> list[float]:
         """When each layer is on the device, counted from now; the adapter is in host memory."""
@@ -105,8 +88,10 @@ class CostModel:
         return layer_pipeline.stall_s(arrivals, step_s)
 
     def plan_groups(self, layer_bytes: Sequence[int], step_s: float) -> tuple[int, ...]:
-        """How many layers to copy at a time, so that a step launched now stalls least."""
-        return layer_pipeline.plan_groups(self._bus(), layer_bytes, step_s)
+        """How many layers to copy at a time, so that a step launched now stalls least, and one that takes
+        longer not much."""
+        best = layer_pipeline.plan_groups(self._bus(), layer_bytes, step_s)
+        return tuple(layer_pipeline.cut_groups(best, layer_bytes))
 
     def assist_layers(
         self, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float

@@ -10,14 +10,17 @@ groups of one copy each: a group's layers are there when its copy ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
+from typing import Final
 
 from loraplex.perf.line import Line
 
 _HALVINGS = 8
 """Stalls are told apart down to that of a single copy, halved so often: half a per cent of it."""
+
+_LARGEST_GROUP_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +84,23 @@ def plan_groups(bus: Bus, layer_bytes: Sequence[int], step_s: float) -> tuple[in
         if groups and allowed_s + len(groups) * bus.launch_s < cheapest:
             best, cheapest = groups, allowed_s + len(groups) * bus.launch_s
     return best
+
+
+def cut_groups(groups: Sequence[int], layer_bytes: Sequence[int]) -> Iterator[int]:
+    """The same groups, none of them larger than may be if it has several layers.
+
+    A plan is made for one step. Another that takes longer would wait for the whole of a large group, where it
+    could have computed with the first of its layers.
+    """
+    layers = iter(layer_bytes)
+    for size in groups:
+        count = num_bytes = 0
+        for own_bytes in islice(layers, size):
+            if count > 0 and num_bytes + own_bytes > _LARGEST_GROUP_BYTES:
+                yield count
+                count = num_bytes = 0
+            count, num_bytes = count + 1, num_bytes + own_bytes
+        yield count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

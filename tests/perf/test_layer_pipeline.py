@@ -9,7 +9,7 @@ from cost_models import H200_BUS, MIB, PREFILL_S, RANK_64_LAYERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.perf.layer_pipeline import Bus, arrivals_s, assist_layers, plan_groups, stall_s
+from loraplex.perf.layer_pipeline import Bus, arrivals_s, assist_layers, cut_groups, plan_groups, stall_s
 from loraplex.perf.line import Line
 
 
@@ -125,3 +125,10 @@ def test_workers_help_as_long_as_the_bus_needs_to_get_ahead() -> None:
     plan = assist_layers(slow, RANK_64_LAYERS, PREFILL_S, assist_layer_s=0.3e-3)
     assert 0 < plan.num_layers < 32
     assert plan.saved_s > 5e-3
+
+
+def test_a_group_too_large_is_cut_between_layers() -> None:
+    layer_bytes = [size << 20 for size in (25, 25, 25, 100, 5, 5)]
+    assert list(cut_groups([6], layer_bytes)) == [2, 1, 1, 2]
+    assert list(cut_groups([1, 5], layer_bytes)) == [1, 2, 1, 2]
+    assert list(cut_groups([2, 2, 2], layer_bytes)) == [2, 1, 1, 2]

@@ -20,7 +20,7 @@ from typing import Any, Final
 from loraplex.core.errors import CapacityError, EngineDeadError
 from loraplex.core.exits import describe_exit
 from loraplex.engine.assist.control import FOREVER, Control
-from loraplex.engine.assist.messages import Forget, Go, Launch, Wake
+from loraplex.engine.assist.messages import Go, Launch, Wake
 from loraplex.engine.assist.process import WorkerProcess
 from loraplex.engine.assist.product import TILE_ROWS, Product
 from loraplex.engine.assist.shared_block import SharedBlock
@@ -133,13 +133,6 @@ class Crew:
                 if slot.process is not None:
                     slot.process.send_weights(index, block)
             return index
-
-    def remove_weights(self, index: int) -> None:
-        with self._changed:
-            del self._weights[index]
-            for slot in self._slots:
-                if slot.process is not None:
-                    slot.process.send(Forget(index))
 
     def weights_bytes(self, index: int) -> int:
         return self._weights[index].num_bytes

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 _MESSAGE: Final = struct.Struct("=cqq")
-_WEIGHTS, _FORGET, _GO, _WAKE = b"w", b"f", b"g", b"a"
+_WEIGHTS, _GO, _WAKE = b"w", b"g", b"a"
 _MAX_ANSWER_BYTES: Final = 4096
 
 
@@ -60,13 +60,6 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """A block of weights that no task uses any more."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class Go:
     """Tasks from this ticket on are the worker's as well."""
 
@@ -78,7 +71,7 @@ class Wake:
     """The pool was armed."""
 
 
-Message = Weights | Forget | Go | Wake
+Message = Weights | Go | Wake
 
 
 def send(channel: socket.socket, message: Message) -> None:
@@ -86,8 +79,6 @@ def send(channel: socket.socket, message: Message) -> None:
     if isinstance(message, Weights):
         data = _MESSAGE.pack(_WEIGHTS, message.index, message.num_bytes)
         socket.send_fds(channel, [data], [message.fd])
-    elif isinstance(message, Forget):
-        channel.send(_MESSAGE.pack(_FORGET, message.index, 0))
     elif isinstance(message, Go):
         channel.send(_MESSAGE.pack(_GO, message.first_ticket, 0))
     else:
@@ -103,8 +94,6 @@ def receive(channel: socket.socket) -> Message | None:
     if kind == _WEIGHTS:
         os.set_inheritable(fds[0], False)
         return Weights(value, fds[0], num_bytes)
-    if kind == _FORGET:
-        return Forget(value)
     return Go(value) if kind == _GO else Wake()
 
 

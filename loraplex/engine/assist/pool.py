@@ -133,10 +133,6 @@ class AssistPool:
         """Show the workers a block of weights; its index in tasks. The block stays the caller's to close."""
         return self._crew.add_weights(block)
 
-    def remove_weights(self, index: int) -> None:
-        """Have the workers let go of a block, after the last task that uses it and before it is closed."""
-        self._crew.remove_weights(index)
-
     def arm(self) -> None:
         """Have workers spin for tasks to come; `submit` does so too, but then they are only waking up."""
         self._crew.arm()

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from loraplex.engine.assist.control import Control
-from loraplex.engine.assist.messages import Forget, Go, Launch, Weights, receive, send_ready
+from loraplex.engine.assist.messages import Go, Launch, Weights, receive, send_ready
 from loraplex.engine.assist.product import Product, profile
 from loraplex.engine.assist.shared_block import SharedBlock
 
@@ -101,8 +101,6 @@ class Worker:
             block = SharedBlock(message.num_bytes, fd=message.fd)
             self._weights[message.index] = block.memory
             block.close()
-        elif isinstance(message, Forget):
-            del self._weights[message.index]
         elif isinstance(message, Go):
             self._first_ticket = message.first_ticket
         return message is not None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate, chain, islice, pairwise, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -24,10 +24,6 @@ from loraplex.kernels.lora import TABLE_COLUMNS, LoraWeights
 
 _MAX_KNOWN: Final = 10_000
 _MAX_PLANS: Final = 256
-_LARGEST_GROUP_BYTES: Final = 64 << 20
-"""A plan is made for the usual step. One that takes longer would wait for the whole of a large group, where
-it could have computed with the first of its layers."""
-
 
 PlanGroups = Callable[[Sequence[int]], Sequence[int]]
 """From the bytes of each layer: how many of them to copy at a time, one after the other."""
@@ -234,21 +230,8 @@ def cuts_of(ends: Sequence[int], assisted_layers: int, plan_groups: PlanGroups) 
     layers in groups, then the first layers, if CPU workers compute them."""
     computed = 1 + assisted_layers
     layer_bytes = tuple(end - begin for begin, end in pairwise(ends[assisted_layers:]))
-    stops = accumulate(_cut_groups(plan_groups(layer_bytes), layer_bytes), initial=computed)
+    stops = accumulate(plan_groups(layer_bytes), initial=computed)
     groups = [(0, 1), *pairwise(stops), *([(1, computed)] if assisted_layers > 0 else [])]
     return [
         Cut(ends[first - 1] if first > 0 else 0, ends[stop - 1], range(first, stop)) for first, stop in groups
     ]
-
-
-def _cut_groups(groups: Sequence[int], layer_bytes: Sequence[int]) -> Iterator[int]:
-    """The same groups, none of them larger than may be if it has several layers."""
-    layers = iter(layer_bytes)
-    for size in groups:
-        count = num_bytes = 0
-        for own_bytes in islice(layers, size):
-            if count > 0 and num_bytes + own_bytes > _LARGEST_GROUP_BYTES:
-                yield count
-                count = num_bytes = 0
-            count, num_bytes = count + 1, num_bytes + own_bytes
-        yield count

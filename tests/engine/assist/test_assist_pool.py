@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -114,19 +113,6 @@ def test_a_task_without_parts_only_goes_round(pool: AssistPool, loras: Loras) ->
 def test_weights_that_came_later_are_known_to_all(pool: AssistPool) -> None:
     for _ in range(3):
         check(pool, Loras(pool, torch.float32, ranks=(4, 12)), ROWS)
-
-
-def test_weights_that_nobody_needs_any_more_are_let_go(pool: AssistPool) -> None:
-    def mapped(pid: int) -> int:
-        return Path(f"/proc/{pid}/maps").read_text().count("memfd:loraplex")
-
-    loras = Loras(pool, torch.float32, ranks=(3,))
-    check(pool, loras, ROWS)
-    before = [mapped(pid) for pid in pool.pids.values()]
-    pool.remove_weights(loras.parts[0].weights)
-    loras.block.close()
-    assert eventually(lambda: [mapped(pid) + 1 for pid in pool.pids.values()] == before)
-    check(pool, Loras(pool, torch.float32), ROWS)
 
 
 def test_workers_without_tasks_sleep_until_the_next(pool: AssistPool, loras: Loras) -> None:

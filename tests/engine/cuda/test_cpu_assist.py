@@ -199,16 +199,6 @@ def test_layers_are_copied_in_groups_and_those_that_workers_compute_last() -> No
     assert planned == [[20, 30, 40, 50], [40, 50]]
 
 
-def test_a_group_too_large_is_cut_between_layers() -> None:
-    ends = [size << 20 for size in (1, 26, 51, 76, 176, 181, 186)]
-
-    def parts(*groups: int) -> list[list[int]]:
-        return [list(cut.parts) for cut in cuts_of(ends, 0, lambda layer_bytes: groups)]
-
-    assert parts(6) == [[0], [1, 2], [3], [4], [5, 6]]
-    assert parts(1, 5) == [[0], [1], [2, 3], [4], [5, 6]]
-
-
 def logprobs(cold_start: ColdStart) -> list[float]:
     """Of the likeliest tokens after one prompt, on an adapter that is not on the device."""
     engine = engine_of(cold_start)
