@@ -43,6 +43,7 @@ def as_version_2(profile: Result) -> dict[str, Any]:
         "step": step,
         "assist": profile["assist"] | {"quality": _quality(profile["assist"]["quality"])},
         "bus": None if bus is None else bus | {"copy": _line(bus["copy"])},
+        "corrections": {name: profile["corrections"][name] for name in ("copy", "step")},
         "held_out": None,
         "memory": None,
     }
