@@ -122,6 +122,7 @@ def _profile_engine(
             on_gpu=on_gpu,
             max_context=engine.max_model_len,
             max_tokens=stats.num_kv_blocks * _BLOCK_SIZE // 2,
+            work=engine.step_work,
         )
         fitted = _add_adapters(engine, options, _RANKS, memory_bytes // 2, most_each=128 if on_gpu else 16)
         others = _add_adapters(engine, options, _HELD_OUT_RANKS, memory_bytes // 2, most_each=16)

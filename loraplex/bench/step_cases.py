@@ -13,6 +13,7 @@ from typing import Final
 
 from loraplex.engine.cuda.step_sizes import MIXED_ROWS
 from loraplex.perf.step_cost import StepFeatures
+from loraplex.scheduling.work import StepWork
 
 SETTLE_STEPS: Final = 4
 TIMED_STEPS: Final = 8
@@ -78,11 +79,12 @@ class StepCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseLimits:
-    """Of the engine that is measured. `max_tokens`: that it holds at a time."""
+    """Of the engine that is measured. `max_tokens`: that it holds at a time. `work`: what a step may do."""
 
     on_gpu: bool
     max_context: int
     max_tokens: int
+    work: StepWork
 
     @property
     def decodes(self) -> tuple[int, ...]:
@@ -103,7 +105,10 @@ class CaseLimits:
         return (256, 1024) if self.on_gpu else (128, 384)
 
     def fits(self, case: StepCase) -> bool:
-        return case.max_context <= self.max_context and case.num_tokens <= self.max_tokens
+        if case.max_context > self.max_context or case.num_tokens > self.max_tokens:
+            return False
+        decodes = case.num_decodes * self.work.cost(case.context + case.decode_tokens, 1)
+        return decodes + sum(self.work.cost(0, n) for n in case.prompts) <= self.work.max_tokens
 
     def prompts_of(self, num_tokens: int) -> tuple[int, ...]:
         """As few prompts as hold so many tokens together."""

@@ -50,6 +50,7 @@ class Engine:
     ) -> None:
         """`costs`: what things take on this machine, corrected by what they are found to take."""
         self.max_model_len = config.max_model_len
+        self.step_work = config.work
         self._residency = memory.residency
         self._scheduler = Scheduler(config, memory, costs)
         self._executor = executor

@@ -29,6 +29,7 @@ from loraplex.engine.profile_subject import profile_path, subject_of
 from loraplex.model.shapes import config_of_shape
 from loraplex.perf.profile_json import read_profile
 from loraplex.perf.step_cost import StepFeatures
+from loraplex.scheduling.work import StepWork
 
 TINY = config_of_shape("tiny").shape
 
@@ -109,8 +110,10 @@ ADAPTERS = [
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_cases_fit_the_engine_and_tell_every_cost_apart(on_gpu: bool) -> None:
-    cases = step_cases(ADAPTERS, CaseLimits(on_gpu=on_gpu, max_context=2048, max_tokens=40_000))
+    work = StepWork(max_tokens=2048, position_cost=4e-5)
+    cases = step_cases(ADAPTERS, CaseLimits(on_gpu=on_gpu, max_context=2048, max_tokens=40_000, work=work))
     assert all(case.max_context <= 2048 and case.num_tokens <= 40_000 for case in cases)
+    assert all(sum(work.cost(0, n) for n in case.prompts) <= work.max_tokens for case in cases)
     features = [case.features() for case in cases]
     base = [step for step in features if step.num_adapters == 0]
     assert len({step.decode_positions / step.num_decodes for step in base if step.num_decodes}) > 2
@@ -165,7 +168,7 @@ def test_pauses_only_ever_add() -> None:
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_cases_held_out_are_others_than_those_fitted(on_gpu: bool) -> None:
-    limits = CaseLimits(on_gpu=on_gpu, max_context=512, max_tokens=20_000)
+    limits = CaseLimits(on_gpu=on_gpu, max_context=512, max_tokens=20_000, work=StepWork())
     fitted = set(step_cases(ADAPTERS, limits))
     decodes, prompts = held_out_decodes(ADAPTERS, limits, 24), held_out_prompts(ADAPTERS, limits, 24)
     assert decodes == held_out_decodes(ADAPTERS, limits, 24), "the same whenever they are drawn"
