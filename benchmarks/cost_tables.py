@@ -12,7 +12,6 @@ from benchmarks import cold_tables
 from benchmarks.cold_tables import AIM_TOKENS, RANK, section
 from benchmarks.gpu_cold import ALL, QKV, Setting
 from benchmarks.markdown import Result, TableError, table
-from benchmarks.old_profiles import as_version_2
 from loraplex.bench.random_engine import random_specs
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
@@ -31,7 +30,7 @@ _SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=_PROMPT_TOK
 def cost_model(result: Result) -> CostModel:
     """The one that `benchmarks.gpu_cold profile` fitted."""
     try:
-        model = profile_from_json(json.dumps(as_version_2(section(result, "profile"))))
+        model = profile_from_json(json.dumps(section(result, "profile")))
     except (KeyError, ValueError) as error:
         raise TableError(
             f"the section 'profile' is none: {error}; run benchmarks.gpu_cold profile"
@@ -237,8 +236,9 @@ def _loads(result: Result) -> Iterator[Prediction]:
             "first token, `overlap`, host memory less device",
         )
         groups = ", ".join(map(str, adapter.groups))
+        in_groups = "layer by layer" if set(adapter.groups) == {1} else f"in groups of {groups} layers"
         yield Prediction(
-            f"that step with the copy, in groups of {groups} layers",
+            f"that step with the copy, {in_groups}",
             adapter.pipelined_ms,
             times["pipelined"]["host"]["mean"],
             "first token, `pipelined`, host memory",

@@ -111,14 +111,15 @@ def test_every_fit_is_shown_with_its_quality(cold: dict[str, Any]) -> None:
     cold["profile"]["results"]["disk"]["quality"] = {
         "num_samples": 9,
         "r_squared": 0.5,
+        "mean_error": 0.125,
         "worst_error": 0.25,
     }
     table = cost_tables.fits_table(cold)
-    assert "| 9 | 0.5000 | - | 25% |" in table, "mean errors are not in the old format"
+    assert "| 9 | 0.5000 | 12.5% | 25% |" in table
     assert table.count("read from the page cache") == 1
 
 
-def test_a_profile_as_it_is_written_now_is_shown_with_what_was_held_out(cold: dict[str, Any]) -> None:
+def test_a_profile_is_shown_with_what_was_held_out(cold: dict[str, Any]) -> None:
     model = cost_tables.cost_model(cold)
     held_out = HeldOut(
         decode=quality_of([1.0, 2.0], [1.0, 2.5]),
