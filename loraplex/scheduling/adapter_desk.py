@@ -39,7 +39,7 @@ class Orders(NamedTuple):
 
 
 class AdapterDesk:
-    """A scheduler's adapters. `pins`: those of requests."""
+    """A scheduler's adapters. `pins`: those of requests. `cold_start`: how requests start on others."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
         """`costs`: what things take, which `ColdStart.AUTO` decides by."""
@@ -55,14 +55,14 @@ class AdapterDesk:
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
         """For adapters that are loaded from now on."""
-        self._cold_start = cold_start
+        self.cold_start = cold_start
         self.pins.starts = self._starts = StartPolicy(cold_start, self._costs, self._config.num_workers)
 
     # ---- which are known
 
     def add(self, version: str, num_bytes: int) -> None:
         """Make a version known. Raises CapacityError if there could never be room for it."""
-        if self._cold_start is ColdStart.CACHED and version not in self._residency:
+        if self.cold_start is ColdStart.CACHED and version not in self._residency:
             self._check_room_beside_kept(num_bytes)
             self.pins.keep(version)
         self._residency.add(version, num_bytes)
@@ -109,8 +109,9 @@ class AdapterDesk:
 
     def has_work(self) -> bool:
         """Whether there is something to bring in that no request waits for."""
-        ahead = self._staging is not None and self._staging.num_ahead > 0
-        return ahead or self.pins.num_to_keep > 0
+        if self.pins.num_to_keep > 0:
+            return True
+        return self._staging is not None and self._staging.num_ahead > 0
 
     def bring_in(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
         """What waiting requests need, in their order, then what they may need some day."""
@@ -123,10 +124,9 @@ class AdapterDesk:
     def take_orders(self, used: Set[str | None], waiting: deque[Sequence]) -> Orders:
         """`used`: by the step that is decided, with None for the base model alone; empty if there is none."""
         reads = () if self._staging is None else self._staging.take_reads()
-        on_demand = self._cold_start is ColdStart.ON_DEMAND
+        on_demand = self.cold_start is ColdStart.ON_DEMAND
         loads = tuple(
-            replace(
-                load,
+            load._replace(
                 awaited=load.version in used,
                 behind=bool(used) and load.version not in used and not on_demand,
             )

@@ -10,7 +10,6 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from itertools import islice
 from typing import Final
 
@@ -107,6 +106,20 @@ class AdapterPins:
             self._reads_more = self._staging.fetch(version)
         return False
 
+    def only_reads(self, waiting: Iterable[Sequence]) -> bool:
+        """Whether all that these wait for are reads to the host's memory, begun or not yet their turn: until
+        one of them ends, `prefetch` does nothing."""
+        return all(
+            sequence.adapter is not None and not sequence.pinned and self._awaits_read(sequence.adapter)
+            for sequence in waiting
+        )
+
+    def _awaits_read(self, version: str) -> bool:
+        staging = self._staging
+        return (
+            staging is not None and self._residency.tier(version) is Tier.DISK and staging.holds_up(version)
+        )
+
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the request could run as far as its adapter goes."""
         version = sequence.adapter
@@ -187,8 +200,8 @@ class AdapterPins:
         if source is not None and self.starts.streams:
             self._arriving[version] = num_bytes
             prompt = StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens)
-            load = replace(load, assisted_layers=self.starts.assisted_layers(num_bytes, prompt))
-        self._loads.append(replace(load, source=source))
+            load = load._replace(assisted_layers=self.starts.assisted_layers(num_bytes, prompt))
+        self._loads.append(load._replace(source=source))
 
     def _follow_moves(self, running: Many[Sequence]) -> None:
         """Blocks may have had to make way for the adapter; those who hold them look for them elsewhere."""

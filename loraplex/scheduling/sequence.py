@@ -22,6 +22,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "block_ids",
         "num_cached",
         "num_computed",
@@ -31,11 +32,14 @@ class Sequence:
         "num_unknown",
         "pinned",
         "request",
+        "request_id",
         "token_ids",
     )
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
+        self.request_id = request.request_id
+        self.adapter = request.adapter
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
         self.num_computed = 0
@@ -45,14 +49,6 @@ class Sequence:
         self.num_unknown = 0
         self.block_ids: list[int] = []
         self.pinned = False
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def adapter(self) -> str | None:
-        return self.request.adapter
 
     @property
     def num_tokens(self) -> int:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from loraplex.core.request import EngineRequest
 from loraplex.scheduling.leaping import ANY_TOKEN
 from loraplex.scheduling.plan import StepPlan
-from loraplex.twin.outcome import Recorder
 from loraplex.twin.simulator import Simulator
 
 
@@ -50,16 +49,17 @@ class AheadSimulator(Simulator):
     def _is_idle(self) -> bool:
         return not (self._due or self._joining or self._flights) and super()._is_idle()
 
-    def _step(self, recorder: Recorder, next_s: float) -> None:
+    def _step(self, next_s: float) -> None:
         if self._glides:
-            if self._glide(recorder, next_s):
+            if not self._has_news() and self._glide(next_s):
                 return
             self._glides = False
             self._add(self._joining)
             self._launch(self._decide())  # the step that is known comes to be under way
+        self._end_loads()
         self._add(self._due)
-        if self._leaps and self._flights and self.scheduler.is_settling() and not self._ends:
-            self._land(recorder, keep=0)
+        if self._leaps and self._flights and self.scheduler.is_settling():
+            self._land(keep=0)
             self._glides = self.scheduler.num_running > 0
             return
         plan = self._decide()
@@ -67,8 +67,12 @@ class AheadSimulator(Simulator):
             self._launch(plan)
         elif not self._flights:
             self._pass_time(plan, next_s)
-        self._land(recorder, keep=1 if plan.chunks else 0)
-        self._note(self.scheduler.take_failures(), recorder)
+        self._land(keep=1 if plan.chunks else 0)
+        self.recorder.updated(self.scheduler.take_failures(), self.now_s)
+
+    def _has_news(self) -> bool:
+        """Whether something has ended that the next step to be decided has to be told of."""
+        return bool(self._ends) and self._ends[0][0] <= self.now_s
 
     def _add(self, requests: list[EngineRequest]) -> None:
         for request in requests:
@@ -79,40 +83,53 @@ class AheadSimulator(Simulator):
 
     def _launch(self, plan: StepPlan) -> None:
         if plan.chunks:
-            begin_s = max(self._now_s, self._flights[-1].end_s if self._flights else -math.inf)
+            begin_s = max(self.now_s, self._flights[-1].end_s if self._flights else -math.inf)
             num_waiting = self.scheduler.num_waiting
             self._flights.append(_Flight(plan, num_waiting, self._end_s(plan, num_waiting, begin_s)))
 
-    def _land(self, recorder: Recorder, keep: int) -> None:
+    def _land(self, keep: int) -> None:
         while len(self._flights) > keep:
             plan, num_waiting, end_s = self._flights.popleft()
-            self._now_s = max(self._now_s, end_s)
+            self.now_s = max(self.now_s, end_s)
             sampled = {chunk.request_id: ANY_TOKEN for chunk in plan.chunks if chunk.samples}
             updates = self.scheduler.update(plan, sampled)
-            recorder.stepped(self._now_s, self.scheduler.num_running, num_waiting, len(updates))
-            self._note(updates, recorder)
+            self.recorder.stepped(
+                self.now_s,
+                num_running=self.scheduler.num_running,
+                num_waiting=num_waiting,
+                num_tokens=len(updates),
+            )
+            self.recorder.updated(updates, self.now_s)
 
     # ---- gliding
 
-    def _glide(self, recorder: Recorder, next_s: float) -> bool:
+    def _glide(self, next_s: float) -> bool:
         """The known step, or many; False if what comes after it has to be decided."""
-        if not self._due and not self._joining:
-            stepped = self._leap(recorder, next_s)
-            self._keep_gliding()
-            return stepped
-        if not self.scheduler.go_beside([*self._joining, *self._due]):
-            return False
-        if self._joining:
-            self._add(self._joining)
-            stepped = self._step_beside(recorder)
-            assert stepped, "they could join when that was decided"
+        due = self._due
+        if not self._joining:
+            if due and not self.scheduler.go_beside(due):
+                if not self._let_wait():
+                    return False
+            elif due:
+                next_s = self.now_s + math.ulp(self.now_s)  # the known step, before they join
+            stepped = self._leap(next_s)
         else:
-            stepped = self._leap(recorder, self._now_s + math.ulp(self._now_s))
+            # Those who join were asked before; since then some may have ended, and nobody has come.
+            if due and not self.scheduler.go_beside([*self._joining, *due]):
+                return False
+            self._add(self._joining)
+            stepped = self._step_beside(sure=True)
+            assert stepped, "they could join when that was decided"
         if stepped:
-            self._joining, self._due = self._due, self._joining
-            self._keep_gliding()
+            self._joining, self._due = due, self._joining
+            self._glides = self.scheduler.num_running > 0 or bool(due)
         return stepped
 
-    def _keep_gliding(self) -> None:
-        """For as long as there is a next step."""
-        self._glides = self.scheduler.num_running > 0 or bool(self._joining)
+    def _let_wait(self) -> bool:
+        """Whether those who are due can but wait for reads, which begin now."""
+        reads = self.scheduler.wait_beside(self._due)
+        if reads is None:
+            return False
+        self._due.clear()
+        self._start_loads(reads, ())
+        return True
