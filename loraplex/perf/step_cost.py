@@ -105,9 +105,10 @@ class StepCost:
 
     def seconds(self, step: StepFeatures) -> float:
         """Of a step without rows: none."""
-        if step.num_rows == 0:
+        num_rows = step.num_decodes + step.num_prompt_tokens
+        if num_rows == 0:
             return 0.0
-        return self.curve.seconds(step.num_rows) + self.terms.seconds(step)
+        return self.curve.seconds(num_rows) + self.terms.seconds(step)
 
 
 def fit_step_cost(samples: Sequence[tuple[StepFeatures, float]]) -> StepCost:

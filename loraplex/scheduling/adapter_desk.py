@@ -13,7 +13,6 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError
 from loraplex.core.stats import AdapterStats
 from loraplex.perf.drift import DriftWatch
-from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.adapter_pins import AdapterPins
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
@@ -49,7 +48,7 @@ class AdapterDesk:
         self._staging = memory.staging
         self._costs = costs
         self._popularity = Popularity()
-        self._under_way: deque[StepFeatures | None] = deque()  # None where nobody will ask
+        self._under_way: deque[Many[Chunk]] = deque()  # steps
         self.pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
         self.choose_cold_start(config.cold_start)
 
@@ -109,9 +108,7 @@ class AdapterDesk:
 
     def has_work(self) -> bool:
         """Whether there is something to bring in that no request waits for."""
-        if self.pins.num_to_keep > 0:
-            return True
-        return self._staging is not None and self._staging.num_ahead > 0
+        return self.pins.has_to_keep or (self._staging is not None and self._staging.has_ahead)
 
     def bring_in(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
         """What waiting requests need, in their order, then what they may need some day."""
@@ -170,18 +167,23 @@ class AdapterDesk:
             block_ids=[],
             samples=True,
         )
-        used, num_bytes = {chunk.adapter for chunk in chunks}, self._residency.num_bytes
+        if not self._starts.weighs:
+            return self._starts.streams
+        used, num_bytes = {chunk.adapter for chunk in chunks}, self._bytes_of
         return self._starts.may_join(
             before=step_features(chunks, num_bytes),
             after=step_features([*chunks, own], num_bytes),
             coming_before=self.pins.coming_for(used),
             coming_after=self.pins.coming_for(used | {sequence.adapter}),
-            under_way=[step for step in self._under_way if step is not None],
+            under_way=[step_features(step, num_bytes) for step in self._under_way],
         )
 
+    def _bytes_of(self, version: str) -> int:
+        """One may be forgotten before a step that used it has landed."""
+        return self._residency.num_bytes(version) if self._residency.knows(version) else 0
+
     def step_decided(self, chunks: Many[Chunk]) -> None:
-        weighs = self._starts.weighs
-        self._under_way.append(step_features(chunks, self._residency.num_bytes) if weighs else None)
+        self._under_way.append(chunks)
 
     def step_landed(self) -> None:
         """The oldest of those decided."""

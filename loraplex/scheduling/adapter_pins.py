@@ -55,9 +55,9 @@ class AdapterPins:
             self._to_keep.remove(version)
 
     @property
-    def num_to_keep(self) -> int:
-        """Those that are yet to be brought in to stay."""
-        return len(self._to_keep)
+    def has_to_keep(self) -> bool:
+        """Whether any is yet to be brought in to stay."""
+        return bool(self._to_keep)
 
     def prefetch(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
         """Pin or start to load adapters of the first waiting requests, in order, while there is room."""

@@ -75,6 +75,8 @@ class LeapingScheduler(Scheduler):
         requests ended, which is with the last of these steps."""
         assert self._group is not None
         ended = self._group.advance(num_steps, ANY_TOKEN)
+        if not ended:
+            return []
         for sequence in ended:
             self._publish(sequence, sequence.num_computed)
         return [self._accept(sequence, ANY_TOKEN) for sequence in ended]
@@ -90,8 +92,9 @@ class LeapingScheduler(Scheduler):
 
     def _all_is_quiet(self, *, under_way: bool = False) -> bool:
         """Whether nothing is done that no request asked for. `under_way`: steps may be."""
-        busy = (self._under_way and not under_way) or self._failures or self._config.loads_popular
-        return not busy and not self.adapters.has_work()
+        if (self._under_way and not under_way) or self._failures or self._config.loads_popular:
+            return False
+        return not self.adapters.has_work()
 
     # ---- others beside it
 
@@ -147,6 +150,30 @@ class LeapingScheduler(Scheduler):
             self.add(request)
         self.adapters.bring_in(self._waiting, self._running)
         return staging.take_reads()
+
+    def may_load_beside(self, version: str, step_s: float) -> bool:
+        """Of a version that has just been read: whether the one request that waits could join the step after
+        the next one of the group, which takes so long, and its adapter be there by then; with room for all,
+        so that nothing has to make way."""
+        group, waiting = self.group, self._waiting
+        if group is None or len(waiting) != 1 or waiting[0].adapter != version or group.steps_left < 2:
+            return False
+        num_tokens = len(waiting[0].token_ids)
+        if not self._all_is_quiet() or not self._may_start(1, num_tokens, ()):
+            return False
+        num_bytes = self._residency.num_bytes(version)
+        room = self._memory.max_tokens(0) - self._memory.max_tokens(num_bytes)
+        num_blocks = blocks_ahead(waiting[0], self._pool, self._config.max_model_len)
+        num_blocks += self._pool.blocks_for(room) + len(self._running)
+        return group.has_room_for(num_blocks) and self._pins.starts.is_there_after(step_s, num_bytes)
+
+    def load_beside(self, version: str) -> None:
+        """It was read, it is loaded, and it is there."""
+        self.adapter_read(version)
+        self.adapters.bring_in(self._waiting, self._running)
+        loads = self._pins.take_loads()
+        assert [load.version for load in loads] == [version], "there was room for it"
+        self.adapter_loaded(version)
 
     def _awaits_read(self, staging: Staging, version: str | None) -> bool:
         if version is None or self._residency.tier(version) is not Tier.DISK:

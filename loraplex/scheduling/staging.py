@@ -78,9 +78,9 @@ class Staging:
         return self._residency.num_loading >= _MAX_READS or self._residency.tier(version) is Tier.LOADING
 
     @property
-    def num_ahead(self) -> int:
-        """Versions that are still to be read before anybody asks for them."""
-        return len(self._ahead)
+    def has_ahead(self) -> bool:
+        """Whether any version is still to be read before anybody asks for it."""
+        return bool(self._ahead)
 
     def stage_ahead(self, version: str) -> None:
         if version not in self._ahead:

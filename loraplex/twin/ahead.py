@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from loraplex.core.request import EngineRequest
 from loraplex.scheduling.leaping import ANY_TOKEN
-from loraplex.scheduling.plan import StepPlan
+from loraplex.scheduling.plan import AdapterLoad, StepPlan
 from loraplex.twin.simulator import Simulator
 
 
@@ -51,7 +51,7 @@ class AheadSimulator(Simulator):
 
     def _step(self, next_s: float) -> None:
         if self._glides:
-            if not self._has_news() and self._glide(next_s):
+            if self._glide_through_load(next_s) if self._has_news() else self._glide(next_s):
                 return
             self._glides = False
             self._add(self._joining)
@@ -123,6 +123,28 @@ class AheadSimulator(Simulator):
         if stepped:
             self._joining, self._due = due, self._joining
             self._glides = self.scheduler.num_running > 0 or bool(due)
+        return stepped
+
+    def _glide_through_load(self, next_s: float) -> bool:
+        """The known step and the one after it, if that is joined by the request for whose adapter a read has
+        ended, and nothing else happens; False if it has to be decided."""
+        _, _, version, is_read = self._ends[0]
+        group = self.scheduler.group
+        if not is_read or len(self._ends) > 1 or self._due or self._joining or group is None:
+            return False
+        step_s = self._times.repeats(group, 0).first_s
+        load_s = self._times.load_s(AdapterLoad(version=version, source=0))
+        if self.now_s + step_s >= next_s or load_s > step_s or self._bus_free_s > self.now_s:
+            return False
+        if not self.scheduler.may_load_beside(version, step_s):
+            return False
+        self._ends.clear()
+        self._bus_free_s = self.now_s + load_s
+        self.num_loads += 1
+        self.scheduler.load_beside(version)
+        self._take_leap(group, num_steps=1, sum_s=step_s)
+        stepped = self._step_beside(sure=True)
+        self._glides = self.scheduler.num_running > 0
         return stepped
 
     def _let_wait(self) -> bool:

@@ -17,6 +17,7 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.leaping import ANY_TOKEN, LeapingScheduler
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan
@@ -191,11 +192,15 @@ class Simulator:
         group = scheduler.group if most > 0 else None
         if group is None:
             return False
-        num_waiting, num_running = scheduler.num_waiting, len(group)
-        repeats = self._times.repeats(group, num_waiting)
+        repeats = self._times.repeats(group, scheduler.num_waiting)
         num_steps = repeats.steps_until(next_s - now_s, most)
-        now_s = self.now_s = now_s + repeats.sum_s(num_steps)
-        ended = scheduler.leap(num_steps)
+        self._take_leap(group, num_steps, repeats.sum_s(num_steps))
+        return True
+
+    def _take_leap(self, group: DecodeGroup, num_steps: int, sum_s: float) -> None:
+        now_s = self.now_s = self.now_s + sum_s
+        num_waiting, num_running = self.scheduler.num_waiting, len(group)
+        ended = self.scheduler.leap(num_steps)
         self.recorder.stepped(
             now_s,
             num_running=num_running,
@@ -205,7 +210,6 @@ class Simulator:
         )
         if ended:
             self.recorder.updated(ended, now_s)
-        return True
 
     # ---- loads
 

@@ -84,7 +84,9 @@ class CostModelTimes:
     def __init__(self, model: CostModel, adapter_bytes: Mapping[str, int]) -> None:
         self._model = model
         self._bytes: Callable[[str], int] = adapter_bytes.__getitem__
-        self._position_s = model.step.terms.decode_position_s * model.corrections.step
+        self._seconds = model.step.seconds
+        self._factor = model.corrections.step
+        self._position_s = model.step.terms.decode_position_s * self._factor
 
     def weigh(self, version: str) -> int:
         """Its bytes."""
@@ -94,15 +96,11 @@ class CostModelTimes:
         return self._model.step_s(step_features(plan.chunks, self._bytes))
 
     def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
-        num_decodes = len(group)
+        num_decodes, num_adapters = len(group), len(group.adapters)
         features = StepFeatures(
-            num_decodes=num_decodes,
-            decode_positions=group.positions,
-            num_adapters=len(group.adapters),
-            adapter_bytes=group.weight,
-            row_adapter_bytes=group.row_weight,
+            num_decodes, 0, 0, group.positions, 0, num_adapters, group.weight, group.row_weight
         )
-        return Repeats(self._model.step_s(features), self._position_s * num_decodes)
+        return Repeats(self._seconds(features) * self._factor, self._position_s * num_decodes)
 
     def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
         """As `step_features` counts the chunks of all."""
@@ -137,12 +135,12 @@ class CostModelTimes:
 
     def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
         """Layers are taken to be alike."""
+        if not coming:
+            return 0.0
         num_layers = self._model.subject.num_layers
-        arrivals = [
-            max(begin_s + (end_s - begin_s) * (layer + 1) / num_layers for begin_s, end_s in coming)
-            for layer in range(num_layers)
-        ]
-        return self._model.stall_s(arrivals, step_s)
+        first_s = max(begin_s + (end_s - begin_s) / num_layers for begin_s, end_s in coming)
+        last_s = max(end_s for _, end_s in coming)
+        return self._model.even_stall_s(first_s, last_s, step_s)
 
     def load_s(self, load: AdapterLoad) -> float:
         num_bytes = self._bytes(load.version)
