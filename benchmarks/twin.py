@@ -126,9 +126,11 @@ def fleet() -> dict[str, Any]:
     options = ReplayOptions(
         num_adapters=FLEET_ADAPTERS, ranks=(8, 16, 32, 64), rank_bytes=(25 << 20) // 16, kv_tokens=200_000
     )
-    start_s = time.process_time()
-    outcome = replay_fleet(GPU, workload, options, num_engines=FLEET_ENGINES)
-    took_s = time.process_time() - start_s
+    took_s = []
+    for _ in range(3):
+        start_s = time.process_time()
+        outcome = replay_fleet(GPU, workload, options, num_engines=FLEET_ENGINES)
+        took_s.append(time.process_time() - start_s)
     summary = outcome.summary()
     return {
         "num_engines": FLEET_ENGINES,
@@ -140,8 +142,8 @@ def fleet() -> dict[str, Any]:
         "num_steps": summary["num_steps"],
         "mean_running": summary["mean_running"],
         "most_running": max(each.mean_running for each in outcome.engines),
-        "cpu_s": took_s,
-        "times_real_time": FLEET_S / took_s,
+        "cpu_s": min(took_s),
+        "times_real_time": FLEET_S / min(took_s),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 

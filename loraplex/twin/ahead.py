@@ -47,7 +47,9 @@ class AheadSimulator(Simulator):
         self._due.append(request)
 
     def _is_idle(self) -> bool:
-        return not (self._due or self._joining or self._flights) and super()._is_idle()
+        if self._glides or self._due or self._joining or self._flights:
+            return False
+        return super()._is_idle()
 
     def _step(self, next_s: float) -> None:
         if self._glides:
@@ -106,24 +108,34 @@ class AheadSimulator(Simulator):
     def _glide(self, next_s: float) -> bool:
         """The known step, or many; False if what comes after it has to be decided."""
         due = self._due
-        if not self._joining:
-            if due and not self.scheduler.go_beside(due):
-                if not self._let_wait():
-                    return False
-            elif due:
-                next_s = self.now_s + math.ulp(self.now_s)  # the known step, before they join
-            stepped = self._leap(next_s)
-        else:
+        if self._joining:
             # Those who join were asked before; since then some may have ended, and nobody has come.
-            if due and not self.scheduler.go_beside([*self._joining, *due]):
+            return not (due and not self.scheduler.go_beside([*self._joining, *due])) and self._join()
+        if due and not self.scheduler.go_beside(due):
+            if not self._let_wait():
                 return False
-            self._add(self._joining)
-            stepped = self._step_beside(sure=True)
-            assert stepped, "they could join when that was decided"
-        if stepped:
-            self._joining, self._due = due, self._joining
-            self._glides = self.scheduler.num_running > 0 or bool(due)
+        elif due:
+            self._go_on_before_they_join()
+            return self.now_s >= next_s or self._has_news() or self._join()
+        stepped = self._leap(next_s)
+        self._glides = self.scheduler.num_running > 0
         return stepped
+
+    def _go_on_before_they_join(self) -> None:
+        """The step that was known when they came."""
+        group = self.scheduler.group
+        assert group is not None
+        self._take_leap(group, 1, self._times.repeats(group, 0).first_s)
+        self._joining, self._due = self._due, self._joining
+
+    def _join(self) -> bool:
+        """The known step is one that others join; whoever is due joins the one after it."""
+        self._add(self._joining)
+        stepped = self._step_beside(sure=True)
+        assert stepped, "they could join when that was decided"
+        self._joining, self._due = self._due, self._joining
+        self._glides = self.scheduler.num_running > 0 or bool(self._joining)
+        return True
 
     def _glide_through_load(self, next_s: float) -> bool:
         """The known step and the one after it, if that is joined by the request for whose adapter a read has
