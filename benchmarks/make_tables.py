@@ -182,6 +182,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "twin-machine": (TWIN, twin_tables.machine_note),
     "twin-validation": (TWIN, twin_tables.validation_table),
     "twin-speed": (TWIN, twin_tables.speed_table),
+    "twin-fleet": (TWIN, twin_tables.fleet_table),
 }
 """Name of a table -> the result file or files it is made from, and how."""
 

@@ -15,7 +15,9 @@ import resource
 import sys
 import time
 import zlib
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +28,7 @@ from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
+from loraplex.twin.fleet import replay_fleet
 from loraplex.twin.recorded_runs import Measured, RunSetup, RunsFile, read_runs
 from loraplex.twin.replay import ReplayOptions, replay
 from loraplex.twin.validate import Prediction, fit_for, predict, report
@@ -47,6 +50,7 @@ GPU: Final = CostModel(
 )
 """About what a 7B model takes on a large GPU; how fast the twin is depends little on it."""
 HOUR_S = 3600.0
+FLEET_ENGINES, FLEET_ADAPTERS, FLEET_RPS, FLEET_S, SKEW = 60, 40_000, 340.0, 300.0, 0.9
 
 
 def scores(predictions: Sequence[Prediction], measured: dict[str, Measured]) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def _half(setup: RunSetup) -> int:
 
 def speed() -> dict[str, Any]:
     """One simulated hour of one GPU: 10 requests a second on 128 adapters, by our own scheduler."""
-    workload = list(_poisson(10.0, num_adapters=128))
+    workload = list(_poisson(10.0, HOUR_S, _uniform(128)))
     options = ReplayOptions(num_adapters=128, kv_tokens=200_000)
     took_s = []
     for _ in range(3):
@@ -116,15 +120,57 @@ def speed() -> dict[str, Any]:
     }
 
 
-def _poisson(rps: float, num_adapters: int) -> Iterator[WorkloadRequest]:
+def fleet() -> dict[str, Any]:
+    """Five minutes of 60 GPUs: 340 requests a second on 40,000 adapters of ranks 8 to 64, each of which
+    belongs to one engine. None of them is in the host's memory at first."""
+    workload = list(_poisson(FLEET_RPS, FLEET_S, _skewed(FLEET_ADAPTERS)))
+    options = ReplayOptions(
+        num_adapters=FLEET_ADAPTERS, ranks=(8, 16, 32, 64), rank_bytes=(25 << 20) // 16, kv_tokens=200_000
+    )
+    took_s = []
+    for _ in range(3):
+        start_s = time.process_time()
+        outcome = replay_fleet(GPU, workload, options, num_engines=FLEET_ENGINES)
+        took_s.append(time.process_time() - start_s)
+    summary = outcome.summary()
+    return {
+        "num_engines": FLEET_ENGINES,
+        "num_adapters": FLEET_ADAPTERS,
+        "num_adapters_used": len({request.adapter for request in workload}),
+        "num_requests": len(workload),
+        "num_served": summary["num_served"],
+        "num_loads": summary["num_loads"],
+        "num_steps": summary["num_steps"],
+        "mean_running": summary["mean_running"],
+        "most_running": max(each.mean_running for each in outcome.engines),
+        "cpu_s": min(took_s),
+        "times_real_time": FLEET_S / min(took_s),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _uniform(num_adapters: int) -> Callable[[random.Random], int]:
+    return lambda rng: rng.randrange(num_adapters)
+
+
+def _skewed(num_adapters: int) -> Callable[[random.Random], int]:
+    """The adapter at place n is asked for in proportion to n to the power of -0.9; places are drawn."""
+    reached = list(accumulate((place + 1) ** -SKEW for place in range(num_adapters)))
+    places = random.Random(1).sample(range(num_adapters), num_adapters)
+    return lambda rng: places[bisect(reached, rng.random() * reached[-1], hi=num_adapters - 1)]
+
+
+def _poisson(
+    rps: float, duration_s: float, adapter_of: Callable[[random.Random], int]
+) -> Iterator[WorkloadRequest]:
     """Prompts and outputs of about 225 and 195 tokens."""
     rng, now_s = random.Random(0), 0.0
-    while (now_s := now_s + rng.expovariate(rps)) < HOUR_S:
+    while (now_s := now_s + rng.expovariate(rps)) < duration_s:
         yield WorkloadRequest(
             arrival_s=now_s,
             prompt_tokens=max(1, round(rng.gammavariate(1.2, 188))),
             output_tokens=max(1, round(rng.gammavariate(1.8, 108))),
-            adapter=rng.randrange(num_adapters),
+            adapter=adapter_of(rng),
         )
 
 
@@ -139,6 +185,7 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = environment(("loraplex", "numpy", "numba"))
     result["speed"] = speed()  # first: what the process holds later is not this one's
+    result["fleet"] = fleet()
     runs, fit = read_runs(args.runs), read_runs(args.fit)
 
     def say(text: str) -> None:

@@ -34,6 +34,28 @@ def speed_table(result: Result) -> str:
     return table(("one hour, 10 requests/s, 128 adapters", "measured", "wanted"), lines)
 
 
+def fleet_table(result: Result) -> str:
+    fleet = result.get("fleet")
+    if fleet is None:
+        return "Not measured yet.\n"
+    per_engine = fleet["mean_running"] / fleet["num_engines"]
+    lines = [
+        ("requests, all served", f"{fleet['num_requests']:,}, {_yes(fleet)}", ""),
+        ("adapters asked for, loads", f"{fleet['num_adapters_used']:,}, {fleet['num_loads']:,}", ""),
+        ("running on an engine, mean and most", f"{per_engine:.1f}, {fleet['most_running']:.1f}", ""),
+        ("steps", f"{fleet['num_steps']:,}", ""),
+        ("CPU time on one core", f"{fleet['cpu_s']:.1f} s", "15 s"),
+        ("times real time", f"{fleet['times_real_time']:.1f}", "20"),
+        ("memory of the process", f"{fleet['peak_mib']:.0f} MiB", ""),
+    ]
+    heading = f"{fleet['num_engines']} GPUs, 340 requests/s, {fleet['num_adapters']:,} adapters, 5 minutes"
+    return table((heading, "measured", "wanted"), lines)
+
+
+def _yes(fleet: Result) -> str:
+    return "yes" if fleet["num_served"] == fleet["num_requests"] else f"{fleet['num_served']:,}"
+
+
 def machine_note(result: Result) -> str:
     machine = result["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in result["packages"].items())

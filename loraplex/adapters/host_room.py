@@ -39,7 +39,7 @@ class HostRoom:
 
     def take(self, version: str, taken_bytes: int, idle: IdleAdapters, spare_blocks: int) -> bool:
         size = taken_bytes // _UNIT_BYTES
-        if size > self._places.largest_hole(without=idle.idle_versions):
+        if size > self._places.gap and size > self._places.largest_hole(without=idle.idle_versions):
             return False  # others that are being read or copied are in the way, not for long
         while not self._places.put(version, size):
             idle.evict_oldest()

@@ -57,13 +57,14 @@ class Places:
         """Give an adapter the smallest hole that takes it, and fix it there; False if there is none."""
         if size > self.num_free:
             return False
+        if self.gap == self.num_free:  # there is no other hole
+            self._take_hole(name, self._begin, self.gap, size)
+            return True
         fitting = [(hole_size, start) for start, hole_size in self._holes() if hole_size >= size]
         if not fitting:
             return False
         hole_size, start = min(fitting)
-        self._insert(name, start + hole_size - size, size)
-        self._fixed.add(name)
-        self._num_used += size
+        self._take_hole(name, start, hole_size, size)
         return True
 
     def largest_hole(self, without: Collection[str]) -> int:
@@ -149,6 +150,11 @@ class Places:
         self._delete(name)
         self._insert(name, target, size)
         return Shift(name, source, target, size)
+
+    def _take_hole(self, name: str, start: int, hole_size: int, size: int) -> None:
+        self._insert(name, start + hole_size - size, size)
+        self._fixed.add(name)
+        self._num_used += size
 
     def _insert(self, name: str, start: int, size: int) -> None:
         self._span_of[name] = (start, size)

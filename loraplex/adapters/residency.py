@@ -142,6 +142,10 @@ class Residency:
         """A request no longer counts on the weights; it still names the version."""
         self._unpin(version, self._entries[version])
 
+    def knows(self, version: str) -> bool:
+        """Whether there is anything to say of it; it may be about to be removed."""
+        return version in self._entries
+
     def tier(self, version: str) -> Tier:
         return self._entries[version].tier
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -16,7 +17,12 @@ from loraplex.cli.json_out import check_writable
 from loraplex.core.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from loraplex.twin.fleet import EngineFigures
     from loraplex.twin.outcome import Outcome
+    from loraplex.twin.replay import ReplayOptions
+    from loraplex.workload.jsonl import WorkloadRequest
 
 app = typer.Typer(help="What an engine would do, simulated in seconds.", no_args_is_help=True)
 
@@ -33,6 +39,14 @@ _Seconds = Annotated[float | None, typer.Option("--seconds", help="End after so 
 _KvTokens = Annotated[int | None, typer.Option(min=16, help="KV memory, instead of the profile's.")]
 _AdapterMib = Annotated[float, typer.Option(help="Size of each adapter (our own engine).")]
 _MaxRunning = Annotated[int, typer.Option(min=1, help="Requests in a step at most (our own engine).")]
+_Engines = Annotated[
+    int | None,
+    typer.Option(help="A fleet of so many (our own engine), behind a router; default: one, without."),
+]
+_Routing = Annotated[
+    str,
+    typer.Option(help="adapter: each adapter belongs to one engine; round-robin: engines take turns."),
+]
 _Json = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 
 
@@ -63,18 +77,28 @@ def run(
     kv_tokens: _KvTokens = None,
     adapter_mib: _AdapterMib = 25.0,
     max_running: _MaxRunning = 256,
+    engines: _Engines = None,
+    routing: _Routing = "adapter",
     json_out: _Json = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
 ) -> None:
-    """Simulate a workload on a profiled engine."""
+    """Simulate a workload on a profiled engine, or on a fleet of them."""
     check_writable(json_out)
     check_writable(plot, "--plot")
     options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, max_running, seconds)
-    outcome = _replay(profile, workload, model, options)
+    if engines is None:
+        outcome, shares = _replay(profile, workload, model, options), None
+    else:
+        outcome, shares = _replay_fleet(profile, workload, model, options, engines, routing)
     summary = outcome.summary()
     _show(summary)
+    if shares is not None:
+        _show_engines(shares)
     if json_out is not None:
-        _write(json_out, {"summary": summary, "timeline": outcome.timeline(), "requests": _rows(outcome)})
+        document = {"summary": summary, "timeline": outcome.timeline(), "requests": _rows(outcome)}
+        if shares is not None:
+            document["engines"] = [asdict(each) for each in shares]
+        _write(json_out, document)
     if plot is not None:
         _plot(outcome, plot)
 
@@ -155,7 +179,30 @@ def validate(
 
 
 def _replay(profile: Path, workload: Path, model: str | None, options: _Options) -> Outcome:
-    from loraplex.twin.replay import ReplayOptions, read_any_profile, replay
+    from loraplex.twin.replay import read_any_profile, replay
+
+    requests, chosen = _read(workload, options)
+    return replay(read_any_profile(profile, model), requests, chosen)
+
+
+def _replay_fleet(
+    profile: Path, workload: Path, model: str | None, options: _Options, num_engines: int, routing: str
+) -> tuple[Outcome, Sequence[EngineFigures]]:
+    from loraplex.twin.fleet import replay_fleet, routing_of
+    from loraplex.twin.replay import read_any_profile
+
+    if num_engines < 1:
+        raise typer.BadParameter(f"must be at least 1, not {num_engines}", param_hint="--engines")
+    named = routing_of(routing)
+    requests, chosen = _read(workload, options)
+    fleet = replay_fleet(
+        read_any_profile(profile, model), requests, chosen, num_engines=num_engines, routing=named
+    )
+    return fleet.all, fleet.engines
+
+
+def _read(workload: Path, options: _Options) -> tuple[list[WorkloadRequest], ReplayOptions]:
+    from loraplex.twin.replay import ReplayOptions
     from loraplex.workload.jsonl import WorkloadFile
 
     if options.seconds is not None and not options.seconds > 0:
@@ -174,7 +221,7 @@ def _replay(profile: Path, workload: Path, model: str | None, options: _Options)
         adapter_bytes=int(options.adapter_mib * (1 << 20)),
         max_running=options.max_running,
     )
-    return replay(read_any_profile(profile, model), requests, chosen)
+    return requests, chosen
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -202,6 +249,20 @@ def _show(summary: dict[str, Any]) -> None:
         typer.echo(f"ITL   ms  mean {summary['itl_mean_s'] * 1e3:,.2f}")
     if summary["starved"]:
         typer.echo("overloaded: it serves less than 90% of what is asked for")
+
+
+def _show_engines(engines: Sequence[EngineFigures]) -> None:
+    typer.echo(f"{len(engines)} engines      least     mean     most")
+    for name, words in (
+        ("num_requests", "requests"),
+        ("mean_running", "running"),
+        ("mean_waiting", "waiting"),
+        ("num_adapters", "adapters"),
+        ("num_loads", "loads"),
+    ):
+        values = [getattr(each, name) for each in engines]
+        mean = sum(values) / len(values)
+        typer.echo(f"{words:10} {min(values):10,.1f} {mean:8,.1f} {max(values):8,.1f}")
 
 
 def _rows(outcome: Outcome) -> list[dict[str, Any]]:

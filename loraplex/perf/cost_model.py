@@ -87,6 +87,11 @@ class CostModel:
         """For how long a step that is launched now waits for layers that are not there yet."""
         return layer_pipeline.stall_s(arrivals, step_s)
 
+    def even_stall_s(self, first_s: float, last_s: float, step_s: float) -> float:
+        """`stall_s` where layers arrive at an even pace, or ever more slowly, or in several such streams: the
+        first and the last of them tell."""
+        return max(0.0, first_s, last_s - step_s * (1 - 1 / self.subject.num_layers))
+
     def plan_groups(self, layer_bytes: Sequence[int], step_s: float) -> tuple[int, ...]:
         """How many layers to copy at a time, so that a step launched now stalls least, and one that takes
         longer not much."""

@@ -13,12 +13,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from loraplex.perf.least_squares import FitQuality, fit_non_negative, quality_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepFeatures:
+class StepFeatures(NamedTuple):
     """What a step computes.
 
     `decode_positions`: what all decoding rows attend to. `prompt_pairs`: (token, earlier position) pairs of

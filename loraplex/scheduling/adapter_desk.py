@@ -13,7 +13,6 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError
 from loraplex.core.stats import AdapterStats
 from loraplex.perf.drift import DriftWatch
-from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.adapter_pins import AdapterPins
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
@@ -39,7 +38,7 @@ class Orders(NamedTuple):
 
 
 class AdapterDesk:
-    """A scheduler's adapters. `pins`: those of requests."""
+    """A scheduler's adapters. `pins`: those of requests. `cold_start`: how requests start on others."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
         """`costs`: what things take, which `ColdStart.AUTO` decides by."""
@@ -49,20 +48,20 @@ class AdapterDesk:
         self._staging = memory.staging
         self._costs = costs
         self._popularity = Popularity()
-        self._under_way: deque[StepFeatures | None] = deque()  # None where nobody will ask
+        self._under_way: deque[Many[Chunk]] = deque()  # steps
         self.pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
         self.choose_cold_start(config.cold_start)
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
         """For adapters that are loaded from now on."""
-        self._cold_start = cold_start
+        self.cold_start = cold_start
         self.pins.starts = self._starts = StartPolicy(cold_start, self._costs, self._config.num_workers)
 
     # ---- which are known
 
     def add(self, version: str, num_bytes: int) -> None:
         """Make a version known. Raises CapacityError if there could never be room for it."""
-        if self._cold_start is ColdStart.CACHED and version not in self._residency:
+        if self.cold_start is ColdStart.CACHED and version not in self._residency:
             self._check_room_beside_kept(num_bytes)
             self.pins.keep(version)
         self._residency.add(version, num_bytes)
@@ -109,8 +108,7 @@ class AdapterDesk:
 
     def has_work(self) -> bool:
         """Whether there is something to bring in that no request waits for."""
-        ahead = self._staging is not None and self._staging.num_ahead > 0
-        return ahead or self.pins.num_to_keep > 0
+        return self.pins.has_to_keep or (self._staging is not None and self._staging.has_ahead)
 
     def bring_in(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
         """What waiting requests need, in their order, then what they may need some day."""
@@ -123,10 +121,9 @@ class AdapterDesk:
     def take_orders(self, used: Set[str | None], waiting: deque[Sequence]) -> Orders:
         """`used`: by the step that is decided, with None for the base model alone; empty if there is none."""
         reads = () if self._staging is None else self._staging.take_reads()
-        on_demand = self._cold_start is ColdStart.ON_DEMAND
+        on_demand = self.cold_start is ColdStart.ON_DEMAND
         loads = tuple(
-            replace(
-                load,
+            load._replace(
                 awaited=load.version in used,
                 behind=bool(used) and load.version not in used and not on_demand,
             )
@@ -170,18 +167,23 @@ class AdapterDesk:
             block_ids=[],
             samples=True,
         )
-        used, num_bytes = {chunk.adapter for chunk in chunks}, self._residency.num_bytes
+        if not self._starts.weighs:
+            return self._starts.streams
+        used, num_bytes = {chunk.adapter for chunk in chunks}, self._bytes_of
         return self._starts.may_join(
             before=step_features(chunks, num_bytes),
             after=step_features([*chunks, own], num_bytes),
             coming_before=self.pins.coming_for(used),
             coming_after=self.pins.coming_for(used | {sequence.adapter}),
-            under_way=[step for step in self._under_way if step is not None],
+            under_way=[step_features(step, num_bytes) for step in self._under_way],
         )
 
+    def _bytes_of(self, version: str) -> int:
+        """One may be forgotten before a step that used it has landed."""
+        return self._residency.num_bytes(version) if self._residency.knows(version) else 0
+
     def step_decided(self, chunks: Many[Chunk]) -> None:
-        weighs = self._starts.weighs
-        self._under_way.append(step_features(chunks, self._residency.num_bytes) if weighs else None)
+        self._under_way.append(chunks)
 
     def step_landed(self) -> None:
         """The oldest of those decided."""

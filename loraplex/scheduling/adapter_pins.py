@@ -10,7 +10,6 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from itertools import islice
 from typing import Final
 
@@ -56,9 +55,9 @@ class AdapterPins:
             self._to_keep.remove(version)
 
     @property
-    def num_to_keep(self) -> int:
-        """Those that are yet to be brought in to stay."""
-        return len(self._to_keep)
+    def has_to_keep(self) -> bool:
+        """Whether any is yet to be brought in to stay."""
+        return bool(self._to_keep)
 
     def prefetch(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
         """Pin or start to load adapters of the first waiting requests, in order, while there is room."""
@@ -106,6 +105,20 @@ class AdapterPins:
         if self._reads_more:
             self._reads_more = self._staging.fetch(version)
         return False
+
+    def only_reads(self, waiting: Iterable[Sequence]) -> bool:
+        """Whether all that these wait for are reads to the host's memory, begun or not yet their turn: until
+        one of them ends, `prefetch` does nothing."""
+        return all(
+            sequence.adapter is not None and not sequence.pinned and self._awaits_read(sequence.adapter)
+            for sequence in waiting
+        )
+
+    def _awaits_read(self, version: str) -> bool:
+        staging = self._staging
+        return (
+            staging is not None and self._residency.tier(version) is Tier.DISK and staging.holds_up(version)
+        )
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the request could run as far as its adapter goes."""
@@ -187,8 +200,8 @@ class AdapterPins:
         if source is not None and self.starts.streams:
             self._arriving[version] = num_bytes
             prompt = StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens)
-            load = replace(load, assisted_layers=self.starts.assisted_layers(num_bytes, prompt))
-        self._loads.append(replace(load, source=source))
+            load = load._replace(assisted_layers=self.starts.assisted_layers(num_bytes, prompt))
+        self._loads.append(load._replace(source=source))
 
     def _follow_moves(self, running: Many[Sequence]) -> None:
         """Blocks may have had to make way for the adapter; those who hold them look for them elsewhere."""

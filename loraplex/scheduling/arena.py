@@ -22,6 +22,7 @@ from loraplex.adapters.residency import Residency
 from loraplex.adapters.room import IdleAdapters, Tier
 from loraplex.core.errors import CapacityError
 from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.counted_blocks import CountedPool
 from loraplex.scheduling.plan import AdapterLoad, Move
 from loraplex.scheduling.staging import Staging
 
@@ -52,7 +53,7 @@ class Arena:
         staging: Staging | None = None,
         keeps_contents: bool = True,
     ) -> None:
-        """`keeps_contents`: as `BlockPool` has it."""
+        """`keeps_contents`: False to count blocks only, for a twin."""
         self.staging = staging
         self._page_bytes = page_bytes
         self._page_units = units_per_page(page_bytes)
@@ -66,7 +67,8 @@ class Arena:
         self.shared_bytes = num_pages * page_bytes
         self.used_bytes = 0
         self._uses = count(1)
-        self.pool = BlockPool(num_pages, block_size, self._uses, reserve=self, keeps_contents=keeps_contents)
+        pool = BlockPool if keeps_contents else CountedPool
+        self.pool: BlockPool = pool(num_pages, block_size, self._uses, reserve=self)
         self.residency = Residency(self, self._uses)
 
     # ---- Memory

@@ -40,7 +40,10 @@ class Reserve(Protocol):
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens, numbered from 0."""
+    """`num_blocks` blocks of `block_size` tokens, numbered from 0. `keeps_contents`: what was computed can be
+    found again."""
+
+    keeps_contents = True
 
     def __init__(
         self,
@@ -48,18 +51,14 @@ class BlockPool:
         block_size: int,
         uses: Iterator[int] | None = None,
         reserve: Reserve | None = None,
-        *,
-        keeps_contents: bool = True,
     ) -> None:
-        """`uses`: numbers that order the ends of uses, here and in what the reserve is made of.
-        `keeps_contents`: False where no prompt is expected to begin like another: nothing is looked for."""
+        """`uses`: numbers that order the ends of uses, here and in what the reserve is made of."""
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._uses = uses or count()
         self._reserve = reserve
-        self.keeps_contents = keeps_contents
         self._refs = [0] * num_blocks
         self._last_use = [0] * num_blocks  # 0: never
         # The lowest go first, so that the last blocks stay empty and cost nothing to leave. A block may
@@ -136,9 +135,6 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference each. The end of a sequence is freed first: its start is reused most."""
         refs, last_use, uses, node_of = self._refs, self._last_use, self._uses, self._node_of
-        if not self.keeps_contents:
-            self._empty_all(blocks)
-            return
         for block in reversed(blocks):
             refs[block] -= 1
             assert refs[block] >= 0, f"block {block} released twice"
@@ -150,16 +146,6 @@ class BlockPool:
                 self._queue_of(node)[node] = None
             else:
                 self._push_empty(block)
-
-    def _empty_all(self, blocks: Sequence[int]) -> None:
-        """Blocks that nobody shares, as nothing in them can be found."""
-        refs, last_use, heap, use = self._refs, self._last_use, self._empty_heap, next(self._uses)
-        for block in blocks:
-            assert refs[block] == 1, f"block {block} released twice"
-            refs[block] = 0
-            last_use[block] = use
-            heapq.heappush(heap, block)
-        self._empty.update(blocks)
 
     def empty_oldest(self) -> None:
         """Drop the contents of the cached block whose turn it is."""
@@ -199,8 +185,6 @@ class BlockPool:
 
     def match(self, adapter: str | None, token_ids: Sequence[int]) -> list[int]:
         """Cached blocks of the longest known prefix. At least one token is always left to compute."""
-        if not self.keeps_contents:
-            return []
         num_full = (len(token_ids) - 1) // self.block_size
         node = self._root(adapter)
         found: list[int] = []
@@ -226,8 +210,6 @@ class BlockPool:
         Where another sequence published the same contents first, its block stays the findable one, and
         the chain of this sequence ends: it could only repeat what is cached.
         """
-        if not self.keeps_contents:
-            return
         for index in range(first, end):
             parent = self._root(adapter) if index == 0 else self._node_of.get(blocks[index - 1])
             if parent is None:

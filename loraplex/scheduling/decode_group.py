@@ -7,92 +7,121 @@ are in the group their own state stands still; it is brought up to date (`settle
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Final
+from typing import Final, NamedTuple
 
+from loraplex.core.request import EngineRequest
 from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.sequence import Sequence
 
 _FOREVER: Final = 1 << 60
 
 
-class DecodeGroup:
-    """`positions`: what the group attends to in its next step. `adapters`: how many requests are on each."""
+class _Member(NamedTuple):
+    """Ordered by `end`, the step with which it has all its tokens. `entered`: the steps there were before it.
+    `num_needed`: blocks that it had yet to ask for then."""
 
-    def __init__(self, members: Iterable[Sequence], pool: BlockPool, max_model_len: int) -> None:
-        """Members decode, and have sampled a token."""
+    end: int
+    order: int
+    sequence: Sequence
+    entered: int
+    num_needed: int
+
+
+class DecodeGroup:
+    """`positions`: what the group attends to in its next step. `adapters`: how many requests are on each.
+    `weight`: of these adapters, once each; `row_weight`: of the adapters of all requests."""
+
+    def __init__(
+        self,
+        members: Iterable[Sequence],
+        pool: BlockPool,
+        max_model_len: int,
+        weigh: Callable[[str], int] = lambda version: 0,
+    ) -> None:
+        """Members decode, and have sampled a token. `weigh`: an adapter, as whoever times steps counts it."""
         self._pool = pool
         self._max_model_len = max_model_len
+        self._weigh = weigh
         self._num_steps = 0
         self._order = count()
-        self._ends: list[tuple[int, int, Sequence]] = []
-        self._entered: dict[Sequence, int] = {}
+        self._members: list[_Member] = []  # a heap
         self._num_needed = 0
         self.positions = 0
-        self.adapters: Counter[str] = Counter()
+        self.adapters: dict[str, int] = {}
+        self.weight = 0
+        self.row_weight = 0
         for sequence in members:
             self.enter(sequence)
         self._max_steps = _FOREVER
-        if self._num_needed > pool.num_empty and self._entered:
+        if self._num_needed > pool.num_empty and self._members:
             # Every one of them needs a block in as many steps as a block has tokens, or sooner.
-            self._max_steps = max(pool.num_empty // len(self._entered) - 1, 0) * pool.block_size
+            self._max_steps = max(pool.num_empty // len(self._members) - 1, 0) * pool.block_size
 
     def __len__(self) -> int:
-        return len(self._entered)
+        return len(self._members)
 
     @property
     def steps_left(self) -> int:
         """Up to the first end of a request, or until blocks may run out."""
-        if not self._ends:
+        if not self._members:
             return 0
-        return min(self._ends[0][0], self._max_steps) - self._num_steps
+        return min(self._members[0].end, self._max_steps) - self._num_steps
 
-    def has_room_for(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether all that the group and these will ever hold is there to be had."""
-        if self._max_steps < _FOREVER:
-            return False
-        needed = sum(self._needed_by(sequence) for sequence in sequences)
-        return self._num_needed + needed <= self._pool.num_empty
+    def has_room_for(self, num_blocks: int) -> bool:
+        """Whether all that the group will ever hold is there to be had, and as many blocks more."""
+        return self._max_steps == _FOREVER and self._num_needed + num_blocks <= self._pool.num_empty
 
     def enter(self, sequence: Sequence) -> None:
-        length = len(sequence.token_ids)
-        end = self._num_steps + self._last_length(sequence) - length
-        heapq.heappush(self._ends, (end, next(self._order), sequence))
-        self._entered[sequence] = self._num_steps
-        self._num_needed += self._needed_by(sequence)
+        length, version = len(sequence.token_ids), sequence.adapter
+        last_length = _last_length(sequence.request, self._max_model_len)
+        needed = max(self._pool.blocks_for(last_length) - len(sequence.block_ids), 0)
+        steps = self._num_steps
+        end = steps + last_length - length
+        heapq.heappush(self._members, _Member(end, next(self._order), sequence, steps, needed))
+        self._num_needed += needed
         self.positions += length
-        if sequence.adapter is not None:
-            self.adapters[sequence.adapter] += 1
+        if version is not None:
+            weight, others = self._weigh(version), self.adapters.get(version, 0)
+            self.adapters[version] = others + 1
+            self.row_weight += weight
+            if others == 0:
+                self.weight += weight
 
     def advance(self, num_steps: int, token_id: int) -> list[Sequence]:
         """Returns those that have all their tokens with the last of these steps, but for that token: they
         are settled, and in the group no more."""
-        assert 0 < num_steps <= self.steps_left
-        self._num_steps += num_steps
-        self.positions += num_steps * len(self._entered)
+        members = self._members
+        steps = self._num_steps = self._num_steps + num_steps
+        assert steps <= min(members[0].end, self._max_steps), "leaps end where requests do"
+        self.positions += num_steps * len(members)
         ended = []
-        while self._ends and self._ends[0][0] == self._num_steps:
-            sequence = heapq.heappop(self._ends)[2]
-            self._leave(sequence, token_id)
-            ended.append(sequence)
+        while members and members[0].end == steps:
+            member = heapq.heappop(members)
+            self._leave(member, token_id)
+            ended.append(member.sequence)
         return ended
 
     def settle(self, token_id: int) -> None:
         """Bring every member up to date. The group is of no use afterwards."""
-        for sequence, entered in self._entered.items():
-            self._catch_up(sequence, self._num_steps - entered, token_id)
+        for member in self._members:
+            self._catch_up(member.sequence, self._num_steps - member.entered, token_id)
 
-    def _leave(self, sequence: Sequence, token_id: int) -> None:
-        num_steps = self._num_steps - self._entered.pop(sequence)
+    def _leave(self, member: _Member, token_id: int) -> None:
+        sequence = member.sequence
+        num_steps = self._num_steps - member.entered
         self.positions -= len(sequence.token_ids) + num_steps
-        self._num_needed -= self._needed_by(sequence)
+        self._num_needed -= member.num_needed
         version = sequence.adapter
         if version is not None:
-            self.adapters[version] -= 1
-            if self.adapters[version] == 0:
+            weight, others = self._weigh(version), self.adapters[version] - 1
+            self.row_weight -= weight
+            if others > 0:
+                self.adapters[version] = others
+            else:
                 del self.adapters[version]
+                self.weight -= weight
         if self._pool.keeps_contents:
             self._catch_up(sequence, num_steps, token_id)
             sequence.token_ids.pop()  # which is the caller's to accept
@@ -110,19 +139,20 @@ class DecodeGroup:
             assert blocks is not None, "a group lasts no longer than empty blocks do"
             sequence.block_ids += blocks
 
-    def _last_length(self, sequence: Sequence) -> int:
-        return _last_length(sequence, self._max_model_len)
-
-    def _needed_by(self, sequence: Sequence) -> int:
-        return blocks_ahead(sequence, self._pool, self._max_model_len)
-
 
 def blocks_ahead(sequence: Sequence, pool: BlockPool, max_model_len: int) -> int:
     """Blocks that it may yet ask for; its last token is computed by no step."""
-    return max(pool.blocks_for(_last_length(sequence, max_model_len)) - len(sequence.block_ids), 0)
+    return max(blocks_of(sequence.request, pool, max_model_len) - len(sequence.block_ids), 0)
 
 
-def _last_length(sequence: Sequence, max_model_len: int) -> int:
+def blocks_of(request: EngineRequest, pool: BlockPool, max_model_len: int) -> int:
+    """All that it may ask for."""
+    return pool.blocks_for(_last_length(request, max_model_len))
+
+
+def _last_length(request: EngineRequest, max_model_len: int) -> int:
     """Tokens it will have in the end."""
-    max_tokens = sequence.request.params.max_tokens
-    return max_model_len if max_tokens is None else min(sequence.num_prompt + max_tokens, max_model_len)
+    max_tokens = request.params.max_tokens
+    if max_tokens is None:
+        return max_model_len
+    return min(len(request.prompt_token_ids) + max_tokens, max_model_len)

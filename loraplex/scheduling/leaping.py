@@ -6,18 +6,22 @@ for as long as nobody has to look at them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from typing import Final
 
+from loraplex.adapters.room import Tier
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
-from loraplex.scheduling.decode_group import DecodeGroup, blocks_ahead
+from loraplex.scheduling.decode_group import DecodeGroup, blocks_ahead, blocks_of
 from loraplex.scheduling.memory import Memory
-from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
+from loraplex.scheduling.plan import AdapterRead, Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.sequence import Sequence
+from loraplex.scheduling.staging import Staging
 
 ANY_TOKEN: Final = 1
 """Where tokens are made up: the one that is sampled."""
@@ -26,32 +30,39 @@ ANY_TOKEN: Final = 1
 class LeapingScheduler(Scheduler):
     """Requests are expected to say how long they are: no token ends them."""
 
-    def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        memory: Memory,
+        costs: DriftWatch | None = None,
+        weigh: Callable[[str], int] = lambda version: 0,
+    ) -> None:
+        """`weigh`: an adapter, as whoever times steps counts it."""
         super().__init__(config, memory, costs)
+        self._weigh = weigh
         self._group: DecodeGroup | None = None
+        self._joining: list[tuple[Sequence, Chunk]] = []
 
     @property
     def group(self) -> DecodeGroup | None:
         """All that run, if they do nothing but decode."""
         if self._group is None and not self._under_way and all(map(_decodes, self._running)):
-            self._group = DecodeGroup(self._running, self._pool, self._config.max_model_len)
+            self._group = DecodeGroup(self._running, self._pool, self._config.max_model_len, self._weigh)
         return self._group
 
     def is_settling(self) -> bool:
-        """Whether all that run after the steps under way will do nothing but decode, nobody waits, and
-        whatever memory they will ever need is there."""
-        if self._waiting or self._residency.num_loading > 0 or not self._all_is_quiet(under_way=True):
+        """Whether all that run after the steps under way will do nothing but decode, nobody waits but for
+        reads, and whatever memory they will ever need is there."""
+        if self._residency.num_loading > 0 or not self._all_is_quiet(under_way=True):
+            return False
+        if not self._pins.only_reads(self._waiting):
             return False
         if any(sequence.num_remaining != 1 for sequence in self._running):
             return False
         limit = self._config.max_model_len
         return sum(blocks_ahead(s, self._pool, limit) for s in self._running) <= self._pool.num_empty
 
-    def go_beside(self, requests: Iterable[EngineRequest]) -> bool:
-        """Whether requests that are not known yet could join the group with their whole prompts in one step
-        and go on with it, if those who end meanwhile gave nothing back."""
-        group, joining = self.group, [Sequence(request) for request in requests]
-        return group is not None and self._all_is_quiet() and self._may_start(joining, group)
+    # ---- the group alone
 
     def leap_length(self) -> int:
         """For how many steps from now the group goes on as it is; the last of these may end some. 0: the next
@@ -64,62 +75,135 @@ class LeapingScheduler(Scheduler):
         requests ended, which is with the last of these steps."""
         assert self._group is not None
         ended = self._group.advance(num_steps, ANY_TOKEN)
+        if not ended:
+            return []
         for sequence in ended:
             self._publish(sequence, sequence.num_computed)
         return [self._accept(sequence, ANY_TOKEN) for sequence in ended]
 
-    def schedule_beside(self) -> StepPlan | None:
-        """The next step, if the group goes on in it beside the whole prompts of all who wait: the plan names
-        these alone. None if it is not so easily decided."""
-        if not self._waiting or not self._all_is_quiet():
-            return None
-        group, chunks = self.group, list[Chunk]()
-        if group is None or not self._may_start(self._waiting, group):
-            return None
-        self.adapters.bring_in(self._waiting, self._running)
-        self._admit(chunks, 1 + sum(self._config.work.cost(0, len(s.token_ids)) for s in self._waiting))
-        assert not self._waiting
-        return self._plan(chunks)
-
-    def update_beside(self, plan: StepPlan) -> list[TokenUpdate]:
-        """Account for a step that `schedule_beside` decided; of the group, how requests ended."""
-        assert self._group is not None
-        ended = self.leap(1) if len(self._group) > 0 else []
-        updates = self.update(plan, {chunk.request_id: ANY_TOKEN for chunk in plan.chunks})
-        for update in updates:
-            if update.finish_reason is None:
-                self._group.enter(self._sequences[update.request_id])
-        return ended + updates
-
     def _can_leap(self) -> bool:
         if not self._waiting:
             return self._all_is_quiet()
+        if self._residency.num_loading > 0 or not self._all_is_quiet():
+            return False
         # Those for whom a step of decodes had no place have none before one of these ends.
         shares = self._memory.shared or self._config.work.position_cost > 0
-        return self._is_settled and not shares and self._residency.num_loading == 0 and self._all_is_quiet()
+        return (self._is_settled and not shares) or self._pins.only_reads(self._waiting)
 
     def _all_is_quiet(self, *, under_way: bool = False) -> bool:
         """Whether nothing is done that no request asked for. `under_way`: steps may be."""
-        busy = (self._under_way and not under_way) or self._failures or self._config.loads_popular
-        return not busy and not self.adapters.has_work()
+        if (self._under_way and not under_way) or self._failures or self._config.loads_popular:
+            return False
+        return not self.adapters.has_work()
 
-    def _may_start(self, waiting: Collection[Sequence], group: DecodeGroup) -> bool:
-        """Whether all of these find what they need to run beside the group, in its next step or the one
-        after it, and to the end."""
-        config, work = self._config, self._config.work
+    # ---- others beside it
+
+    def go_beside(self, requests: Many[EngineRequest]) -> bool:
+        """Whether requests that are not known yet could join the group with their whole prompts in one step
+        and go on with it, if those who end meanwhile gave nothing back."""
+        group, limit = self.group, self._config.max_model_len
+        if group is None or self._waiting or not self._all_is_quiet():
+            return False
+        num_tokens = sum([len(request.prompt_token_ids) for request in requests])
+        if not self._may_start(len(requests), num_tokens, [request.adapter for request in requests]):
+            return False
+        return group.has_room_for(sum([blocks_of(request, self._pool, limit) for request in requests]))
+
+    def start_beside(self, *, sure: bool = False) -> list[Chunk] | None:
+        """All who wait join the next step of the group with their whole prompts, which are returned; None if
+        the step is not so easily decided. `sure`: `go_beside` said that it is."""
+        group, waiting = self.group, self._waiting
+        if group is None or not waiting or not (sure or self._may_join_all(group)):
+            return None
+        chunks: list[Chunk] = []
+        first = len(self._running)
+        self.adapters.bring_in(waiting, self._running)
+        # Found to be enough for all of them, whatever it is exactly.
+        self._admit(chunks, 1 + self._config.work.cost(0, sum([len(s.token_ids) for s in waiting])))
+        assert not waiting, "whoever waits was found to have a place"
+        self._joining = list(zip(self._running[first:], chunks, strict=True))
+        return chunks
+
+    def end_beside(self) -> list[TokenUpdate]:
+        """Account for the step; of the group, how requests ended."""
+        group, joining = self._group, self._joining
+        assert group is not None
+        updates = self.leap(1) if len(group) > 0 else []
+        for sequence, chunk in joining:
+            sequence.num_computed = chunk.end
+            self._publish(sequence, chunk.end)
+            update = self._accept(sequence, ANY_TOKEN)
+            updates.append(update)
+            if update.finish_reason is None:
+                group.enter(sequence)
+        return updates
+
+    def wait_beside(self, requests: Many[EngineRequest]) -> tuple[AdapterRead, ...] | None:
+        """Queue requests that can do nothing but wait until their adapters are read to the host's memory:
+        the group goes on meanwhile. Returns reads that are to begin; None if it is not so with all of them,
+        and nothing is queued."""
+        staging = self._memory.staging
+        if staging is None or self.adapters.cold_start is ColdStart.ON_DEMAND or not self._can_leap():
+            return None
+        if not all(self._awaits_read(staging, request.adapter) for request in requests):
+            return None
+        for request in requests:
+            self.add(request)
+        self.adapters.bring_in(self._waiting, self._running)
+        return staging.take_reads()
+
+    def may_load_beside(self, version: str, step_s: float) -> bool:
+        """Of a version that has just been read: whether the one request that waits could join the step after
+        the next one of the group, which takes so long, and its adapter be there by then; with room for all,
+        so that nothing has to make way."""
+        group, waiting = self.group, self._waiting
+        if group is None or len(waiting) != 1 or waiting[0].adapter != version or group.steps_left < 2:
+            return False
+        num_tokens = len(waiting[0].token_ids)
+        if not self._all_is_quiet() or not self._may_start(1, num_tokens, ()):
+            return False
+        num_bytes = self._residency.num_bytes(version)
+        room = self._memory.max_tokens(0) - self._memory.max_tokens(num_bytes)
+        num_blocks = blocks_ahead(waiting[0], self._pool, self._config.max_model_len)
+        num_blocks += self._pool.blocks_for(room) + len(self._running)
+        return group.has_room_for(num_blocks) and self._pins.starts.is_there_after(step_s, num_bytes)
+
+    def load_beside(self, version: str) -> None:
+        """It was read, it is loaded, and it is there."""
+        self.adapter_read(version)
+        self.adapters.bring_in(self._waiting, self._running)
+        loads = self._pins.take_loads()
+        assert [load.version for load in loads] == [version], "there was room for it"
+        self.adapter_loaded(version)
+
+    def _awaits_read(self, staging: Staging, version: str | None) -> bool:
+        if version is None or self._residency.tier(version) is not Tier.DISK:
+            return False
+        return staging.must_read(version)
+
+    def _may_join_all(self, group: DecodeGroup) -> bool:
+        waiting, limit = self._waiting, self._config.max_model_len
+        num_tokens = sum([len(sequence.token_ids) for sequence in waiting])
+        return (
+            self._all_is_quiet()
+            and self._may_start(len(waiting), num_tokens, [sequence.adapter for sequence in waiting])
+            and group.has_room_for(sum([blocks_ahead(s, self._pool, limit) for s in waiting]))
+        )
+
+    def _may_start(self, num_waiting: int, num_tokens: int, versions: Iterable[str | None]) -> bool:
+        """Whether all of these find what they need, memory for tokens apart."""
+        config, residency, num_running = self._config, self._residency, len(self._running)
         if config.prompts_first or config.max_adapters is not None:
             return False
-        lengths = [len(sequence.token_ids) for sequence in waiting]
-        num_decodes = len(group) + len(lengths)
-        positions = group.positions + len(group) + sum(lengths)
-        budget = work.prefill_budget(num_decodes + work.position_cost * positions)
-        return (
-            self._residency.num_loading == 0
-            and len(lengths) <= min(config.max_running - len(self._running), config.prefetch_depth)
-            and sum(work.cost(0, length) for length in lengths) <= budget
-            and all(s.adapter is None or self._residency.is_resident(s.adapter) for s in waiting)
-            and group.has_room_for(waiting)
-        )
+        if residency.num_loading > 0 or num_waiting > config.prefetch_depth:
+            return False
+        if num_waiting + num_running > config.max_running:
+            return False
+        work, positions = config.work, 0 if self._group is None else self._group.positions + num_running
+        # As one prompt they would take no less.
+        if work.cost(0, num_tokens) > work.prefill_budget(num_running + work.position_cost * positions):
+            return False
+        return all(version is None or residency.is_resident(version) for version in versions)
 
     def _dissolve_group(self) -> None:
         """Before anybody looks at those that are in it."""

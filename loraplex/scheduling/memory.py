@@ -8,6 +8,7 @@ from typing import Protocol
 from loraplex.adapters.residency import Residency
 from loraplex.adapters.room import ByteBudget
 from loraplex.scheduling.blocks import BlockPool
+from loraplex.scheduling.counted_blocks import CountedPool
 from loraplex.scheduling.plan import AdapterLoad, Move
 from loraplex.scheduling.staging import Staging
 
@@ -62,8 +63,8 @@ class SeparateMemory:
     def __init__(
         self, *, num_blocks: int, block_size: int, adapter_bytes: int, keeps_contents: bool = True
     ) -> None:
-        """`keeps_contents`: as `BlockPool` has it."""
-        self.pool = BlockPool(num_blocks, block_size, keeps_contents=keeps_contents)
+        """`keeps_contents`: False to count blocks only, for a twin."""
+        self.pool: BlockPool = (BlockPool if keeps_contents else CountedPool)(num_blocks, block_size)
         self.residency = Residency(ByteBudget(adapter_bytes))
 
     def max_tokens(self, adapter_bytes: int) -> int:

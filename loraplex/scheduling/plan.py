@@ -46,8 +46,7 @@ class Move:
     version: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterLoad:
+class AdapterLoad(NamedTuple):
     """A version to bring in.
 
     `place`: the byte of the arena it goes to; None where each adapter has memory of its own. `source`: the
@@ -66,16 +65,14 @@ class AdapterLoad:
     assisted_layers: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterRead:
+class AdapterRead(NamedTuple):
     """A version to read from disk to this byte of the host's memory for adapters."""
 
     version: str
     place: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step. First evictions, then moves in their order, then reads and loads, which run beside the step
     and are reported when done. `waits_for`: versions of reads and loads before whose end the step is not
     begun. `stalls`: it may have to wait for adapters as it runs."""
@@ -94,8 +91,7 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenUpdate:
+class TokenUpdate(NamedTuple):
     """What a step meant for one sequence: its new token (None if that ended it), and how it ended."""
 
     request_id: str

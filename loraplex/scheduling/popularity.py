@@ -7,6 +7,7 @@ from typing import Final
 
 _HALF_LIFE: Final = 512
 """Requests after which an old one counts for half of a new one."""
+_GROWTH: Final = 2 ** (1 / _HALF_LIFE)
 _LEAST: Final = 1 / 16
 """What counts for less is forgotten."""
 
@@ -20,7 +21,7 @@ class Popularity:
 
     def asked(self, version: str) -> None:
         self._counts[version] = self._counts.get(version, 0.0) + self._weight
-        self._weight *= 2 ** (1 / _HALF_LIFE)
+        self._weight *= _GROWTH
         if self._weight > 1 / _LEAST:
             self._fade()
 

@@ -118,7 +118,7 @@ class Scheduler:
         if chunks:
             self._memory.step_decided()
             self.adapters.step_decided(chunks)
-            self._under_way.append([self._advance(chunk) for chunk in chunks])
+            self._under_way.append(list(map(self._advance, chunks)))
         orders = self.adapters.take_orders({chunk.adapter for chunk in chunks}, self._waiting)
         return StepPlan(
             chunks=tuple(chunks),
@@ -151,18 +151,19 @@ class Scheduler:
         self._memory.step_landed()
         self.adapters.step_landed()
         for chunk, under_way in zip(plan.chunks, self._under_way.popleft(), strict=True):
-            sequence = under_way.sequence
+            sequence, num_resets, samples = under_way
             if not self._is_live(sequence):
                 continue
-            if sequence.num_resets == under_way.num_resets:
+            if sequence.num_resets == num_resets:
                 self._publish(sequence, chunk.end)
-            if not chunk.samples:
+            if not samples:
                 continue
             sequence.num_unknown -= 1
-            if failed and chunk.request_id in failed:
-                self._fail(sequence, failed[chunk.request_id])
+            request_id = sequence.request_id
+            if failed and request_id in failed:
+                self._fail(sequence, failed[request_id])
             else:
-                updates.append(self._accept(sequence, sampled[chunk.request_id]))
+                updates.append(self._accept(sequence, sampled[request_id]))
         return updates
 
     def take_failures(self) -> list[TokenUpdate]:
@@ -181,15 +182,21 @@ class Scheduler:
     def _schedule_running(self, preempted: list[Sequence]) -> tuple[list[Chunk], float]:
         """Chunks of running requests, oldest first, and the budget left for prompts."""
         work = self._config.work
-        decode_cost = sum(work.cost(s.num_computed, 1) for s in self._running if s.num_remaining == 1)
+        running, limit, block_size = list(self._running), self._config.max_model_len, self._pool.block_size
+        remaining = [s.num_remaining for s in running]
+        decode_cost = sum(
+            [work.cost(s.num_computed, 1) for s, count in zip(running, remaining, strict=True) if count == 1]
+        )
         budget = work.prefill_budget(decode_cost)
         chunks: list[Chunk] = []
-        for sequence in list(self._running):
-            if sequence in preempted or sequence.needs_no_more(self._config.max_model_len):
+        for sequence, num_remaining in zip(running, remaining, strict=True):
+            if (preempted and sequence in preempted) or sequence.needs_no_more(limit):
                 continue
-            decodes = sequence.num_remaining == 1
-            num_tokens = 1 if decodes else work.chunk(sequence.num_remaining, sequence.num_computed, budget)
-            if num_tokens == 0 or not self._grow(sequence, sequence.num_computed + num_tokens, preempted):
+            decodes, start = num_remaining == 1, sequence.num_computed
+            num_tokens = 1 if decodes else work.chunk(num_remaining, start, budget)
+            end = start + num_tokens
+            is_short = end > len(sequence.block_ids) * block_size
+            if num_tokens == 0 or (is_short and not self._grow(sequence, end, preempted)):
                 continue
             chunks.append(sequence.next_chunk(num_tokens))
             if not decodes:
@@ -293,8 +300,7 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence, token_id: int) -> TokenUpdate:
         """Append a sampled token, or end the request."""
-        params = sequence.request.params
-        num_output = sequence.num_output + 1
+        params, token_ids = sequence.request.params, sequence.token_ids
         if sequence.stops_at(token_id):
             self._drop(sequence)
             return TokenUpdate(
@@ -303,10 +309,11 @@ class Scheduler:
                 stop_token_id=token_id,
                 num_cached_tokens=sequence.num_cached or 0,
             )
-        sequence.token_ids.append(token_id)
-        full = len(sequence.token_ids) >= self._config.max_model_len
+        token_ids.append(token_id)
+        num_tokens, max_tokens = len(token_ids), params.max_tokens
+        full = num_tokens >= self._config.max_model_len
         finish_reason = None
-        if full or (params.max_tokens is not None and num_output >= params.max_tokens):
+        if full or (max_tokens is not None and num_tokens - sequence.num_prompt >= max_tokens):
             finish_reason = FinishReason.LENGTH
             self._drop(sequence)
         return TokenUpdate(
@@ -330,10 +337,10 @@ class Scheduler:
 
     def _advance(self, chunk: Chunk) -> ChunkUnderWay:
         """Count on a chunk that is about to be computed."""
-        sequence = self._sequences[chunk.request_id]
+        sequence, samples = self._sequences[chunk.request_id], chunk.samples
         sequence.num_computed = chunk.end
-        sequence.num_unknown += chunk.samples
-        return ChunkUnderWay(sequence, sequence.num_resets, chunk.samples)
+        sequence.num_unknown += samples
+        return ChunkUnderWay(sequence, sequence.num_resets, samples)
 
     def _fail(self, sequence: Sequence, message: str, *, param: str | None = None) -> None:
         self._drop(sequence)

@@ -22,6 +22,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "block_ids",
         "num_cached",
         "num_computed",
@@ -31,11 +32,14 @@ class Sequence:
         "num_unknown",
         "pinned",
         "request",
+        "request_id",
         "token_ids",
     )
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
+        self.request_id = request.request_id
+        self.adapter = request.adapter
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
         self.num_computed = 0
@@ -47,14 +51,6 @@ class Sequence:
         self.pinned = False
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def adapter(self) -> str | None:
-        return self.request.adapter
-
-    @property
     def num_tokens(self) -> int:
         """Known or unknown."""
         return len(self.token_ids) + self.num_unknown
@@ -62,7 +58,7 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens whose keys and values are not computed yet; 1 for a decoding sequence."""
-        return self.num_tokens - self.num_computed
+        return len(self.token_ids) + self.num_unknown - self.num_computed
 
     @property
     def num_output(self) -> int:
@@ -70,14 +66,8 @@ class Sequence:
 
     def next_chunk(self, num_tokens: int) -> Chunk:
         start, end = self.num_computed, self.num_computed + num_tokens
-        return Chunk(
-            request_id=self.request_id,
-            adapter=self.adapter,
-            start=start,
-            token_ids=self.token_ids[start:end],
-            block_ids=self.block_ids,
-            samples=end == self.num_tokens,
-        )
+        samples = end == len(self.token_ids) + self.num_unknown
+        return Chunk(self.request_id, self.adapter, start, self.token_ids[start:end], self.block_ids, samples)
 
     def needs_no_more(self, max_model_len: int) -> bool:
         """Whether the tokens under way are the last ones, whatever they turn out to be."""
@@ -90,11 +80,10 @@ class Sequence:
 
     def stops_at(self, token_id: int) -> bool:
         """Whether this token, sampled next, ends it."""
-        params = self.request.params
-        stops = token_id in params.stop_token_ids or (
-            not params.ignore_eos and token_id in self.request.eos_token_ids
-        )
-        return stops and self.num_output + 1 > params.min_tokens
+        params, eos_token_ids = self.request.params, self.request.eos_token_ids
+        if token_id not in params.stop_token_ids and (params.ignore_eos or token_id not in eos_token_ids):
+            return False
+        return self.num_output + 1 > params.min_tokens
 
     def reset(self) -> None:
         """Back to nothing computed; the blocks were released by the caller."""

@@ -67,10 +67,20 @@ class Staging:
             return True
         return self._begin(version, self._residency.bring_in(version))
 
+    def must_read(self, version: str) -> bool:
+        """Whether a device could not load it before a read has ended."""
+        return self.stages(version) and not self._residency.is_resident(version)
+
+    def holds_up(self, version: str) -> bool:
+        """Whether it is being read, or its turn comes when one of those that are has ended."""
+        if not self.must_read(version):
+            return False
+        return self._residency.num_loading >= _MAX_READS or self._residency.tier(version) is Tier.LOADING
+
     @property
-    def num_ahead(self) -> int:
-        """Versions that are still to be read before anybody asks for them."""
-        return len(self._ahead)
+    def has_ahead(self) -> bool:
+        """Whether any version is still to be read before anybody asks for it."""
+        return bool(self._ahead)
 
     def stage_ahead(self, version: str) -> None:
         if version not in self._ahead:

@@ -47,6 +47,13 @@ class StartPolicy:
         """Whether that depends on what steps take."""
         return self._cold_start is ColdStart.AUTO
 
+    def is_there_after(self, seconds: float, num_bytes: int) -> bool:
+        """Whether a request may join a step that begins so long from now, as its adapter will be there then,
+        with nothing else on its way."""
+        if self._costs is None or not self.weighs:
+            return self.streams
+        return self._costs.model.copy_s(num_bytes) <= seconds
+
     def may_join(
         self,
         *,
@@ -105,9 +112,7 @@ def _stall_s(model: CostModel, coming: Coming, step_s: float, begins_s: float) -
     """Of a step that begins so long from now. Layers are taken to be alike."""
     if coming.awaited_bytes == 0:
         return 0.0
-    num_layers = model.subject.num_layers
-    arrivals = [
-        model.copy_s(coming.backlog_bytes + coming.awaited_bytes * (layer + 1) / num_layers) - begins_s
-        for layer in range(num_layers)
-    ]
-    return model.stall_s(arrivals, step_s)
+    first_bytes = coming.awaited_bytes / model.subject.num_layers
+    first_s = model.copy_s(coming.backlog_bytes + first_bytes) - begins_s
+    last_s = model.copy_s(coming.backlog_bytes + coming.awaited_bytes) - begins_s
+    return model.even_stall_s(first_s, last_s, step_s)

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.plan import Chunk
 
 
-def step_features(chunks: Sequence[Chunk], adapter_bytes: Callable[[str], int]) -> StepFeatures:
+def step_features(chunks: Iterable[Chunk], adapter_bytes: Callable[[str], int]) -> StepFeatures:
     """`adapter_bytes`: of a version's weights. A chunk of one token decodes, as it does to the kernels."""
-    decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
-    prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
-    sizes = {chunk.adapter: adapter_bytes(chunk.adapter) for chunk in chunks if chunk.adapter is not None}
+    num_decodes = num_prompts = num_tokens = positions = row_bytes = 0
+    pairs = 0.0
+    sizes: dict[str, int] = {}
+    # One pass over plain fields: this is asked of every step that is decided.
+    for _, version, start, token_ids, _, _ in chunks:
+        count = len(token_ids) or 1
+        if count == 1:
+            num_decodes += 1
+            positions += start + 1
+        else:
+            num_prompts += 1
+            num_tokens += count
+            pairs += count * (start + count / 2)
+        if version is not None:
+            size = sizes.get(version)
+            if size is None:
+                size = sizes[version] = adapter_bytes(version)
+            row_bytes += count * size
     return StepFeatures(
-        num_decodes=len(decodes),
-        num_prompts=len(prompts),
-        num_prompt_tokens=sum(chunk.num_tokens for chunk in prompts),
-        decode_positions=sum(chunk.end for chunk in decodes),
-        prompt_pairs=sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in prompts),
+        num_decodes=num_decodes,
+        num_prompts=num_prompts,
+        num_prompt_tokens=num_tokens,
+        decode_positions=positions,
+        prompt_pairs=pairs,
         num_adapters=len(sizes),
         adapter_bytes=sum(sizes.values()),
-        row_adapter_bytes=sum(
-            chunk.num_tokens * sizes[chunk.adapter] for chunk in chunks if chunk.adapter is not None
-        ),
+        row_adapter_bytes=row_bytes,
     )

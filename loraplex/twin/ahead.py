@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from loraplex.core.request import EngineRequest
 from loraplex.scheduling.leaping import ANY_TOKEN
-from loraplex.scheduling.plan import StepPlan
-from loraplex.twin.outcome import Recorder
+from loraplex.scheduling.plan import AdapterLoad, StepPlan
 from loraplex.twin.simulator import Simulator
 
 
@@ -48,18 +47,21 @@ class AheadSimulator(Simulator):
         self._due.append(request)
 
     def _is_idle(self) -> bool:
-        return not (self._due or self._joining or self._flights) and super()._is_idle()
+        if self._glides or self._due or self._joining or self._flights:
+            return False
+        return super()._is_idle()
 
-    def _step(self, recorder: Recorder, next_s: float) -> None:
+    def _step(self, next_s: float) -> None:
         if self._glides:
-            if self._glide(recorder, next_s):
+            if self._glide_through_load(next_s) if self._has_news() else self._glide(next_s):
                 return
             self._glides = False
             self._add(self._joining)
             self._launch(self._decide())  # the step that is known comes to be under way
+        self._end_loads()
         self._add(self._due)
-        if self._leaps and self._flights and self.scheduler.is_settling() and not self._ends:
-            self._land(recorder, keep=0)
+        if self._leaps and self._flights and self.scheduler.is_settling():
+            self._land(keep=0)
             self._glides = self.scheduler.num_running > 0
             return
         plan = self._decide()
@@ -67,8 +69,12 @@ class AheadSimulator(Simulator):
             self._launch(plan)
         elif not self._flights:
             self._pass_time(plan, next_s)
-        self._land(recorder, keep=1 if plan.chunks else 0)
-        self._note(self.scheduler.take_failures(), recorder)
+        self._land(keep=1 if plan.chunks else 0)
+        self.recorder.updated(self.scheduler.take_failures(), self.now_s)
+
+    def _has_news(self) -> bool:
+        """Whether something has ended that the next step to be decided has to be told of."""
+        return bool(self._ends) and self._ends[0][0] <= self.now_s
 
     def _add(self, requests: list[EngineRequest]) -> None:
         for request in requests:
@@ -79,40 +85,85 @@ class AheadSimulator(Simulator):
 
     def _launch(self, plan: StepPlan) -> None:
         if plan.chunks:
-            begin_s = max(self._now_s, self._flights[-1].end_s if self._flights else -math.inf)
+            begin_s = max(self.now_s, self._flights[-1].end_s if self._flights else -math.inf)
             num_waiting = self.scheduler.num_waiting
             self._flights.append(_Flight(plan, num_waiting, self._end_s(plan, num_waiting, begin_s)))
 
-    def _land(self, recorder: Recorder, keep: int) -> None:
+    def _land(self, keep: int) -> None:
         while len(self._flights) > keep:
             plan, num_waiting, end_s = self._flights.popleft()
-            self._now_s = max(self._now_s, end_s)
+            self.now_s = max(self.now_s, end_s)
             sampled = {chunk.request_id: ANY_TOKEN for chunk in plan.chunks if chunk.samples}
             updates = self.scheduler.update(plan, sampled)
-            recorder.stepped(self._now_s, self.scheduler.num_running, num_waiting, len(updates))
-            self._note(updates, recorder)
+            self.recorder.stepped(
+                self.now_s,
+                num_running=self.scheduler.num_running,
+                num_waiting=num_waiting,
+                num_tokens=len(updates),
+            )
+            self.recorder.updated(updates, self.now_s)
 
     # ---- gliding
 
-    def _glide(self, recorder: Recorder, next_s: float) -> bool:
+    def _glide(self, next_s: float) -> bool:
         """The known step, or many; False if what comes after it has to be decided."""
-        if not self._due and not self._joining:
-            stepped = self._leap(recorder, next_s)
-            self._keep_gliding()
-            return stepped
-        if not self.scheduler.go_beside([*self._joining, *self._due]):
-            return False
+        due = self._due
         if self._joining:
-            self._add(self._joining)
-            stepped = self._step_beside(recorder)
-            assert stepped, "they could join when that was decided"
-        else:
-            stepped = self._leap(recorder, self._now_s + math.ulp(self._now_s))
-        if stepped:
-            self._joining, self._due = self._due, self._joining
-            self._keep_gliding()
+            # Those who join were asked before; since then some may have ended, and nobody has come.
+            return not (due and not self.scheduler.go_beside([*self._joining, *due])) and self._join()
+        if due and not self.scheduler.go_beside(due):
+            if not self._let_wait():
+                return False
+        elif due:
+            self._go_on_before_they_join()
+            return self.now_s >= next_s or self._has_news() or self._join()
+        stepped = self._leap(next_s)
+        self._glides = self.scheduler.num_running > 0
         return stepped
 
-    def _keep_gliding(self) -> None:
-        """For as long as there is a next step."""
+    def _go_on_before_they_join(self) -> None:
+        """The step that was known when they came."""
+        group = self.scheduler.group
+        assert group is not None
+        self._take_leap(group, 1, self._times.repeats(group, 0).first_s)
+        self._joining, self._due = self._due, self._joining
+
+    def _join(self) -> bool:
+        """The known step is one that others join; whoever is due joins the one after it."""
+        self._add(self._joining)
+        stepped = self._step_beside(sure=True)
+        assert stepped, "they could join when that was decided"
+        self._joining, self._due = self._due, self._joining
         self._glides = self.scheduler.num_running > 0 or bool(self._joining)
+        return True
+
+    def _glide_through_load(self, next_s: float) -> bool:
+        """The known step and the one after it, if that is joined by the request for whose adapter a read has
+        ended, and nothing else happens; False if it has to be decided."""
+        _, _, version, is_read = self._ends[0]
+        group = self.scheduler.group
+        if not is_read or len(self._ends) > 1 or self._due or self._joining or group is None:
+            return False
+        step_s = self._times.repeats(group, 0).first_s
+        load_s = self._times.load_s(AdapterLoad(version=version, source=0))
+        if self.now_s + step_s >= next_s or load_s > step_s or self._bus_free_s > self.now_s:
+            return False
+        if not self.scheduler.may_load_beside(version, step_s):
+            return False
+        self._ends.clear()
+        self._bus_free_s = self.now_s + load_s
+        self.num_loads += 1
+        self.scheduler.load_beside(version)
+        self._take_leap(group, num_steps=1, sum_s=step_s)
+        stepped = self._step_beside(sure=True)
+        self._glides = self.scheduler.num_running > 0
+        return stepped
+
+    def _let_wait(self) -> bool:
+        """Whether those who are due can but wait for reads, which begin now."""
+        reads = self.scheduler.wait_beside(self._due)
+        if reads is None:
+            return False
+        self._due.clear()
+        self._start_loads(reads, ())
+        return True

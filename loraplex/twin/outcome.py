@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from loraplex.core.request import FinishReason
+from loraplex.scheduling.plan import TokenUpdate
 from loraplex.workload.jsonl import WorkloadRequest
 
 Floats = npt.NDArray[np.float64]
@@ -32,42 +34,37 @@ class Recorder:
 
     def __init__(self) -> None:
         self.requests: list[RequestOutcome] = []
-        self.without_token: set[str] = set()
+        self._open: dict[str, RequestOutcome] = {}
         self._gaps: list[tuple[float, int]] = []
         self._last_s = 0.0
         self.num_steps = 0
         self.running_s = 0.0
         self.waiting_s = 0.0
 
-    def arrived(self, number: int, request: WorkloadRequest) -> None:
-        assert number == len(self.requests)
-        self.requests.append(RequestOutcome(request))
-        self.without_token.add(str(number))
+    def arrived(self, request_id: str, request: WorkloadRequest) -> RequestOutcome:
+        outcome = self._open[request_id] = RequestOutcome(request)
+        self.requests.append(outcome)
         if self._last_s == 0.0:
             self._last_s = request.arrival_s
+        return outcome
 
-    def first_token(self, number: int, now_s: float) -> None:
-        self.requests[number].first_token_s = now_s
-        self.without_token.discard(str(number))
+    def updated(self, updates: Iterable[TokenUpdate], now_s: float) -> None:
+        """Each of these requests has a token more, or has ended, or both."""
+        for update in updates:
+            outcome, reason = self._open[update.request_id], update.finish_reason
+            if reason is not None:
+                del self._open[update.request_id]
+                outcome.finish_s = now_s
+                outcome.failed = reason is FinishReason.ERROR
+            if outcome.first_token_s is None and not outcome.failed:
+                outcome.first_token_s = now_s
 
-    def finished(self, number: int, now_s: float, *, failed: bool) -> None:
-        outcome = self.requests[number]
-        if outcome.first_token_s is None and not failed:
-            outcome.first_token_s = now_s
-        self.without_token.discard(str(number))
-        outcome.finish_s = now_s
-        outcome.failed = failed
-
-    def stepped(self, now_s: float, num_running: int, num_waiting: int, num_tokens: int) -> None:
-        self._gaps.append((now_s - self._last_s, num_tokens))
-        self._advance(now_s, 1, num_running, num_waiting)
-
-    def leapt(self, now_s: float, num_steps: int, num_running: int, num_waiting: int) -> None:
-        self._gaps.append(((now_s - self._last_s) / num_steps, num_steps * num_running))
-        self._advance(now_s, num_steps, num_running, num_waiting)
-
-    def _advance(self, now_s: float, num_steps: int, num_running: int, num_waiting: int) -> None:
+    def stepped(
+        self, now_s: float, *, num_running: int, num_waiting: int, num_tokens: int, num_steps: int = 1
+    ) -> None:
+        """So many steps, all of them alike, that ended now; `num_tokens`: of all."""
         passed_s, self._last_s = now_s - self._last_s, now_s
+        self._gaps.append((passed_s / num_steps, num_tokens))
         self.num_steps += num_steps
         self.running_s += passed_s * num_running
         self.waiting_s += passed_s * num_waiting

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.perf.cost_model import CostModel
+from loraplex.perf.drift import DriftWatch
 from loraplex.perf.profile_json import ProfileError, read_profile
 from loraplex.perf.slot_profile import KIND, SlotProfile, read_slot_profile
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.staging import Staging
+from loraplex.twin.ahead import AheadSimulator
 from loraplex.twin.outcome import Outcome, RequestOutcome
 from loraplex.twin.simulator import Simulator
 from loraplex.twin.times import CostModelTimes
@@ -31,8 +34,9 @@ _BLOCK_SIZE = 16
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
     """`ranks`: of the adapters, one after the other, over and over. `num_slots`: of an engine that has them;
-    None for as many as there are adapters. For our own engine: `adapter_bytes`, of each adapter;
-    `adapter_memory`, None where adapters share the memory of KV tokens, of `token_bytes` each."""
+    None for as many as there are adapters. For our own engine: `adapter_bytes`, of each adapter, or
+    `rank_bytes`, of each by its rank; `adapter_memory`, None where adapters share the memory of KV tokens, of
+    `token_bytes` each; `cold_start`, None for what an engine does on the profile's device."""
 
     num_adapters: int
     ranks: tuple[int, ...] = (16,)
@@ -41,10 +45,17 @@ class ReplayOptions:
     kv_tokens: int | None = None
     token_bytes: int = 512 << 10
     adapter_bytes: int = 25 << 20
+    rank_bytes: int | None = None
     adapter_memory: int | None = None
     host_memory: int = 64 << 30
     max_running: int = 256
+    cold_start: ColdStart | None = None
     seed: int = 0
+
+    def bytes_of(self, adapter: int) -> int:
+        if self.rank_bytes is None:
+            return self.adapter_bytes
+        return self.rank_bytes * self.ranks[adapter % len(self.ranks)]
 
 
 def read_any_profile(path: Path, model: str | None = None) -> Profile:
@@ -80,21 +91,51 @@ def replay(profile: Profile, workload: Sequence[WorkloadRequest], options: Repla
 
 
 def _on_ours(profile: CostModel, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
-    versions = [f"adapter-{number}" for number in range(options.num_adapters)]
-    longest = max((each.prompt_tokens + each.output_tokens for each in workload), default=1)
-    memory = _memory(options)
-    room = memory.max_tokens(options.adapter_bytes)
-    if longest > room:
-        raise CapacityError(f"KV memory holds {room} tokens, too few for a request of {longest}")
-    simulator = Simulator(
-        config=SchedulerConfig(max_model_len=longest + 1, max_running=options.max_running),
-        memory=memory,
-        times=CostModelTimes(profile, dict.fromkeys(versions, options.adapter_bytes)),
-        adapters=versions,
-    )
-    for version in versions:
-        simulator.scheduler.adapters.add(version, options.adapter_bytes)
+    engines = OwnEngines(profile, options, longest=longest_of(workload))
+    simulator = engines.make()
+    for number in range(options.num_adapters):
+        engines.register(simulator, number)
     return simulator.run(workload, options.until_s)
+
+
+def longest_of(workload: Iterable[WorkloadRequest]) -> int:
+    """Tokens of the longest request."""
+    return max((each.prompt_tokens + each.output_tokens for each in workload), default=1)
+
+
+class OwnEngines:
+    """Twins of our own engine, any number of them, all alike."""
+
+    def __init__(self, profile: CostModel, options: ReplayOptions, *, longest: int) -> None:
+        """`longest`: tokens of the longest request. Raises CapacityError if it could never run."""
+        self._profile = profile
+        self._options = options
+        self._versions = [f"adapter-{number}" for number in range(options.num_adapters)]
+        self._bytes = {version: options.bytes_of(number) for number, version in enumerate(self._versions)}
+        on_gpu = profile.subject.device == "cuda"
+        self._kind = AheadSimulator if on_gpu else Simulator
+        self._config = SchedulerConfig(
+            max_model_len=longest + 1,
+            max_running=options.max_running,
+            cold_start=options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP),
+        )
+        room = _memory(options).max_tokens(max(self._bytes.values()))
+        if longest > room:
+            raise CapacityError(f"KV memory holds {room} tokens, too few for a request of {longest}")
+
+    def make(self) -> Simulator:
+        """One that knows no adapter yet."""
+        return self._kind(
+            config=self._config,
+            memory=_memory(self._options),
+            times=CostModelTimes(self._profile, self._bytes),
+            adapters=self._versions,
+            costs=DriftWatch(self._profile),
+        )
+
+    def register(self, simulator: Simulator, adapter: int) -> None:
+        version = self._versions[adapter]
+        simulator.scheduler.adapters.add(version, self._bytes[version])
 
 
 def _memory(options: ReplayOptions) -> Memory:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from operator import mul
 from typing import NamedTuple, Protocol
 
 from loraplex.perf.cost_model import CostModel
@@ -57,8 +56,12 @@ class StepTimes(Protocol):
         """Of steps in which the group decodes. At least one of them is about to be taken."""
         ...
 
-    def beside_s(self, group: DecodeGroup, plan: StepPlan) -> float:
-        """Of a step in which the group decodes beside the chunks of a plan."""
+    def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
+        """Of a step in which the group decodes beside these."""
+        ...
+
+    def weigh(self, version: str) -> int:
+        """An adapter, as a group adds up those of its requests."""
         ...
 
     def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
@@ -81,61 +84,63 @@ class CostModelTimes:
     def __init__(self, model: CostModel, adapter_bytes: Mapping[str, int]) -> None:
         self._model = model
         self._bytes: Callable[[str], int] = adapter_bytes.__getitem__
+        self._seconds = model.step.seconds
+        self._factor = model.corrections.step
+        self._position_s = model.step.terms.decode_position_s * self._factor
+
+    def weigh(self, version: str) -> int:
+        """Its bytes."""
+        return self._bytes(version)
 
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
         return self._model.step_s(step_features(plan.chunks, self._bytes))
 
     def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
-        terms = self._model.step.terms
-        growth_s = terms.decode_position_s * len(group) * self._model.corrections.step
-        sizes = list(map(self._bytes, group.adapters))
+        num_decodes, num_adapters = len(group), len(group.adapters)
         features = StepFeatures(
-            num_decodes=len(group),
-            decode_positions=group.positions,
-            num_adapters=len(sizes),
-            adapter_bytes=sum(sizes),
-            row_adapter_bytes=sum(map(mul, sizes, group.adapters.values())),
+            num_decodes, 0, 0, group.positions, 0, num_adapters, group.weight, group.row_weight
         )
-        return Repeats(self._model.step_s(features), growth_s)
+        return Repeats(self._seconds(features) * self._factor, self._position_s * num_decodes)
 
-    def beside_s(self, group: DecodeGroup, plan: StepPlan) -> float:
-        return self._model.step_s(self._features(group, plan.chunks))
-
-    def _features(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> StepFeatures:
+    def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
         """As `step_features` counts the chunks of all."""
-        num_decodes, positions, num_tokens, pairs, rows = len(group), group.positions, 0, 0.0, 0
-        sizes = {version: self._bytes(version) for version in group.adapters}
-        group_rows = sum(map(mul, sizes.values(), group.adapters.values()))
+        num_decodes, positions, num_tokens, pairs = len(group), group.positions, 0, 0.0
+        num_bytes, row_bytes, others = group.weight, group.row_weight, set[str]()
         for chunk in chunks:
-            count = chunk.num_tokens
+            count, version = chunk.num_tokens, chunk.adapter
             if count == 1:
                 num_decodes += 1
                 positions += chunk.end
             else:
                 num_tokens += count
                 pairs += count * (chunk.start + count / 2)
-            if chunk.adapter is not None:
-                size = sizes[chunk.adapter] = self._bytes(chunk.adapter)
-                rows += count * size
-        return StepFeatures(
-            num_decodes=num_decodes,
-            num_prompts=len(group) + len(chunks) - num_decodes,
-            num_prompt_tokens=num_tokens,
-            decode_positions=positions,
-            prompt_pairs=pairs,
-            num_adapters=len(sizes),
-            adapter_bytes=sum(sizes.values()),
-            row_adapter_bytes=group_rows + rows,
+            if version is not None:
+                size = self._bytes(version)
+                row_bytes += count * size
+                if version not in group.adapters and version not in others:
+                    others.add(version)
+                    num_bytes += size
+        return self._model.step_s(
+            StepFeatures(
+                num_decodes=num_decodes,
+                num_prompts=len(group) + len(chunks) - num_decodes,
+                num_prompt_tokens=num_tokens,
+                decode_positions=positions,
+                prompt_pairs=pairs,
+                num_adapters=len(group.adapters) + len(others),
+                adapter_bytes=num_bytes,
+                row_adapter_bytes=row_bytes,
+            )
         )
 
     def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
         """Layers are taken to be alike."""
+        if not coming:
+            return 0.0
         num_layers = self._model.subject.num_layers
-        arrivals = [
-            max(begin_s + (end_s - begin_s) * (layer + 1) / num_layers for begin_s, end_s in coming)
-            for layer in range(num_layers)
-        ]
-        return self._model.stall_s(arrivals, step_s)
+        first_s = max(begin_s + (end_s - begin_s) / num_layers for begin_s, end_s in coming)
+        last_s = max(end_s for _, end_s in coming)
+        return self._model.even_stall_s(first_s, last_s, step_s)
 
     def load_s(self, load: AdapterLoad) -> float:
         num_bytes = self._bytes(load.version)
@@ -187,7 +192,10 @@ class SlotTimes:
         growth_s = self._costs.decode.kv_token_s * len(group)
         return Repeats(first_s, growth_s, once_s=self._loads_s(set(group.adapters)))
 
-    def beside_s(self, group: DecodeGroup, plan: StepPlan) -> float:
+    def weigh(self, version: str) -> int:
+        return 0
+
+    def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
         raise AssertionError("an engine that reads prompts first does not decode beside them")
 
     def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:

@@ -79,7 +79,7 @@ Change = Callable[[dict[str, Any]], object]
         (lambda p: p["memory"]["rank_bytes"].update(embed=1), "rank_bytes has an unknown 'embed'"),
         (lambda p: p["assist"].update(shared_s=None), "assist: shared_s is None"),
         (lambda p: p["corrections"].update(step=0), "a factor is zero"),
-        (lambda p: p["corrections"].pop("disk"), "corrections has no 'disk'"),
+        (lambda p: p["corrections"].pop("step"), "corrections has no 'step'"),
         (lambda p: p["subject"].update(machine=""), "subject: machine is not a text"),
         (lambda p: p["subject"].update(machine="another"), "measured for machine 'another' instead of"),
         (lambda p: p["subject"].update(num_layers=31), "measured for num_layers 31 instead of 32"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 from cost_models import noisy
@@ -63,7 +63,7 @@ GRID = [
     *(prompts(1, tokens) for tokens in (16, 64, 128, 160, 512, 2048)),
     *(prompts(number, 512 // number) for number in (2, 4)),
     *(prompts(1, tokens, adapters=1) for tokens in (128, 512)),
-    replace(decodes(32), num_prompts=1, num_prompt_tokens=128, prompt_pairs=128 * 64),
+    decodes(32)._replace(num_prompts=1, num_prompt_tokens=128, prompt_pairs=128 * 64),
 ]
 
 
@@ -92,13 +92,13 @@ def test_without_noise_the_fit_is_exact() -> None:
 AMOUNTS = st.integers(0, 5000)
 
 
-@given(st.tuples(*[AMOUNTS] * len(fields(StepFeatures))), st.tuples(*[AMOUNTS] * len(fields(StepFeatures))))
+@given(st.tuples(*[AMOUNTS] * len(StepFeatures._fields)), st.tuples(*[AMOUNTS] * len(StepFeatures._fields)))
 def test_more_of_anything_never_takes_less(less: tuple[int, ...], more: tuple[int, ...]) -> None:
     """Of a fit to samples that say the opposite: larger steps measured faster."""
     samples = [(decodes(8), 2e-3), (decodes(16), 1e-3), (decodes(32), 3e-3), (prompts(1, 64), 2e-3)]
     samples += [(decodes(8, 500), 1e-3), (decodes(8, 128, 8), 1e-3), (prompts(1, 512), 1e-3)]
     cost = fit_step_cost(samples)
-    names = [field.name for field in fields(StepFeatures)]
+    names = StepFeatures._fields
     low = StepFeatures(**dict(zip(names, map(min, less, more), strict=True)))
     high = StepFeatures(**dict(zip(names, map(max, less, more), strict=True)))
     assert cost.seconds(low) <= cost.seconds(high) * (1 + 1e-12)
@@ -120,7 +120,7 @@ def test_a_stepped_curve_costs_what_the_next_size_costs() -> None:
 def test_a_prompt_never_seems_to_make_a_step_shorter() -> None:
     """Where the curve of decodes, measured apart, lies above that of prompts."""
     cost = replace(REAL, prompts=RowCurve(rows=(1,), seconds_at=(1e-6,)))
-    assert cost.seconds(replace(decodes(64), num_prompts=1, num_prompt_tokens=2)) >= cost.seconds(decodes(64))
+    assert cost.seconds(decodes(64)._replace(num_prompts=1, num_prompt_tokens=2)) >= cost.seconds(decodes(64))
 
 
 def test_an_empty_step_takes_no_time() -> None:

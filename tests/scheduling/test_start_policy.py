@@ -54,8 +54,8 @@ def joins(
     under_way: tuple[StepFeatures, ...] = (),
 ) -> bool:
     return policy.may_join(
-        before=replace(step, num_prompts=others - step.num_decodes),
-        after=replace(step, num_prompts=1, num_prompt_tokens=step.num_prompt_tokens + 128),
+        before=step._replace(num_prompts=others - step.num_decodes),
+        after=step._replace(num_prompts=1, num_prompt_tokens=step.num_prompt_tokens + 128),
         coming_before=Coming(awaited_bytes=awaited_mb * MB, backlog_bytes=backlog_mb * MB),
         coming_after=Coming(awaited_bytes=(awaited_mb + own_mb) * MB, backlog_bytes=backlog_mb * MB),
         under_way=under_way,

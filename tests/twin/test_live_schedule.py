@@ -47,6 +47,9 @@ class RecordedTimes:
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
         return self._steps_s.popleft()
 
+    def weigh(self, version: str) -> int:
+        return 0
+
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} is not recorded")
 

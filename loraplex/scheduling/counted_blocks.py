@@ -1,0 +1,98 @@
+"""KV memory of which nobody looks at the contents: blocks are counted, and have no numbers of their own.
+
+A twin computes nothing and its prompts have nothing in common, so that all a decision depends on is how many
+blocks are held and how many are not. Any number of them is taken or given back at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+
+from loraplex.scheduling.blocks import BlockPool, Reserve
+
+
+class CountedPool(BlockPool):
+    """A `BlockPool` that caches nothing and whose blocks are all called 0."""
+
+    keeps_contents = False
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        uses: Iterator[int] | None = None,
+        reserve: Reserve | None = None,
+    ) -> None:
+        assert num_blocks > 0
+        assert block_size > 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._uses = uses or count()
+        self._reserve = reserve
+        self._num_empty = num_blocks
+        self._last_release = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    @property
+    def num_empty(self) -> int:
+        return self._num_empty
+
+    @property
+    def num_free(self) -> int:
+        return self._num_empty
+
+    @property
+    def oldest_cached_use(self) -> None:
+        return None
+
+    def allocate(self, count: int) -> list[int] | None:
+        if count > self._num_empty and count > self.num_obtainable:
+            return None
+        while self._num_empty < count:
+            if not self._find_more(count - self._num_empty):
+                return None
+        self._num_empty -= count
+        return [0] * count
+
+    def share(self, blocks: Iterable[int]) -> None:
+        assert not blocks, "there is nothing to share"
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self._num_empty += len(blocks)
+        assert self._num_empty <= self.num_blocks, "blocks released twice"
+        self._last_release = next(self._uses)
+
+    def extend(self, count: int) -> None:
+        self.num_blocks += count
+        self._num_empty += count
+
+    def last_use_of(self, blocks: Iterable[int]) -> int:
+        """Any of them may have been the last one to be released."""
+        return self._last_release
+
+    def retract(self, count: int) -> dict[int, int]:
+        """What is in use moves in a device's memory; nothing that is known of it changes here."""
+        assert count <= self._num_empty
+        assert count < self.num_blocks
+        self.num_blocks -= count
+        self._num_empty -= count
+        return {}
+
+    def match(self, adapter: str | None, token_ids: Sequence[int]) -> list[int]:
+        return []
+
+    def publish(
+        self, adapter: str | None, token_ids: Sequence[int], blocks: Sequence[int], first: int, end: int
+    ) -> None:
+        pass
+
+    def forget_adapter(self, adapter: str) -> None:
+        pass
+
+    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
+        assert sum(map(len, held)) + self._num_empty == self.num_blocks
+
+    def _find_more(self, wanted: int) -> bool:
+        return self._reserve is not None and self._reserve.gain_blocks(wanted, None)
