@@ -29,8 +29,9 @@ _EMPTY_SHARE: Final = 0.25
 
 class AdapterPins:
     """`prefetch_depth`: how far down the queue adapters start to load. `refused`: the request for whose
-    adapter there was no room just now, if any; nobody behind it may take what it waits for. `starts`:
-    whether adapters can be counted on while they are on their way from the host's memory."""
+    adapter there was no room just now, if any; nobody behind it may take what it waits for. `short`: the one
+    for whose tokens there was none. `starts`: whether adapters can be counted on while they are on their way
+    from the host's memory."""
 
     def __init__(self, memory: Memory, *, prefetch_depth: int, max_running: int) -> None:
         self._memory = memory
@@ -42,6 +43,7 @@ class AdapterPins:
         self._loads: list[AdapterLoad] = []
         self._arriving: dict[str, int] = {}  # on their way, and can be counted on already; bytes
         self.refused: Sequence | None = None
+        self.short: Sequence | None = None
         self._reads_more = True
         self.starts = StartPolicy(ColdStart.OVERLAP)
 
@@ -65,6 +67,8 @@ class AdapterPins:
         self._reads_more = True
         self._bring_in_kept(running)
         for sequence in islice(waiting, self._prefetch_depth):
+            if sequence is self.short and not running:
+                return  # what were loaded behind it would fill all that it waits for, again and again
             version = sequence.adapter
             if version is None or sequence.pinned:
                 continue

@@ -240,6 +240,7 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], budget: float) -> None:
         passed_over: list[Sequence] = []
+        self._pins.short = None
         while self._waiting and budget >= 1 and len(self._running) < self._config.max_running:
             sequence = self._waiting.popleft()
             if not self._pins.is_ready(sequence) or sequence.num_unknown > 0:
@@ -256,6 +257,7 @@ class Scheduler:
             num_tokens = self._start(sequence, budget)
             if num_tokens == 0:
                 passed_over.append(sequence)
+                self._pins.short = sequence
                 break
             self._running.append(sequence)
             self._slots.enter(sequence.adapter)

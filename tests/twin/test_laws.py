@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from twins import own_twin, random_workload, slot_twin
 
+from loraplex.core.cold_start import ColdStart
 from loraplex.twin.outcome import Outcome
 from loraplex.twin.simulator import Simulator
 from loraplex.workload.jsonl import WorkloadRequest
@@ -88,3 +89,18 @@ def test_an_overloaded_twin_ends_and_says_so(make: Callable[..., Simulator]) -> 
 def test_the_same_workload_ends_the_same(make: Callable[..., Simulator]) -> None:
     workload = random_workload(7, num_requests=200)
     assert run(make, workload).summary() == run(make, workload).summary()
+
+
+def test_what_is_loaded_for_others_does_not_keep_the_first_from_starting() -> None:
+    """Its adapter is there, and all memory for its tokens goes to adapters of those behind it."""
+    twin = own_twin(
+        num_adapters=11,
+        num_blocks=40,
+        max_running=20,
+        max_step_tokens=512,
+        shared=True,
+        cold_start=ColdStart.PIPELINED,
+        ahead=True,
+    )
+    outcome = twin.run(random_workload(984787, num_adapters=11, rps=20.0), until_s=120.0)
+    assert outcome.summary()["num_served"] == 60
