@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
@@ -40,8 +41,11 @@ def _nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def children() -> set[int]:
     """Processes that this one has started and not seen the end of."""
-    threads = Path(f"/proc/{os.getpid()}/task").iterdir()
-    return {int(pid) for thread in threads for pid in (thread / "children").read_text().split()}
+    found: set[int] = set()
+    for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended since
+            found.update(map(int, (thread / "children").read_text().split()))
+    return found
 
 
 def test_a_process_killed_in_mid_step_is_named_and_not_waited_for(
