@@ -1,7 +1,7 @@
 """Whether an adapter's files are still those that were hashed, told from fstat alone.
 
-A fingerprint is `WEIGHTS+CONFIG`, each `size-mtime_ns-inode`. The weights part is what a loader compares
-with the file it has open; both parts are what a restart compares before it trusts a stored spec.
+A fingerprint is `WEIGHTS+CONFIG`, each `size-mtime_ns-inode`. A loader compares it with that of the files it
+is about to read, a restart before it trusts a stored spec.
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ def file_fingerprint(status: os.stat_result) -> str:
 
 def join_fingerprints(*, weights: os.stat_result, config: os.stat_result) -> str:
     return f"{file_fingerprint(weights)}+{file_fingerprint(config)}"
-
-
-def weights_unchanged(spec: AdapterSpec, status: os.stat_result) -> bool:
-    """Whether an open weights file (by its fstat) is the one whose hash is `spec.version`."""
-    return spec.fingerprint.partition("+")[0] == file_fingerprint(status)
 
 
 def files_unchanged(spec: AdapterSpec) -> bool:

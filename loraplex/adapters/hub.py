@@ -54,11 +54,16 @@ def locate_adapter(source: str | Path) -> Path | HubRepo:
         return path
     repo = parse_hub_repo(source)
     if repo is None:
-        raise AdapterError(
-            f"there is no folder {source}, and it is no repository of the Hugging Face hub (owner/name or "
-            "owner/name@revision) either"
-        )
+        raise nowhere(source)
     return repo
+
+
+def nowhere(source: str) -> AdapterFormatError:
+    """About a source that is nothing."""
+    return AdapterFormatError(
+        f"there is no folder {source}, and it is no repository of the Hugging Face hub (owner/name or "
+        "owner/name@revision) either"
+    )
 
 
 def resolve_adapter(source: str | Path) -> Path:

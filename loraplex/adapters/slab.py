@@ -37,8 +37,10 @@ class ModuleSlot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlabLayout:
-    """`layers[i]` maps group name -> slots of the targeted modules, in stacking order."""
+    """`layers[i]` maps group name -> slots of the targeted modules, in stacking order. `shape` is that of the
+    model it is laid out for."""
 
+    shape: ModelShape
     layers: tuple[dict[str, tuple[ModuleSlot, ...]], ...]
     num_elements: int
 
@@ -58,7 +60,7 @@ def slab_layout(spec: AdapterSpec, shape: ModelShape) -> SlabLayout:
             if loras:
                 groups[group], cursor = _place_group(loras, cursor)
         layers.append(groups)
-    return SlabLayout(layers=tuple(layers), num_elements=cursor)
+    return SlabLayout(shape=shape, layers=tuple(layers), num_elements=cursor)
 
 
 def touched_groups(spec: AdapterSpec) -> frozenset[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex.cli import bench_cold, bench_engine, bench_kernels
+from loraplex.cli.json_out import check_picture, check_writable
 
 if TYPE_CHECKING:
     from loraplex.bench.records import RequestRecord
@@ -101,7 +102,8 @@ def serve(
     """
     _check_url(base_url)
     _check_loop(workload, requests, concurrency)
-    _check_folders({"--json": json_out, "--plot": plot})
+    check_writable(json_out)
+    check_picture(plot)
     plan = _Plan(
         base_url=base_url,
         api_key=api_key,
@@ -126,13 +128,6 @@ def serve(
 def _check_url(base_url: str) -> None:
     if not base_url.startswith(("http://", "https://")):
         raise typer.BadParameter("must start with http:// or https://", param_hint="--base-url")
-
-
-def _check_folders(outputs: dict[str, Path | None]) -> None:
-    """Found out now, not after a run of many minutes."""
-    for option, path in outputs.items():
-        if path is not None and not path.resolve().parent.is_dir():
-            raise typer.BadParameter(f"no such folder: {path.parent}", param_hint=option)
 
 
 def _names(adapters: str) -> tuple[str, ...]:

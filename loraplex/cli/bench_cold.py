@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from loraplex.cli import bench_engine as shared
-from loraplex.cli.json_out import check_writable
+from loraplex.cli.json_out import check_picture
 from loraplex.core.cold_start import ColdStart
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def cold(
 
     if plot is not None and workload is None:
         raise typer.BadParameter("what is drawn comes of a --workload", param_hint="--plot")
-    check_writable(plot)
+    check_picture(plot)
     requests = None if workload is None else read_workload(workload)
     with ExitStack() as stack:
         on_gpu = shared.resolved(locals())["device"] == "cuda"
@@ -64,6 +64,7 @@ def cold(
         num_workers = default_num_workers(num_cores()) if ColdStart.CPU_ASSIST in chosen else None
         options = locals() | {"ranks": "", "from_files": files, "cpu_workers": num_workers}
         bench = shared.set_up(options, num_adapters=0)
+        bench.parameters["num_adapters"] = num_adapters
         if requests is not None and workload is not None:
             shared.check_lengths(requests, workload, bench.engine.max_model_len)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-"))) if files else None
@@ -74,7 +75,7 @@ def cold(
         if burst > 0:
             results["burst"] = _burst(bench, chosen, make_specs, burst, prompt_tokens)
         if requests is not None and workload is not None:
-            bench.parameters["workload"] = workload.name
+            bench.parameters.update(workload=workload.name, workload_adapters=len(requests))
             results["workload"] = _replayed(bench, chosen, make_specs, requests, plot)
         bench.engine.close()
     shared.write(bench, json_out, results)
@@ -83,14 +84,26 @@ def cold(
 def _policies(asked: Sequence[ColdStart] | None, *, on_gpu: bool, files: bool) -> list[ColdStart]:
     if ColdStart.CPU_ASSIST in (asked or ()) and on_gpu and not files:
         raise typer.BadParameter("cpu-assist computes with adapters from --files", param_hint="--policy")
+    if not on_gpu:
+        return _policies_on_a_cpu(asked)
     possible = [policy for policy in ColdStart if files or policy is not ColdStart.CPU_ASSIST]
-    possible = possible if on_gpu else list(_ON_A_CPU)
-    for policy in asked or ():
-        if policy not in possible:
-            raise typer.BadParameter(
-                f"{policy} needs a GPU; on a CPU there are {', '.join(possible)}", param_hint="--policy"
-            )
     return list(dict.fromkeys((ColdStart.CACHED, *(asked or possible))))
+
+
+def _policies_on_a_cpu(asked: Sequence[ColdStart] | None) -> list[ColdStart]:
+    """What a CPU has of them; what it has not is refused if it was asked for, and told if not."""
+    need_a_gpu = [policy for policy in ColdStart if policy not in (*_ON_A_CPU, ColdStart.AUTO)]
+    for policy in asked or ():
+        if policy in need_a_gpu:
+            raise typer.BadParameter(
+                f"{policy} needs a GPU; on a CPU there are {', '.join(_ON_A_CPU)}", param_hint="--policy"
+            )
+    if not asked:
+        typer.echo(f"left out on a CPU: {', '.join(need_a_gpu)}, which need a GPU; auto, which is overlap")
+    elif ColdStart.AUTO in asked:
+        typer.echo("on a CPU, auto is overlap")
+    chosen = [ColdStart.OVERLAP if policy is ColdStart.AUTO else policy for policy in asked or _ON_A_CPU]
+    return list(dict.fromkeys((ColdStart.CACHED, *chosen)))
 
 
 def _maker(parameters: Mapping[str, Any], most: int, folder: Path | None) -> MakeSpecs:

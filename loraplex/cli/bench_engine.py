@@ -255,7 +255,9 @@ def check_lengths(requests: Sequence[WorkloadRequest], workload: Path, max_model
         if request.prompt_tokens + request.output_tokens > max_model_len:
             raise typer.BadParameter(
                 f"{workload.name}, request {number}: {request.prompt_tokens} prompt and "
-                f"{request.output_tokens} output tokens are more than the shape's context of {max_model_len}",
+                f"{request.output_tokens} output tokens are more than the shape's context of {max_model_len}"
+                "; make shorter ones: `loraplex workload make` with --max-prompt-tokens "
+                f"{max_model_len - max_model_len // 2} --max-output-tokens {max_model_len // 2}",
                 param_hint="--workload",
             )
 

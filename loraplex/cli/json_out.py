@@ -1,4 +1,4 @@
-"""Whether a file for results can be written is found out before they are measured."""
+"""Whether a file for results or a picture can be written is found out before anything is measured."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
         ) from None
     if not existed:
         path.unlink()
+
+
+def check_picture(path: Path | None, option: str = "--plot") -> None:
+    """The same of a PNG: by other names it would be drawn as something else, or not at all."""
+    if path is None:
+        return
+    if path.suffix.lower() != ".png":
+        raise typer.BadParameter(f"{path.name} is no .png; name one", param_hint=option)
+    check_writable(path, option)

@@ -5,10 +5,11 @@ Imports of torch wait until the command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from loraplex.perf.line import Line
     from loraplex.perf.step_cost import RowCurve
 
+
+_POOR_R_SQUARED: Final = 0.5
 
 app = typer.Typer(help="What things cost: measured on this machine, or fitted to recorded runs.")
 
@@ -63,11 +66,12 @@ def profile(
         raise typer.BadParameter("give --model or --shape, not both", param_hint="--shape")
     check_writable(json_out)
     config, device, chosen = _resolve(model, shape, device, dtype)
-    with _bar(model or shape or "a random model") as progress:
+    with _told(_short_name(model) or shape or "a random model") as progress:
         found = profile_machine(
             ProfileOptions(config=config, device=device, dtype=chosen, repeats=repeats), progress
         )
     _show(found)
+    _warn_of_poor_fits(found)
     path = json_out or profile_path(found.subject)
     write_profile(path, found, environment(ENGINE_PACKAGES))
     typer.echo(f"wrote {path}")
@@ -125,15 +129,51 @@ def _resolve(
     return config, device, choose_dtype(dtype, device, config)
 
 
+def _short_name(model: str | None) -> str | None:
+    """A folder's own name: with all of its path, there is no room for anything else on the line."""
+    if model is None or not os.path.isdir(model):
+        return model
+    return Path(model).resolve().name
+
+
+@contextmanager
+def _told(name: str) -> Iterator[Callable[[str, float], None]]:
+    """A bar, or a line for each phase where no terminal is there to draw one on."""
+    from rich.console import Console
+
+    if Console(stderr=True).is_terminal:
+        with _bar(name) as progress:
+            yield progress
+    else:
+        yield _phase_lines(name)
+
+
 @contextmanager
 def _bar(name: str) -> Iterator[Callable[[str, float], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
         task = bar.add_task(f"measuring {name}", total=1.0)
         yield lambda phase, done: bar.update(task, description=f"measuring {name}: {phase}", completed=done)
+
+
+def _phase_lines(name: str) -> Callable[[str, float], None]:
+    told = ""
+
+    def tell(phase: str, done: float) -> None:
+        nonlocal told
+        if phase != told:
+            typer.echo(f"measuring {name}: {phase}", err=True)
+            told = phase
+
+    return tell
 
 
 def _show(model: CostModel) -> None:
@@ -150,6 +190,21 @@ def _show(model: CostModel) -> None:
     for name, figures, quality in _rows(model):
         table.add_row(name, figures, *_quality(quality))
     console.print(table)
+
+
+def _warn_of_poor_fits(model: CostModel) -> None:
+    poor = [
+        name.strip()
+        for name, _, quality in _rows(model)
+        if quality is not None and not quality.r_squared >= _POOR_R_SQUARED
+    ]
+    if poor:
+        typer.secho(
+            f"warning: R² of {', '.join(poor)} is under {_POOR_R_SQUARED:g}: other programs were probably "
+            "running; run this again when the machine is idle",
+            fg=typer.colors.YELLOW,
+            err=True,
+        )
 
 
 def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:

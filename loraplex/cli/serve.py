@@ -30,7 +30,7 @@ _Adapters = Annotated[
 ]
 _AllowedDirs = Annotated[
     list[Path] | None,
-    typer.Option(help="A folder adapters may be loaded from at run time; may be repeated."),
+    typer.Option(metavar="FOLDER", help="A folder adapters may be loaded from at run time; may be repeated."),
 ]
 _AllowedRepos = Annotated[
     list[str] | None,
@@ -46,7 +46,7 @@ def serve(
     model: Annotated[str, typer.Option(help="The base model: a checkpoint folder or a Hugging Face id.")],
     adapters: Annotated[
         list[Path] | None,
-        typer.Option(help="A folder whose subfolders are LoRA adapters; may be repeated."),
+        typer.Option(metavar="FOLDER", help="A folder whose subfolders are LoRA adapters; may be repeated."),
     ] = None,
     adapter: _Adapters = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -74,7 +74,12 @@ def serve(
     ] = 1,
     cold_start: Annotated[
         ColdStart,
-        typer.Option(help="What a request does whose adapter is not on the device yet."),
+        # Kinds of values are kept short here: wide ones cut the names of options on narrow terminals.
+        typer.Option(
+            metavar="POLICY",
+            help="What a request does whose adapter is not on the device yet: "
+            f"{', '.join(ColdStart)} (see docs/cold-start.md).",
+        ),
     ] = ColdStart.AUTO,
     cpu_workers: Annotated[
         int | None,
@@ -85,7 +90,8 @@ def serve(
     load_popular: Annotated[
         bool,
         typer.Option(
-            help="Bring adapters that are often asked for into spare memory before their next request."
+            "--load-popular",
+            help="Bring adapters that are often asked for into spare memory before their next request.",
         ),
     ] = False,
     served_model_name: Annotated[
@@ -95,7 +101,8 @@ def serve(
     allow_adapter_repo: _AllowedRepos = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where loaded adapters are remembered.")] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(envvar="LORAPLEX_API_KEY", help="Clients must send one of these.")
+        list[str] | None,
+        typer.Option(metavar="KEY", envvar="LORAPLEX_API_KEY", help="Clients must send one of these."),
     ] = None,
 ) -> None:
     """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from loraplex.cli.json_out import check_writable
+from loraplex.cli.json_out import check_picture, check_writable
 from loraplex.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run(
 ) -> None:
     """Simulate a workload on a profiled engine, or on a fleet of them."""
     check_writable(json_out)
-    check_writable(plot, "--plot")
+    check_picture(plot)
     options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, max_running, seconds)
     if engines is None:
         outcome, shares = _replay(profile, workload, model, options), None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from loraplex.cli import workload_options as options
-from loraplex.cli.json_out import check_writable
+from loraplex.cli.json_out import check_picture, check_writable
 
 if TYPE_CHECKING:
     from loraplex.workload.recipe import RecipeError
@@ -87,7 +87,7 @@ def plot(
     out: Annotated[Path, typer.Argument(help="The PNG to write.", show_default=False)],
 ) -> None:
     """Draw arrivals over time, lengths, and popularity."""
-    check_writable(out, "OUT")
+    check_picture(out, "OUT")
     counts = _counted(file)
     from loraplex.bench.workload_plots import plot_workload
 

@@ -18,16 +18,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.adapters.fingerprint import weights_unchanged
+from loraplex.adapters.fingerprint import join_fingerprints
+from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.slab import SlabLayout
-from loraplex.adapters.spec import AdapterSpec
+from loraplex.adapters.spec import CONFIG_FILE, AdapterSpec
 from loraplex.adapters.tensors import FileCutShortError, TensorInfo, WeightsHeader, parse_header
-from loraplex.core.errors import AdapterFormatError
+from loraplex.core.errors import AdapterError, AdapterFormatError
+from loraplex.core.shape import ModelShape
 from loraplex.kernels.cpu.file_matrices import FileMatrix, compile_reader, read_matrices
 from loraplex.model.sharding import CUT_BY_INPUT, WHOLE, Shard
 
 _SOURCE_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CHANGED: Final = "its files changed on disk after it was registered; load it again under its name"
+_CHANGED: Final = (
+    "its files changed on disk after it was registered; restore them, or load it again under its name"
+)
 _MAX_HELPERS: Final = 12
 _PIECE_BYTES: Final = 256 << 10
 _PART_BYTES: Final = 2 << 20
@@ -64,11 +68,11 @@ def read_slab(
     """Read a version's weights, or a shard of them, into a slab. `layout` is the shard's; `helpers`: threads
     that read parts of it at the same time.
 
-    The files must still be the ones that were hashed: a changed fingerprint is an error, since the
-    weights would not be those of this version.
+    The files must be those of this version: where they do not look it, they are hashed again. They must stay
+    as they are until the end.
     """
     with FileIO(spec.weights_path) as file:
-        _check_unchanged(spec, file)
+        fingerprint = _checked_fingerprint(spec, file, shard.whole(layout.shape))
         try:
             header = parse_header(file)
         except (FileCutShortError, AdapterFormatError) as error:
@@ -85,7 +89,8 @@ def read_slab(
             wait(reads)
         for read in reads:
             read.result()
-        _check_unchanged(spec, file)
+        if _fingerprint(spec, file) != fingerprint:
+            raise AdapterFormatError(_CHANGED)
 
 
 class SlabReaders:
@@ -181,9 +186,25 @@ def _scratch(num_bytes: int) -> npt.NDArray[np.uint8]:
 _own = threading.local()
 
 
-def _check_unchanged(spec: AdapterSpec, file: FileIO) -> None:
-    if not weights_unchanged(spec, os.fstat(file.fileno())):
+def _checked_fingerprint(spec: AdapterSpec, file: FileIO, shape: ModelShape) -> str:
+    """What the files look like, which hold what was registered. They may be others than then: touched, or put
+    back after they were gone. `shape` is the whole model's."""
+    fingerprint = _fingerprint(spec, file)
+    if fingerprint == spec.fingerprint:
+        return fingerprint
+    try:
+        found = read_adapter(spec.path, shape)
+    except AdapterError as error:
+        raise AdapterFormatError(_CHANGED) from error
+    # What was hashed must be what is open here, too.
+    if found.version != spec.version or found.fingerprint != fingerprint:
         raise AdapterFormatError(_CHANGED)
+    return fingerprint
+
+
+def _fingerprint(spec: AdapterSpec, file: FileIO) -> str:
+    """`file`: its weights."""
+    return join_fingerprints(weights=os.fstat(file.fileno()), config=os.stat(spec.path / CONFIG_FILE))
 
 
 def _read_into(fd: int, target: npt.NDArray[np.uint8], offset: int) -> None:

@@ -57,6 +57,15 @@ class Shard:
             ),
         )
 
+    def whole(self, shape: ModelShape) -> ModelShape:
+        """Of what model `shape` is this part."""
+        return replace(
+            shape,
+            num_heads=shape.num_heads * self.count,
+            num_kv_heads=shape.num_kv_heads * self.count,
+            intermediate_size=shape.intermediate_size * self.count,
+        )
+
     def linear(self, module: str, weight_OI: torch.Tensor) -> torch.Tensor:
         """The part of a linear's weight; a view."""
         if module in CUT_BY_INPUT:

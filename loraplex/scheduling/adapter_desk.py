@@ -207,5 +207,5 @@ class AdapterDesk:
         if kept_bytes > self._residency.budget_bytes or self._memory.max_tokens(kept_bytes) < least_tokens:
             raise CapacityError(
                 "there is no memory for all adapters at once, which --cold-start cached needs; "
-                f"{self._memory.advice}, or choose another way to start"
+                f"{self._memory.adapter_advice}, or choose another way to start"
             )

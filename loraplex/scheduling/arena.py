@@ -41,7 +41,7 @@ class Arena:
     sides of the same border."""
 
     shared = True
-    advice = "raise --memory-fraction"
+    advice = adapter_advice = "raise --memory-fraction"
     resident_tier = Tier.DEVICE
 
     def __init__(

@@ -15,8 +15,9 @@ from loraplex.scheduling.staging import Staging
 
 class Memory(Protocol):
     """`shared`: what adapters give up, KV blocks can have, and the other way round; `shared_bytes`: how much
-    that is in all. `advice`: the end of a message to a user who needs more. `staging`: the tier that adapters
-    come from, where they are not used where they are read to."""
+    that is in all. `advice`: the end of a message to a user who needs more for requests; `adapter_advice`:
+    for adapters. `staging`: the tier that adapters come from, where they are not used where they are read to.
+    """
 
     pool: BlockPool
     residency: Residency
@@ -24,6 +25,7 @@ class Memory(Protocol):
     shared: bool
     shared_bytes: int
     advice: str
+    adapter_advice: str
 
     def max_tokens(self, adapter_bytes: int) -> int:
         """How many tokens of one request there is room for, with nothing beside it but its adapter."""
@@ -58,6 +60,7 @@ class SeparateMemory:
     shared = False
     shared_bytes = 0
     advice = "raise --kv-memory"
+    adapter_advice = "raise --host-adapter-memory"
     staging: Staging | None = None
 
     def __init__(

@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, other_base, other_base_warning
+from loraplex.adapters.hub import nowhere
 from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.registry import AdapterRegistry
@@ -250,7 +251,10 @@ class AdapterService:
         """The folder or repository that a request means, if it may be loaded; a folder that exists wins."""
         repo = parse_hub_repo(path)
         if repo is None:
-            return self._check_path(path)
+            folder = self._check_path(path)
+            if _is_missing(folder):
+                raise nowhere(path)
+            return folder
         if self.allowed.roots:
             folder = self._check_path(path)
             if os.path.exists(folder):
@@ -284,6 +288,16 @@ class AdapterService:
         near = _near(name, self._served)
         hint = _did_you_mean(near) or "; GET /v1/adapters lists those that are"
         return NotServedError(f"the adapter {name!r} is not loaded{hint}")
+
+
+def _is_missing(folder: Path) -> bool:
+    try:
+        os.stat(folder)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):  # who reads it says why it cannot be
+        return False
+    return False
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:

@@ -209,10 +209,14 @@ class EngineClient:
                 if stream is not None:
                     stream.fail(error.to_error())
             case AdapterAdded(version, problem):
+                reply = self._additions.pop(version, None)
                 if problem is not None:
                     self._adapters.pop(version, None)
-                    logger.warning("adapter %s was refused by the engine: %s", version, problem.message)
-                _settle(self._additions.pop(version, None), problem)
+                    if reply is None:  # after a restart, when nobody asked and would be told
+                        logger.warning(
+                            "adapter %s was refused by the engine: %s", version[:12], problem.message
+                        )
+                _settle(reply, problem)
             case AdapterRemoved(version, problem):
                 _settle(self._removals.pop(version, None), problem)
             case Stats(stats):

@@ -113,6 +113,8 @@ def test_no_server_exits_1() -> None:
         ((*CLOSED, "--requests", "0"), "--requests"),
         ((*CLOSED, "--adapters", "a,,b"), "--adapters"),
         ((*CLOSED, "--json", "no/such/folder/out.json"), "--json"),
+        ((*CLOSED, "--plot", "no/such/folder/out.png"), "--plot"),
+        ((*CLOSED, "--plot", "out.pdf"), "out.pdf is no .png"),
         ((*CLOSED, "--base-url", "127.0.0.1:8000"), "--base-url"),
     ],
 )

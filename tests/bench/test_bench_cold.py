@@ -44,13 +44,35 @@ def test_every_policy_is_compared_with_cached(workload: Path, tmp_path: Path, fi
         files, "--workload", str(workload), "--burst", "3", "--json", str(out), "--plot", str(plot)
     )
     assert result.exit_code == 0, result.output
-    found = json.loads(out.read_text())["results"]
+    assert (
+        "left out on a CPU: pipelined, cpu-assist, which need a GPU; auto, which is overlap" in result.output
+    )
+    document = json.loads(out.read_text())
+    assert (document["parameters"]["num_adapters"], document["parameters"]["workload_adapters"]) == (2, 5)
+    found = document["results"]
     policies = {"cached", "on-demand", "overlap"}
     assert found["idle_ttft_ms"].keys() == found["burst"].keys() == found["workload"].keys() == policies
     assert found["idle_ttft_ms"]["cached"].keys() == {"ready"}
     assert found["idle_ttft_ms"]["overlap"].keys() == {"disk", "ready"}
     assert found["workload"]["cached"]["over_cached"]["ttft_ms"] == {"mean": 0.0, "p95": 0.0}
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_auto_is_overlap_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = bench("--policy", "auto", "--json", str(out))
+    assert result.exit_code == 0, result.output
+    assert "on a CPU, auto is overlap" in result.output
+    assert json.loads(out.read_text())["results"]["idle_ttft_ms"].keys() == {"cached", "overlap"}
+
+
+def test_requests_that_are_too_long_are_told_how_to_make_shorter_ones(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    write_workload(path, [WorkloadRequest(arrival_s=0.0, prompt_tokens=500, output_tokens=40, adapter=0)])
+    result = bench("--workload", str(path))
+    assert result.exit_code == 2
+    fix = "`loraplex workload make` with --max-prompt-tokens 256 --max-output-tokens 256"
+    assert fix in " ".join(result.output.replace("│", " ").split())
 
 
 def test_one_policy_is_compared_with_cached_alone(tmp_path: Path) -> None:
@@ -65,6 +87,8 @@ def test_one_policy_is_compared_with_cached_alone(tmp_path: Path) -> None:
         (("--policy", "pipelined"), "needs a GPU"),
         (("--policy", "magic"), "magic"),
         (("--plot", "a.png"), "--workload"),
+        (("--workload", "w.jsonl", "--plot", "/nonexistent/a.png"), "for --plot: /nonexistent/a.png cannot"),
+        (("--workload", "w.jsonl", "--plot", "a.txt"), "for --plot: a.txt is no .png"),
         (("--json", "/nonexistent/a.json"), "name a file in a folder that exists"),
     ],
 )

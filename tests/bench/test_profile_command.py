@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import Result
+from tiny import save_model
 from typer.testing import CliRunner
 
+from loraplex.bench import profile_scenarios
 from loraplex.bench.alternating import at_usual_pace, time_alternating, undisturbed
 from loraplex.bench.profile_reads import _pinned_reader, _plain_reader, _saved, _seconds
+from loraplex.bench.profile_scenarios import ProfileOptions, Progress
 from loraplex.bench.random_engine import random_spec
 from loraplex.bench.step_cases import (
     CaseLimits,
@@ -27,6 +31,10 @@ from loraplex.core.errors import LoraplexError
 from loraplex.engine.adapter_loader import resident_bytes
 from loraplex.engine.profile_subject import profile_path, subject_of
 from loraplex.model.shapes import config_of_shape
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.held_out import HeldOut
+from loraplex.perf.least_squares import quality_of
 from loraplex.perf.profile_json import read_profile
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.work import StepWork
@@ -68,6 +76,61 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
     assert memory.adapter_bytes(16, ("q_proj", "down_proj")) == in_memory
     assert torch.get_num_threads() == num_threads
     assert [file.suffix for file in (tmp_path / "profiles").iterdir()] == [".json"], "no other file is left"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[CostModel]:
+    """What is found instead of measuring anything: the last one."""
+    monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path / "cache"))
+    subject = subject_of(TINY, "cpu", torch.float32)
+    good = quality_of([1.0, 2.0], [1.1, 2.0])
+    guessed = default_cost_model(subject, TINY, element_bytes=4, num_cores=2)
+    found = [replace(guessed, measured=True, held_out=HeldOut(decode=good, prefill=good, load=good))]
+
+    def measure(options: ProfileOptions, progress: Progress) -> CostModel:
+        for phase in ("engine", "steps", "disk"):
+            for done in (0.1, 0.2):
+                progress(phase, done)
+        return found[-1]
+
+    monkeypatch.setattr(profile_scenarios, "profile_machine", measure)
+    return found
+
+
+def test_a_profile_that_fits_badly_is_kept_with_a_warning(measured: list[CostModel], tmp_path: Path) -> None:
+    good = measured[0]
+    out = tmp_path / "p.json"
+    assert "warning" not in profile("--device", "cpu", "--json", str(out)).output
+    assert good.held_out is not None
+    poor = quality_of([1.0, 2.0, 1.0], [3.0, 1.0, 2.0])
+    measured.append(replace(good, held_out=replace(good.held_out, prefill=poor)))
+    result = profile("--device", "cpu", "--json", str(out))
+    assert result.exit_code == 0
+    assert "warning: R² of held out: prefill is under 0.5: other programs were probably" in result.stderr
+    assert "run this again" in result.stderr
+    assert read_profile(out) == measured[-1]
+
+
+def test_without_a_terminal_each_phase_is_a_line_with_the_name_of_the_folder(
+    measured: list[CostModel], tmp_path: Path
+) -> None:
+    save_model(tmp_path / "somewhere" / "far" / "my-model")
+    result = profile("--device", "cpu", "--model", str(tmp_path / "somewhere" / "far" / "my-model"))
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines() == [
+        f"measuring my-model: {each}" for each in ("engine", "steps", "disk")
+    ]
+
+
+def test_on_a_narrow_terminal_the_phase_is_seen(
+    measured: list[CostModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = tmp_path / ("long" * 20) / "my-model"
+    save_model(folder)
+    result = profile("--device", "cpu", "--model", str(folder))
+    assert "measuring my-model: disk" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,10 +17,14 @@ from safetensors.torch import load_file, save_file
 from tiny import save_adapter, save_model
 
 from loraplex.adapters.peft_reader import read_adapter
-from loraplex.adapters.spec import AdapterSpec
+from loraplex.adapters.spec import CONFIG_FILE, AdapterSpec
+from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
+from loraplex.core.shape import ModelShape
+from loraplex.engine import slab_reader
+from loraplex.engine.adapter_loader import resident_bytes
 from loraplex.engine.build import EngineOptions, build_core
 from loraplex.engine.core import Engine
 from loraplex.model.config import load_config
@@ -234,6 +240,69 @@ def test_weights_that_changed_after_registration_are_not_served(engine: Engine, 
     done = alone(engine, adapter=spec.version)
     assert done.finish_reason is FinishReason.ERROR
     assert "changed on disk" in str(done.error)
+
+
+def test_a_config_that_changed_after_registration_is_not_served_by_the_old_one(
+    engine: Engine, base, tmp_path: Path
+) -> None:
+    save_adapter(tmp_path / "a", base[1], rank=4, seed=9)
+    spec = read_adapter(tmp_path / "a", load_config(base[0]).shape)
+    engine.add_adapter(spec)
+    path = spec.path / CONFIG_FILE
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+    done = alone(engine, adapter=spec.version)
+    assert done.finish_reason is FinishReason.ERROR
+    assert "changed on disk" in str(done.error)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_files_with_the_same_content_are_the_same_version(base, tmp_path: Path, num_shards: int) -> None:
+    """Those that were put back after they were gone, and those that were only touched."""
+    save_adapter(tmp_path / "a", base[1], rank=4, seed=9)
+    spec = read_adapter(tmp_path / "a", load_config(base[0]).shape)
+    engine = build(base, tensor_parallel=num_shards)
+    engine.add_adapter(spec)
+    shutil.copytree(spec.path, tmp_path / "kept")
+    shutil.rmtree(spec.path)
+    assert "restore them" in str(alone(engine, adapter=spec.version).error)
+    shutil.copytree(tmp_path / "kept", spec.path)
+    for file in spec.path.iterdir():
+        os.utime(file, ns=(1, 1))
+    done = alone(engine, adapter=spec.version)
+    assert done.error is None
+    assert len(done.token_ids) > 0
+    engine.close()
+
+
+def test_a_file_that_changes_while_it_is_read_again_is_not_served(
+    engine: Engine, base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was hashed is not what is open."""
+    save_adapter(tmp_path / "a", base[1], rank=4, seed=9)
+    spec = read_adapter(tmp_path / "a", load_config(base[0]).shape)
+    engine.add_adapter(spec)
+    content = spec.weights_path.read_bytes()
+    save_adapter(tmp_path / "a", base[1], rank=4, seed=10)
+
+    def put_back_and_hash(path: Path, shape: ModelShape) -> AdapterSpec:
+        (tmp_path / "good").write_bytes(content)
+        (tmp_path / "good").rename(spec.weights_path)
+        return read_adapter(path, shape)
+
+    monkeypatch.setattr(slab_reader, "read_adapter", put_back_and_hash)
+    assert "changed on disk" in str(alone(engine, adapter=spec.version).error)
+
+
+def test_a_cpu_without_memory_for_all_adapters_says_which_memory_is_meant(
+    base, specs: list[AdapterSpec]
+) -> None:
+    needed = resident_bytes(specs[2], load_config(base[0]).shape, torch.float32)
+    engine = build(base, cold_start=ColdStart.CACHED, host_adapter_memory_bytes=needed)
+    engine.add_adapter(specs[2])
+    with pytest.raises(CapacityError, match="raise --host-adapter-memory, or choose another way"):
+        engine.add_adapter(specs[0])
+    engine.close()
 
 
 def test_logits_that_overflow_fail_that_request_alone(engine: Engine, base, tmp_path: Path) -> None:

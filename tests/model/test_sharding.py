@@ -22,6 +22,12 @@ VOCAB_SIZE = 251
 """Not even: the last shard's part of the vocabulary is padded."""
 
 
+def test_a_part_tells_the_whole_that_it_is_of() -> None:
+    config = config_of_shape("llama-3-8b")
+    shard = Shard(index=1, count=4)
+    assert shard.whole(shard.config(config).shape) == config.shape
+
+
 def test_two_processes_compute_the_logits_of_every_family(tmp_path: Path) -> None:
     folders = [tmp_path / family for family in FAMILIES]
     for folder in folders:

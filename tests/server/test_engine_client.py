@@ -176,7 +176,7 @@ def test_adapters_may_change_while_the_engine_restarts() -> None:
     run(scenario())
 
 
-def test_a_refused_adapter_is_not_kept() -> None:
+def test_a_refused_adapter_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with running() as client:
             with pytest.raises(errors.AdapterFormatError, match="rank") as caught:
@@ -187,6 +187,19 @@ def test_a_refused_adapter_is_not_kept() -> None:
             assert client.healthy
 
     run(scenario())
+    assert "refused" not in caplog.text, "whoever added it was told"
+
+
+def test_an_adapter_refused_after_a_restart_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with running() as client:
+            os.kill(pid_of(client), signal.SIGKILL)
+            await wait_for_state(client, EngineState.RESTARTING)
+            await client.add_adapter(spec_of(fake_core.UNWANTED_VERSION))
+            assert await tokens(client, request_of("a"))
+
+    run(scenario())
+    assert f"adapter {fake_core.UNWANTED_VERSION[:12]} was refused by the engine" in caplog.text
 
 
 def test_stats_are_fetched_again_only_when_stale() -> None:

@@ -70,6 +70,17 @@ def test_requests_fetch_nothing_unless_the_operator_said_so(make_api: Callable[.
     assert api.served.service.registry.names() == []
 
 
+def test_what_is_neither_folder_nor_repository_is_told_how_either_is_written(
+    serve: Callable[..., Api],
+) -> None:
+    response = load(serve("org/*"), "new", "org/none@")
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "lora_path"
+    assert error["message"].startswith("there is no folder org/none@, and it is no repository")
+    assert "owner/name@revision" in error["message"]
+
+
 def test_a_repository_that_is_open_is_loaded_at_its_commit(serve: Callable[..., Api], hub: FakeHub) -> None:
     api = serve("org/one", "other/*")
     assert load(api, "new", "org/two").status_code == 403

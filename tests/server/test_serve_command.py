@@ -190,6 +190,13 @@ def test_requests_may_fetch_from_the_hub_only_what_is_named(monkeypatch: pytest.
     assert [options.allow_adapter_repos for options in seen] == [(), ("a/*", "b/c")]
 
 
+def test_the_names_of_options_are_whole_on_a_narrow_terminal() -> None:
+    done = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "80"})
+    names = {word for word in done.output.split() if word.startswith("--")}
+    assert {"--allow-adapter-dir", "--allow-adapter-repo", "--host-adapter-memory"} < names
+    assert not any("…" in name for name in names)
+
+
 @pytest.mark.parametrize("command", [("serve",), ("bench", "serve"), ("adapter", "list")])
 def test_every_command_takes_the_api_key_from_one_variable(command: tuple[str, ...]) -> None:
     done = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})

@@ -56,6 +56,9 @@ def test_a_workload_is_simulated_written_and_drawn(profile: Path, workload: Path
     assert max(found["timeline"]["running"]) >= 1
     assert found["timeline"]["running"][-1] == 0
     assert plot.stat().st_size > 1000
+    refused = twin("run", profile, workload, "--plot", str(tmp_path / "out.txt"))
+    assert refused.exit_code == 2
+    assert "out.txt is no .png" in refused.output
 
 
 def test_ranks_are_those_that_the_workload_names(workload: Path, tmp_path: Path) -> None:

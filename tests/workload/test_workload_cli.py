@@ -138,6 +138,12 @@ def test_a_place_that_cannot_be_written_is_found_out_first(tmp_path: Path) -> No
         assert "cannot be written" in result.output
 
 
+def test_a_picture_is_a_png(tmp_path: Path) -> None:
+    result = run("plot", "x.jsonl", tmp_path / "w.txt")
+    assert result.exit_code == 2
+    assert "w.txt is no .png" in result.output
+
+
 def test_a_workload_without_a_request_is_not_written(tmp_path: Path) -> None:
     result = run("make", tmp_path / "w.jsonl", "--rate", 0.0001, "--duration-s", 0.001)
     assert isinstance(result.exception, WorkloadError)
