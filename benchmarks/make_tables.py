@@ -151,6 +151,7 @@ def limits_table(result: Result) -> str:
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
 CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.json"
 TWIN = "twin_validation.json"
+TWIN_CUDA = "twin_engine_cuda.json"
 TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "cpu-serve": (SERVE, serve_table),
     "cpu-startup": (SERVE, startup_table),
@@ -183,6 +184,8 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "twin-validation": (TWIN, twin_tables.validation_table),
     "twin-speed": (TWIN, twin_tables.speed_table),
     "twin-fleet": (TWIN, twin_tables.fleet_table),
+    "twin-engine-cuda": (TWIN_CUDA, twin_tables.engine_table),
+    "twin-engine-cuda-machine": (TWIN_CUDA, twin_tables.engine_note),
 }
 """Name of a table -> the result file or files it is made from, and how."""
 

@@ -1,4 +1,4 @@
-"""The twin's tables, from `results/twin_validation.json`."""
+"""The twin's tables, from `results/twin_validation.json`, and `twin_engine_cuda.json` for our own engine."""
 
 from __future__ import annotations
 
@@ -50,6 +50,40 @@ def fleet_table(result: Result) -> str:
     ]
     heading = f"{fleet['num_engines']} GPUs, 340 requests/s, {fleet['num_adapters']:,} adapters, 5 minutes"
     return table((heading, "measured", "wanted"), lines)
+
+
+def engine_table(result: Result) -> str:
+    """Live, and by the twin in brackets."""
+
+    def beside(each: Result, name: str, digits: int) -> str:
+        live, twin = (f"{each[side][name]:,.{digits}f}" for side in ("live", "twin"))
+        return f"{live} ({twin}), {each['smape'][name]:.1f}"
+
+    lines: list[tuple[str, ...]] = [
+        (
+            f"{each['load']:.0%}, {each['requests_per_s']:.1f} requests/s",
+            beside(each, "output_tok_s", 0),
+            beside(each, "itl_ms", 2),
+            beside(each, "ttft_ms", 1),
+        )
+        for each in result["workloads"]
+    ]
+    mean = result["mean_smape"]
+    lines += [
+        ("mean", *(f"{mean[name]:.1f}" for name in ("output_tok_s", "itl_ms", "ttft_ms"))),
+        ("wanted, at most", "3", "5", "15"),
+    ]
+    headings = ("load", "output tokens/s, SMAPE %", "ITL, ms, SMAPE %", "TTFT, ms, SMAPE %")
+    return table(headings, lines)
+
+
+def engine_note(result: Result) -> str:
+    machine, setting = result["machine"], result["setting"]
+    on = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
+    return (
+        f"Measured {result['date'][:10]} on {on}, {setting['shape']} shape, {setting['dtype']}, "
+        f"{setting['num_adapters']} adapters of ranks 8 to 64, commit {result['git_commit'] or 'unknown'}.\n"
+    )
 
 
 def _yes(fleet: Result) -> str:
