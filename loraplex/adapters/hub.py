@@ -54,13 +54,13 @@ def locate_adapter(source: str | Path) -> Path | HubRepo:
         return path
     repo = parse_hub_repo(source)
     if repo is None:
-        raise nowhere(source)
+        raise AdapterError(nowhere(source))
     return repo
 
 
-def nowhere(source: str) -> AdapterFormatError:
+def nowhere(source: str) -> str:
     """About a source that is nothing."""
-    return AdapterFormatError(
+    return (
         f"there is no folder {source}, and it is no repository of the Hugging Face hub (owner/name or "
         "owner/name@revision) either"
     )

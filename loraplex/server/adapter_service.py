@@ -29,6 +29,7 @@ from loraplex.adapters.registry import AdapterRegistry
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
     AdapterConflictError,
+    AdapterFormatError,
     InvalidRequestError,
     LoraplexError,
     PathNotAllowedError,
@@ -253,7 +254,7 @@ class AdapterService:
         if repo is None:
             folder = self._check_path(path)
             if _is_missing(folder):
-                raise nowhere(path)
+                raise AdapterFormatError(nowhere(path))
             return folder
         if self.allowed.roots:
             folder = self._check_path(path)
