@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 16, 128
 _WHOLE_SEGMENTS = 8
 # The blocked layout oneDNN chooses depends little on the batch; this is a decode batch.
 _PACK_ROWS = 16
+# oneDNN compiles a product for each number of rows, and keeps 1,024 of them: a few linears times all sizes of
+# steps are more, and were compiled again and again. It looks at this when it is first used.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
 
 
 class PackedFloat32Linear:
