@@ -191,7 +191,7 @@ def _quality(quality: FitQuality | None) -> tuple[str, str, str, str]:
     return (
         str(quality.num_samples),
         f"{quality.r_squared:.4f}",
-        f"{quality.mean_error:.1%}" if quality.mean_error > 0 else "-",
+        f"{quality.mean_error:.1%}",
         f"{quality.worst_error:.0%}",
     )
 

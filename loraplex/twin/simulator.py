@@ -57,7 +57,7 @@ class Simulator:
         self.plans: list[StepPlan] | None = None  # kept if a list is put here
 
     def bring_in_all(self) -> None:
-        """For an engine that loads within its steps: to the scheduler every adapter is there from now on."""
+        """Every adapter is there from now on; or, of an engine that loads within its steps, seems to be."""
         residency = self._memory.residency
         for version in self._adapters:
             residency.enter(version)
