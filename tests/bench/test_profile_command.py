@@ -23,6 +23,7 @@ from loraplex.bench.step_cases import (
     StepAdapter,
     StepCase,
     held_out_decodes,
+    held_out_mixed,
     held_out_prompts,
     step_cases,
 )
@@ -235,7 +236,9 @@ def test_cases_held_out_are_others_than_those_fitted(on_gpu: bool) -> None:
     fitted = set(step_cases(ADAPTERS, limits))
     decodes, prompts = held_out_decodes(ADAPTERS, limits, 24), held_out_prompts(ADAPTERS, limits, 24)
     assert decodes == held_out_decodes(ADAPTERS, limits, 24), "the same whenever they are drawn"
-    assert all(limits.fits(case) and case not in fitted for case in (*decodes, *prompts))
+    mixed = held_out_mixed(ADAPTERS, limits, 24)
+    assert all(limits.fits(case) and case not in fitted for case in (*decodes, *prompts, *mixed))
+    assert all(case.num_decodes > 1 and case.prompts for case in mixed)
     assert all(case.num_decodes > 0 and not case.prompts for case in decodes)
     assert all(case.num_decodes == 0 and min(case.prompts) > 1 for case in prompts)
     assert len({case.num_decodes for case in decodes}) > 8
