@@ -210,7 +210,7 @@ def _quality_fields(found: JsonObject, place: str) -> FitQuality:
 
 
 def _held_out(found: JsonObject) -> HeldOut:
-    names = ("decode", "prefill", "load")
+    names = tuple(field.name for field in fields(HeldOut))
     held_out = HeldOut(**{name: _quality_fields(found.child(name), f"held_out: {name}") for name in names})
     found.end()
     return held_out
