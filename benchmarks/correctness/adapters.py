@@ -15,15 +15,8 @@ from benchmarks.correctness.checkpoints import (
     save_adapter,
     save_model,
 )
-from benchmarks.correctness.driving import (
-    Answer,
-    answers,
-    bring_in,
-    build,
-    greedy_request,
-    random_prompt,
-    text_error,
-)
+from benchmarks.correctness.comparing import text_error
+from benchmarks.correctness.driving import Answer, answers, bring_in, build, greedy_request, random_prompt
 from benchmarks.correctness.families import (
     FLOAT32_MARGIN,
     FLOAT32_TOLERANCE,

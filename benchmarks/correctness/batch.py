@@ -15,27 +15,21 @@ from typing import Final
 
 import torch
 
-from benchmarks.correctness.check import Check, Setting, holds, release, within
-from benchmarks.correctness.driving import (
-    Answer,
-    answer_lag,
-    answers,
-    bring_in,
-    greedy_request,
-    random_prompt,
-    text_error,
+from benchmarks.correctness.check import Check, Setting, holds, release
+from benchmarks.correctness.comparing import (
+    FLOAT32_MARGIN,
+    NOISE_FACTOR,
+    NUM_TOP,
+    rounding_error,
+    text_and_logprob_checks,
 )
+from benchmarks.correctness.driving import Answer, answers, bring_in, greedy_request, random_prompt
 from benchmarks.correctness.random_engines import build, distinct_specs
 from loraplex.core.request import EngineRequest
 from loraplex.engine.core import Engine
 from loraplex.model.shapes import config_of_shape
 
 RANKS: Final = (8, 16, 32, 64)
-NUM_TOP: Final = 20
-FLOAT32_MARGIN: Final = 1e-3
-"""Of log-probabilities."""
-NOISE_FACTOR: Final = 2.0
-"""Two results that are both off by the rounding's error differ by twice as much at the most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +47,7 @@ def batch(setting: Setting) -> list[Check]:
     if setting.engine_dtype is torch.float32:
         return checks
     short = _all_answers(setting, setting.engine_dtype)
-    noise = max(_rounding_error(short.alone[name], one) for name, one in exact.alone.items())
+    noise = max(rounding_error(short.alone[name], one) for name, one in exact.alone.items())
     return [
         *checks,
         *_checks("bfloat16", short, round(NOISE_FACTOR * noise, 3), rounding_error=round(noise, 3)),
@@ -112,31 +106,15 @@ def _requests(versions: list[str], setting: Setting, num_top: int | None) -> lis
 
 
 def _checks(dtype: str, found: _Answers, margin: float, **details: float) -> list[Check]:
-    alone = found.alone
-    errors = [
-        text_error(found.plain[name].token_ids, one.token_ids, answer_lag(one)) for name, one in alone.items()
-    ]
-    num_tokens = len(next(iter(alone.values())).token_ids)
-    return [
-        within(
-            f"{dtype}, texts",
-            f"greedy texts of {len(alone)} requests in one batch with those of each alone; where one "
-            "differs, by how much its token is less likely than the one chosen alone (log-probabilities)",
-            max(error for error, _ in errors),
-            margin,
-            texts_equal=sum(error == 0.0 for error, _ in errors),
-            tokens_equal=sum(same for _, same in errors),
-            tokens=num_tokens * len(errors),
-            **details,
-        ),
-        within(
-            f"{dtype}, log-probabilities",
-            "of the likeliest tokens, as long as batch and alone agree on the text",
-            max(_logprob_error(found.scored[name], one) for name, one in alone.items()),
-            margin,
-            **details,
-        ),
-    ]
+    return text_and_logprob_checks(
+        dtype,
+        "all in one batch with those of each alone",
+        plain=found.plain,
+        scored=found.scored,
+        expected=found.alone,
+        margin=margin,
+        **details,
+    )
 
 
 def _shows(alone: dict[str, Answer], margin: float) -> Check:
@@ -152,25 +130,3 @@ def _shows(alone: dict[str, Answer], margin: float) -> Check:
         nearest > margin,
         least_difference=round(nearest, 3) if math.isfinite(nearest) else "no token in common",
     )
-
-
-def _rounding_error(short: Answer, exact: Answer) -> float:
-    """Of the tokens that are among the likeliest in both, as long as the texts agree."""
-    worst = 0.0
-    for here, there in zip(short.logprobs, exact.logprobs, strict=True):
-        known = dict(there.top)
-        worst = max([worst, *(abs(value - known[token]) for token, value in here.top if token in known)])
-        if here.token_id != there.token_id:
-            break
-    return worst
-
-
-def _logprob_error(found: Answer, alone: Answer) -> float:
-    """Of the five likeliest tokens of the batch: all of them must be among the twenty likeliest alone."""
-    worst = 0.0
-    for here, there in zip(found.logprobs, alone.logprobs, strict=True):
-        known = dict(there.top)
-        worst = max(worst, *(abs(value - known.get(token, math.inf)) for token, value in here.top[:5]))
-        if here.token_id != there.token_id:
-            break
-    return worst

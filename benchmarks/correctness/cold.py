@@ -1,87 +1,138 @@
-"""Section `cold`: one text, however a request starts whose adapter is not on the device."""
+"""Section `cold`: one text, however a request starts whose adapter is not on the device.
+
+`cached` is what the others are compared with, in float32 and, on a GPU, in bfloat16. There, what rounding
+cannot tell apart is measured as in the section `batch`.
+"""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
-from benchmarks.correctness.check import Check, Setting, release, within
-from benchmarks.correctness.driving import (
-    Answer,
-    answer_lag,
-    answers,
-    greedy_request,
-    random_prompt,
-    text_error,
+from benchmarks.correctness.check import Check, Setting, holds, release
+from benchmarks.correctness.comparing import (
+    FLOAT32_MARGIN,
+    NOISE_FACTOR,
+    NUM_TOP,
+    logprob_error,
+    rounding_error,
+    text_and_logprob_checks,
 )
+from benchmarks.correctness.driving import Answer, answers, greedy_request, random_prompt
+from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.adapter_files import save_random_adapters
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, register
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.modules import MODULES
+from loraplex.core.request import EngineRequest
+from loraplex.engine.core import Engine
 from loraplex.model.shapes import config_of_shape
 
-TIE: Final = 1e-3
-"""Of log-probabilities, in float32."""
 NUM_WORKERS: Final = 4
+SEED: Final = 5
+
+
+class _Answers(NamedTuple):
+    """Of one policy, by request: without log-probabilities, and with them."""
+
+    plain: dict[str, Answer]
+    scored: dict[str, Answer]
 
 
 def cold(setting: Setting) -> list[Check]:
-    shape, on_gpu = setting.large_shape, setting.device == "cuda"
-    num_adapters, rank, prompt_tokens, num_tokens = (3, 4, 8, 3) if setting.tiny else (12, 16, 100, 12)
-    config = config_of_shape(shape)
+    exact, base = _all_answers(setting, torch.float32)
+    checks = [*_checks("float32", exact, FLOAT32_MARGIN), _shows(exact[ColdStart.CACHED], base)]
+    if setting.engine_dtype is torch.float32:
+        return checks
+    short, _ = _all_answers(setting, setting.engine_dtype)
+    alike = exact[ColdStart.CACHED].scored
+    noise = max(rounding_error(short[ColdStart.CACHED].scored[name], one) for name, one in alike.items())
+    margin = round(NOISE_FACTOR * noise, 3)
+    return [*checks, *_checks("bfloat16", short, margin, rounding_error=round(noise, 3))]
+
+
+def _all_answers(setting: Setting, dtype: torch.dtype) -> tuple[dict[ColdStart, _Answers], dict[str, Answer]]:
+    """By policy; and the same prompts without adapters."""
+    on_gpu, shape = setting.device == "cuda", config_of_shape(setting.large_shape).shape
     policies = list(ColdStart) if on_gpu else [ColdStart.CACHED, ColdStart.ON_DEMAND, ColdStart.OVERLAP]
-    found: dict[ColdStart, dict[str, Answer]] = {}
+    num_adapters, rank = (3, 4) if setting.tiny else (12, 16)
+    torch.manual_seed(SEED)
     with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
         specs = save_random_adapters(
-            Path(folder), config.shape, torch.float32, count=num_adapters, rank=rank, modules=MODULES
+            Path(folder), shape, dtype, count=num_adapters, rank=rank, modules=MODULES
         )
         engine = build_random_engine(
             RandomEngineOptions(
-                shape=shape,
+                shape=setting.large_shape,
                 device=setting.device,
-                dtype=torch.float32,
+                dtype=dtype,
                 from_files=True,
                 cpu_workers=NUM_WORKERS if on_gpu else None,
             )
         )
-        for policy in policies:
-            engine.choose_cold_start(policy)
-            # The first half is in the host's memory, the others are on disk.
-            for half, staged in ((specs[::2], True), (specs[1::2], False)):
-                register(engine, half, staged=staged)
-            requests = [
-                greedy_request(
-                    str(number),
-                    random_prompt(prompt_tokens, config.shape.vocab_size, number),
-                    num_tokens,
-                    spec.version,
-                    logprobs=20,
-                )
-                for number, spec in enumerate(specs)
-            ]
-            found[policy] = answers(engine, requests)
-            for spec in specs:
-                engine.remove_adapter(spec.version)
-            engine.take_removed_adapters()
+        found = {
+            policy: _Answers(
+                plain=_cold_answers(engine, policy, specs, setting, num_top=None),
+                scored=_cold_answers(engine, policy, specs, setting, num_top=NUM_TOP),
+            )
+            for policy in policies
+        }
+        base = answers(engine, list(_requests([None] * num_adapters, setting, NUM_TOP)))
         engine.close()
     del engine
     release()
-    return [_compared(policy, found[policy], found[ColdStart.CACHED]) for policy in policies[1:]]
+    return found, base
 
 
-def _compared(policy: ColdStart, found: dict[str, Answer], warm: dict[str, Answer]) -> Check:
-    errors = [
-        text_error(found[name].token_ids, expected.token_ids, answer_lag(expected))
-        for name, expected in warm.items()
-    ]
-    return within(
-        str(policy),
-        f"{len(errors)} greedy texts with those of `cached`; where one differs, by how much its token is "
-        "less likely than the one chosen there (log-probabilities)",
-        max(error for error, _ in errors),
-        TIE,
-        texts_equal=sum(error == 0.0 for error, _ in errors),
+def _cold_answers(
+    engine: Engine, policy: ColdStart, specs: list[AdapterSpec], setting: Setting, num_top: int | None
+) -> dict[str, Answer]:
+    engine.choose_cold_start(policy)
+    # The first half is in the host's memory, the others are on disk.
+    for half, staged in ((specs[::2], True), (specs[1::2], False)):
+        register(engine, half, staged=staged)
+    found = answers(engine, list(_requests([spec.version for spec in specs], setting, num_top)))
+    for spec in specs:
+        engine.remove_adapter(spec.version)
+    engine.take_removed_adapters()
+    return found
+
+
+def _requests(
+    versions: list[str] | list[None], setting: Setting, num_top: int | None
+) -> Iterator[EngineRequest]:
+    prompt_tokens, num_tokens = (8, 3) if setting.tiny else (100, 12)
+    vocab_size = config_of_shape(setting.large_shape).shape.vocab_size
+    for number, version in enumerate(versions):
+        prompt = random_prompt(prompt_tokens, vocab_size, number)
+        yield greedy_request(str(number), prompt, num_tokens, version, logprobs=num_top)
+
+
+def _checks(dtype: str, found: dict[ColdStart, _Answers], margin: float, **details: float) -> Iterator[Check]:
+    expected = found[ColdStart.CACHED].scored
+    for policy, (plain, scored) in found.items():
+        checks = text_and_logprob_checks(
+            f"{policy}, {dtype}",
+            "those of this policy with those of `cached`",
+            plain=plain,
+            scored=scored,
+            expected=expected,
+            margin=margin,
+            **details,
+        )
+        yield from checks[:1] if scored is expected else checks  # the second would be of one with itself
+
+
+def _shows(cached: _Answers, base: dict[str, Answer]) -> Check:
+    """Were adapters to change nothing, one that is late would not be noticed."""
+    least = min(logprob_error(cached.scored[name], one) for name, one in base.items())
+    return holds(
+        "adapters show",
+        "log-probabilities with the adapters and without differ by more than the tolerance",
+        least > FLOAT32_MARGIN,
+        least_difference=round(least, 3) if least < float("inf") else "no token in common",
     )

@@ -1,23 +1,21 @@
-"""Engines driven by hand: requests in, answers out, and how two texts are compared."""
+"""Engines driven by hand: requests in, answers out."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.correctness.check import Check, Setting, within
-from loraplex.adapters.spec import AdapterSpec
+from benchmarks.correctness.check import Setting
 from loraplex.core.request import EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.build import EngineOptions, build_core
 from loraplex.engine.core import Engine
 
 TIME_LIMIT_S: Final = 240.0
-_NUM_TOP: Final = 20
 MEMORY_FRACTION: Final = 0.25
 """Of the device, for an engine that shares it with a model of transformers."""
 
@@ -84,55 +82,3 @@ def answers(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, Answ
 def bring_in(engine: Engine, versions: Sequence[str]) -> None:
     """Load adapters by a short request to each, so that those that follow share batches from the start."""
     answers(engine, [greedy_request(f"bring in {version}", [1], 1, version) for version in versions])
-
-
-def text_error(
-    found: Sequence[int], expected: Sequence[int], lag: Callable[[int, int], float]
-) -> tuple[float, int]:
-    """How unlikely the token at the first difference is, and how many tokens agree before it.
-
-    `lag(place, token)`: by how much that token's logit falls short of the one chosen there, in the run that
-    `expected` is from. Two tokens that are almost equally likely are a tie, which rounding decides; what
-    follows a tie are different texts, and is not compared. 0.0 for equal texts.
-    """
-    if len(found) != len(expected):
-        return float("inf"), 0
-    for place, (token, other) in enumerate(zip(found, expected, strict=True)):
-        if token != other:
-            return lag(place, token), place
-    return 0.0, len(expected)
-
-
-def alone_check(
-    engine: Engine,
-    compared: str,
-    found: Iterable[tuple[EngineRequest, AdapterSpec | None, Sequence[int]]],
-    tie: float,
-) -> Check:
-    """Texts that came of greedy requests, with what each gets alone in this engine; closes it."""
-    errors = []
-    for request, spec, token_ids in found:
-        if spec is not None:
-            engine.add_adapter(spec)
-        params = replace(request.params, logprobs=_NUM_TOP)
-        (alone,) = answers(engine, [replace(request, params=params)]).values()
-        errors.append(text_error(token_ids, alone.token_ids, answer_lag(alone)))
-    engine.close()
-    return within(
-        "texts",
-        f"{len(errors)} {compared} with those of each alone and memory for all; where one differs, by how "
-        "much its token is less likely than the one chosen alone (log-probabilities)",
-        max(error for error, _ in errors),
-        tie,
-        texts_equal=sum(error == 0.0 for error, _ in errors),
-    )
-
-
-def answer_lag(answer: Answer) -> Callable[[int, int], float]:
-    """The lag by an answer's own log-probabilities; infinite for tokens that are not among the likeliest."""
-
-    def lag(place: int, token: int) -> float:
-        at = answer.logprobs[place]
-        return at.logprob - dict(at.top).get(token, float("-inf"))
-
-    return lag

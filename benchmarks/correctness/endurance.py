@@ -11,7 +11,8 @@ from typing import Any, Final
 import torch
 
 from benchmarks.correctness.check import Check, Setting, holds, release, within
-from benchmarks.correctness.driving import TIME_LIMIT_S, alone_check
+from benchmarks.correctness.comparing import alone_check
+from benchmarks.correctness.driving import TIME_LIMIT_S
 from benchmarks.correctness.random_engines import build, distinct_specs
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason

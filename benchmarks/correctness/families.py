@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.correctness.check import Check, Setting, release, within
 from benchmarks.correctness.checkpoints import FAMILIES, Expected, greedy, rounded, save_model
-from benchmarks.correctness.driving import Answer, answers, build, greedy_request, random_prompt, text_error
+from benchmarks.correctness.comparing import text_error
+from benchmarks.correctness.driving import Answer, answers, build, greedy_request, random_prompt
 from loraplex.core.request import TokenLogprob
 
 NUM_TOP = 20

@@ -36,8 +36,8 @@ _NUM_HELD_OUT: Final = 3
 _MEMORY_BYTES: Final = 512 << 20
 """Where adapters are read to, one behind the other: what was read last would be in the processor's caches."""
 _PLACE_BYTES: Final = 4096
-_MAX_SHOTS: Final = 5
-_SHOTS_S: Final = 0.01
+_MAX_SHOTS: Final = 15
+_SHOTS_S: Final = 0.1
 
 Read = Callable[[AdapterSpec], object]
 

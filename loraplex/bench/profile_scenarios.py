@@ -21,6 +21,7 @@ from loraplex.bench.step_cases import (
     CaseLimits,
     StepAdapter,
     held_out_decodes,
+    held_out_mixed,
     held_out_prompts,
     step_cases,
 )
@@ -88,7 +89,7 @@ def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
         assist=measure_assist(
             shape, dtype, device=device, num_cores=cores, repeats=repeats, report=report.of("CPU LoRA")
         ),
-        held_out=HeldOut(decode=steps.decodes, prefill=steps.prompts, load=load),
+        held_out=HeldOut(decode=steps.decodes, prefill=steps.prompts, mixed=steps.mixed, load=load),
         memory=memory,
     )
 
@@ -121,7 +122,7 @@ def _profile_engine(
         limits = CaseLimits(
             on_gpu=on_gpu,
             max_context=engine.max_model_len,
-            max_tokens=stats.num_kv_blocks * _BLOCK_SIZE // 2,
+            max_tokens=stats.num_kv_blocks * _BLOCK_SIZE * 3 // 4,
             work=engine.step_work,
         )
         fitted = _add_adapters(engine, options, _RANKS, memory_bytes // 2, most_each=128 if on_gpu else 16)
@@ -132,6 +133,7 @@ def _profile_engine(
                 fitted=step_cases(fitted, limits),
                 decodes=held_out_decodes([*fitted[::4], *others], limits, _NUM_HELD_OUT),
                 prompts=held_out_prompts([*fitted[::4], *others], limits, _NUM_HELD_OUT),
+                mixed=held_out_mixed([*fitted[::4], *others], limits, _NUM_HELD_OUT),
             ),
             stepped=on_gpu,
             vocab_size=config.shape.vocab_size,

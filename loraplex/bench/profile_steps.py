@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from loraplex.bench.alternating import time_alternating, undisturbed
@@ -35,14 +35,16 @@ class StepCases(NamedTuple):
     fitted: Sequence[StepCase]
     decodes: Sequence[StepCase]
     prompts: Sequence[StepCase]
+    mixed: Sequence[StepCase]
 
 
 class MeasuredSteps(NamedTuple):
-    """`decodes`, `prompts`: how well the cost predicts what it was not fitted to."""
+    """`decodes`, `prompts`, `mixed`: how well the cost predicts what it was not fitted to."""
 
     cost: StepCost
     decodes: FitQuality
     prompts: FitQuality
+    mixed: FitQuality
 
 
 def measure_steps(
@@ -57,14 +59,14 @@ def measure_steps(
         [partial(timer.seconds, case) for case in every], repeats=repeats, report=report
     )
     samples = [(case.features(), each) for case, each in zip(every, took_s, strict=True)]
-    border, end = len(cases.fitted), len(cases.fitted) + len(cases.decodes)
-    cost = fit_step_cost(samples[:border], stepped=stepped)
+    cost = fit_step_cost(samples[: len(cases.fitted)], stepped=stepped)
+    ends = accumulate(map(len, cases))
 
     def quality(first: int, last: int) -> FitQuality:
         held_out = samples[first:last]
         return quality_of([cost.seconds(step) for step, _ in held_out], [each for _, each in held_out])
 
-    return MeasuredSteps(cost, quality(border, end), quality(end, len(samples)))
+    return MeasuredSteps(cost, *(quality(first, last) for first, last in pairwise(ends)))
 
 
 class _StepTimer:

@@ -89,7 +89,7 @@ class CaseLimits:
     @property
     def decodes(self) -> tuple[int, ...]:
         gpu = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-        return gpu if self.on_gpu else (1, 2, 4, 8, 12, 16, 24, 32)
+        return gpu if self.on_gpu else (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
     @property
     def prompts(self) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
     """What to fit to: the base model by rows and by context, then what adapters add, then both kinds of rows
     in one step."""
     decodes, prompts = limits.decodes, limits.prompts
-    several = (8, 32, 64, 128) if limits.on_gpu else (4, 8, 16, 32)
+    several = (8, 32, 64, 128) if limits.on_gpu else (4, 16, 48, 128)
     by_rank: dict[int, tuple[StepAdapter, ...]] = {}
     for adapter in adapters:
         by_rank[adapter.rank] = (*by_rank.get(adapter.rank, ()), adapter)
@@ -136,11 +136,16 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
         cases += [StepCase(prompts=limits.prompts_of(n), adapters=mine[:1]) for n in prompts[2::3]]
         cases += [StepCase(prompts=_parts(n, 4), adapters=mine[:4]) for n in (prompts[5], prompts[-3])]
     largest = by_rank[max(by_rank)]
-    cases += [
-        StepCase(num_decodes=n, context=16, prompts=(prompts[rows] - n,), adapters=used)
-        for n, rows in ((several[0], 4), (several[1], 7), (several[2], 7))
-        for used in ((), largest[: n + 1])
-    ]
+    for n in several:
+        # Rows of prompts beside them, where the curve of all rows has a knot.
+        knots = [rows for rows in prompts if rows > n + 8]
+        for context, rows in ((16, knots[0]), (16, knots[3]), (limits.contexts[0], knots[1])):
+            cases.append(StepCase(num_decodes=n, context=context, prompts=(rows - n,)))
+        cases.append(StepCase(num_decodes=n, context=limits.contexts[0], prompts=_parts(knots[2] - n, 3)))
+        cases.append(StepCase(num_decodes=n, context=16, prompts=(knots[1] - n,), adapters=largest[: n + 1]))
+        cases.append(
+            StepCase(num_decodes=n, context=16, prompts=_parts(knots[2] - n, 3), adapters=largest[:8])
+        )
     return [case for case in dict.fromkeys(cases) if limits.fits(case)]
 
 
@@ -171,6 +176,24 @@ def held_out_prompts(
         ends = zip((0, *cuts), (*cuts, num_tokens), strict=True)
         prompts = tuple(max(end - start, 2) for start, end in ends)  # of one token it would be a decode
         case = StepCase(prompts=prompts, adapters=_draw(random, adapters, num_prompts))
+        found += [case] if limits.fits(case) else []
+    return found
+
+
+def held_out_mixed(
+    adapters: Sequence[StepAdapter], limits: CaseLimits, number: int, seed: int = 3
+) -> list[StepCase]:
+    """Steps that read one to three prompts while others decode."""
+    random, found = Random(seed), list[StepCase]()
+    while len(found) < number:
+        num_decodes = _log_uniform(random, 2, limits.decodes[-3])
+        prompts = tuple(_log_uniform(random, 8, 300) for _ in range(random.randint(1, 3)))
+        case = StepCase(
+            num_decodes=num_decodes,
+            context=_log_uniform(random, 16, min(limits.contexts[0], limits.max_context // 2)),
+            prompts=prompts,
+            adapters=_draw(random, adapters, num_decodes + len(prompts)),
+        )
         found += [case] if limits.fits(case) else []
     return found
 

@@ -1,6 +1,6 @@
 """Cost models as JSON files, read strictly: a figure misread would be wrong in every prediction.
 
-    {"version": 2, "subject": {...}, "measured": true, "bus": {...} or null, "read": {...}, "disk": {...},
+    {"version": 3, "subject": {...}, "measured": true, "bus": {...} or null, "read": {...}, "disk": {...},
      "step": {...}, "assist": {...}, "held_out": {...} or null, "memory": {...} or null,
      "corrections": {...}, "environment": {...}}
 
@@ -28,7 +28,7 @@ from loraplex.perf.line import Line
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
 
-VERSION: Final = 2
+VERSION: Final = 3
 _MAX_FILE_BYTES: Final = 1 << 20
 
 
@@ -86,7 +86,7 @@ def profile_from_json(text: str) -> CostModel:
     except RecursionError:
         raise ValueError("nested too deeply to be a profile") from None
     top = JsonObject(document, "the profile")
-    if (version := top.take("version")) == 1:
+    if (version := top.take("version")) in (1, 2):
         raise ValueError("it was made by an older loraplex")
     if version != VERSION:
         raise ValueError(f"its format is of version {version!r}, this loraplex reads version {VERSION}")
@@ -210,7 +210,7 @@ def _quality_fields(found: JsonObject, place: str) -> FitQuality:
 
 
 def _held_out(found: JsonObject) -> HeldOut:
-    names = ("decode", "prefill", "load")
+    names = tuple(field.name for field in fields(HeldOut))
     held_out = HeldOut(**{name: _quality_fields(found.child(name), f"held_out: {name}") for name in names})
     found.end()
     return held_out

@@ -69,11 +69,13 @@ class RowCurve:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTerms:
     """Seconds that a step takes beside its rows. `prompt_s`: of each prompt. `beside_prompts_s`: of each
-    decode in a step with prompts; in others the curve has it. `lora_s`: for having any adapter,
-    `prompt_lora_s`: that much more for having any in a step with prompts."""
+    decode in a step with prompts; in others the curve has it. `beside_prompts_position_s`: of each position
+    that decodes attend to there, more than in others. `lora_s`: for having any adapter, `prompt_lora_s`: that
+    much more for having any in a step with prompts."""
 
     prompt_s: float = 0.0
     beside_prompts_s: float = 0.0
+    beside_prompts_position_s: float = 0.0
     decode_position_s: float = 0.0
     prompt_pair_s: float = 0.0
     lora_s: float = 0.0
@@ -83,8 +85,8 @@ class StepTerms:
     row_adapter_byte_s: float = 0.0
 
     def seconds(self, step: StepFeatures) -> float:
-        """The sum of all but for `prompt_s` and `beside_prompts_s`; written out, as simulations ask for it
-        all the time."""
+        """The sum of all but for what prompts alone bring; written out, as simulations ask for it all the
+        time."""
         lora_s = 0.0
         if step.num_adapters > 0:
             lora_s = (
@@ -121,6 +123,7 @@ class StepCost:
                 self.prompts.seconds(step.num_rows)
                 + terms.prompt_s * step.num_prompts
                 + terms.beside_prompts_s * num_decodes
+                + terms.beside_prompts_position_s * step.decode_positions
             )
             # Two curves that were measured apart: what joins a step must not seem to make it shorter.
             rows_s = max(rows_s, joined_s)
@@ -167,6 +170,7 @@ def _amounts(step: StepFeatures) -> tuple[float, ...]:
     return (
         float(step.num_prompts),
         float(step.num_decodes if has_prompts else 0),
+        step.decode_positions if has_prompts else 0.0,
         step.decode_positions,
         step.prompt_pairs,
         float(has_lora),

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="kernels are written in Triton")
 from benchmarks import gpu_correctness
 from benchmarks.correctness import batch, kernel_rows, kernels
 from benchmarks.correctness.check import Setting, row_error, within
-from benchmarks.correctness.driving import text_error
+from benchmarks.correctness.comparing import text_error
 from benchmarks.correctness.kernel_rows import row_checks
 
 TINY = Setting(device="cuda" if torch.cuda.is_available() else "cpu", tiny=True)

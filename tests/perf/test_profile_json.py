@@ -36,8 +36,8 @@ Change = Callable[[dict[str, Any]], object]
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda p: p.update(version=1), "it was made by an older loraplex"),
-        (lambda p: p.update(version=3), "version 3, this loraplex reads version 2"),
+        (lambda p: p.update(version=2), "it was made by an older loraplex"),
+        (lambda p: p.update(version=4), "version 4, this loraplex reads version 3"),
         (lambda p: p.pop("version"), "has no 'version'"),
         (lambda p: p.pop("disk"), "the profile has no 'disk'"),
         (lambda p: p.update(speed=1), "unknown 'speed'"),
