@@ -147,7 +147,7 @@ def _held_out(held_out: HeldOut | None) -> Iterator[tuple[str, ...]]:
     if held_out is not None:
         yield ("held out: decode", "random steps that decode", *_quality(held_out.decode))
         yield ("held out: prefill", "random prompts", *_quality(held_out.prefill))
-        yield ("held out: both", "random steps that do both", *_quality(held_out.mixed))
+        yield ("held out: serving", "steps while requests come and go", *_quality(held_out.serving))
         yield ("held out: load", "copies and reads of other sizes", *_quality(held_out.load))
 
 
@@ -174,6 +174,7 @@ def _curve(curve: RowCurve) -> str:
 def _terms(terms: StepTerms) -> str:
     found = (
         (terms.prompt_s, 1e6, "µs a prompt"),
+        (terms.alone_s, 1e3, "ms if it only reads prompts"),
         (terms.beside_prompts_s, 1e6, "µs a decode beside prompts"),
         (terms.beside_prompts_position_s, 1e9, "ns a position that these attend to"),
         (terms.lora_s, 1e3, "ms if there is an adapter"),

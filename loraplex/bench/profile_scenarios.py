@@ -15,13 +15,13 @@ import torch
 
 from loraplex.bench.profile_host import Predicted, Report, measure_assist, measure_bus, measure_disk
 from loraplex.bench.profile_reads import measure_reads
-from loraplex.bench.profile_steps import MeasuredSteps, StepCases, measure_steps
+from loraplex.bench.profile_serving import measure_serving
+from loraplex.bench.profile_steps import MeasuredSteps, StepCases, fit_steps, measure_steps
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_spec
 from loraplex.bench.step_cases import (
     CaseLimits,
     StepAdapter,
     held_out_decodes,
-    held_out_mixed,
     held_out_prompts,
     step_cases,
 )
@@ -50,7 +50,17 @@ _GPU_REPEATS: Final = 3
 _CPU_REPEATS: Final = 9
 _BLOCK_SIZE: Final = 16
 """Tokens of a KV block of a random engine."""
-_SHARES: Final = {"engine": 0.1, "steps": 0.6, "copies": 0.1, "reads": 0.1, "disk": 0.05, "CPU LoRA": 0.05}
+_MAX_SERVED_EACH: Final = 40
+"""Steps of serving with each number of requests."""
+_SHARES: Final = {
+    "engine": 0.1,
+    "steps": 0.5,
+    "serving": 0.15,
+    "copies": 0.05,
+    "reads": 0.1,
+    "disk": 0.05,
+    "CPU LoRA": 0.05,
+}
 """Of the time, by phase; roughly, for the progress bar."""
 
 
@@ -89,7 +99,7 @@ def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
         assist=measure_assist(
             shape, dtype, device=device, num_cores=cores, repeats=repeats, report=report.of("CPU LoRA")
         ),
-        held_out=HeldOut(decode=steps.decodes, prefill=steps.prompts, mixed=steps.mixed, load=load),
+        held_out=HeldOut(decode=steps.decodes, prefill=steps.prompts, serving=steps.serving, load=load),
         memory=memory,
     )
 
@@ -127,19 +137,27 @@ def _profile_engine(
         )
         fitted = _add_adapters(engine, options, _RANKS, memory_bytes // 2, most_each=128 if on_gpu else 16)
         others = _add_adapters(engine, options, _HELD_OUT_RANKS, memory_bytes // 2, most_each=16)
-        steps = measure_steps(
+        vocab_size, held_out = config.shape.vocab_size, [*fitted[::4], *others]
+        samples = measure_steps(
             engine,
             StepCases(
                 fitted=step_cases(fitted, limits),
-                decodes=held_out_decodes([*fitted[::4], *others], limits, _NUM_HELD_OUT),
-                prompts=held_out_prompts([*fitted[::4], *others], limits, _NUM_HELD_OUT),
-                mixed=held_out_mixed([*fitted[::4], *others], limits, _NUM_HELD_OUT),
+                decodes=held_out_decodes(held_out, limits, _NUM_HELD_OUT),
+                prompts=held_out_prompts(held_out, limits, _NUM_HELD_OUT),
             ),
-            stepped=on_gpu,
-            vocab_size=config.shape.vocab_size,
+            vocab_size=vocab_size,
             repeats=repeats,
             report=report.of("steps"),
         )
+        served, unseen = measure_serving(
+            engine,
+            held_out,
+            limits,
+            vocab_size=vocab_size,
+            steps_each=min(repeats * 10, _MAX_SERVED_EACH),
+            report=report.of("serving"),
+        )
+        steps = fit_steps(samples, served, unseen, stepped=on_gpu)
         return steps, _memory_of(engine, options)
     finally:
         engine.close()

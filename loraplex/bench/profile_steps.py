@@ -9,22 +9,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import islice, pairwise
+from random import Random
 from typing import Final, NamedTuple
 
 from loraplex.bench.alternating import time_alternating, undisturbed
 from loraplex.bench.engine_scenarios import bring_in, new_request, run_dry
 from loraplex.bench.profile_host import Report
+from loraplex.bench.profile_serving import without_pauses
 from loraplex.bench.step_cases import SETTLE_STEPS, StepCase
 from loraplex.core.request import EngineRequest
 from loraplex.engine.core import Engine
 from loraplex.perf.least_squares import FitQuality, quality_of
-from loraplex.perf.step_cost import StepCost, fit_step_cost
+from loraplex.perf.step_cost import StepCost, StepSample, fit_step_cost
 
 _MAX_SHOTS: Final = 8
 _SHOTS_S: Final = 0.03
 """Prompts are measured again within one measurement until they took so long, or so often: a pause of the
 machine counts for more in what is short."""
+_NUM_SERVED: Final = 300
+"""Steps of serving to fit to: about three for each that was measured by itself."""
 _JOINED_SHOTS: Final = 3
 """Of prompts that join others: no more than those have tokens left for."""
 
@@ -35,38 +39,58 @@ class StepCases(NamedTuple):
     fitted: Sequence[StepCase]
     decodes: Sequence[StepCase]
     prompts: Sequence[StepCase]
-    mixed: Sequence[StepCase]
+
+
+class StepSamples(NamedTuple):
+    """What was measured of each of them."""
+
+    fitted: Sequence[StepSample]
+    decodes: Sequence[StepSample]
+    prompts: Sequence[StepSample]
 
 
 class MeasuredSteps(NamedTuple):
-    """`decodes`, `prompts`, `mixed`: how well the cost predicts what it was not fitted to."""
+    """`decodes`, `prompts`, `serving`: how well the cost predicts what it was not fitted to."""
 
     cost: StepCost
     decodes: FitQuality
     prompts: FitQuality
-    mixed: FitQuality
+    serving: FitQuality
 
 
 def measure_steps(
-    engine: Engine, cases: StepCases, *, stepped: bool, vocab_size: int, repeats: int, report: Report
-) -> MeasuredSteps:
-    """Adapters must be registered; they are brought in before time counts. `stepped`: steps with prompts are
-    padded to the sizes fitted to."""
+    engine: Engine, cases: StepCases, *, vocab_size: int, repeats: int, report: Report
+) -> StepSamples:
+    """Adapters must be registered; they are brought in before time counts."""
     every = [case for each in cases for case in each]
     bring_in(engine, sorted({adapter.version for case in every for adapter in case.adapters}), vocab_size)
     timer = _StepTimer(engine, vocab_size)
     took_s = time_alternating(
         [partial(timer.seconds, case) for case in every], repeats=repeats, report=report
     )
-    samples = [(case.features(), each) for case, each in zip(every, took_s, strict=True)]
-    cost = fit_step_cost(samples[: len(cases.fitted)], stepped=stepped)
-    ends = accumulate(map(len, cases))
+    samples = iter([StepSample(case.features(), each) for case, each in zip(every, took_s, strict=True)])
+    return StepSamples(*([*islice(samples, len(each))] for each in cases))
 
-    def quality(first: int, last: int) -> FitQuality:
-        held_out = samples[first:last]
+
+def fit_steps(
+    samples: StepSamples, served: Sequence[StepSample], others: Sequence[StepSample], *, stepped: bool
+) -> MeasuredSteps:
+    """`served`, `others`: steps of serving, to fit to as well, and to be predicted. `stepped`: steps with
+    prompts are padded to the sizes fitted to."""
+    by_themselves = fit_step_cost(samples.fitted, stepped=stepped)
+    served = without_pauses(served, by_themselves)
+    drawn = Random(0).sample(served, min(_NUM_SERVED, len(served)))
+    cost = fit_step_cost(samples.fitted, drawn, stepped=stepped)
+
+    def quality(held_out: Sequence[StepSample]) -> FitQuality:
         return quality_of([cost.seconds(step) for step, _ in held_out], [each for _, each in held_out])
 
-    return MeasuredSteps(cost, *(quality(first, last) for first, last in pairwise(ends)))
+    return MeasuredSteps(
+        cost,
+        decodes=quality(samples.decodes),
+        prompts=quality(samples.prompts),
+        serving=quality(without_pauses(others, by_themselves)),
+    )
 
 
 class _StepTimer:

@@ -180,24 +180,6 @@ def held_out_prompts(
     return found
 
 
-def held_out_mixed(
-    adapters: Sequence[StepAdapter], limits: CaseLimits, number: int, seed: int = 3
-) -> list[StepCase]:
-    """Steps that read one to three prompts while others decode."""
-    random, found = Random(seed), list[StepCase]()
-    while len(found) < number:
-        num_decodes = _log_uniform(random, 2, limits.decodes[-3])
-        prompts = tuple(_log_uniform(random, 8, 300) for _ in range(random.randint(1, 3)))
-        case = StepCase(
-            num_decodes=num_decodes,
-            context=_log_uniform(random, 16, min(limits.contexts[0], limits.max_context // 2)),
-            prompts=prompts,
-            adapters=_draw(random, adapters, num_decodes + len(prompts)),
-        )
-        found += [case] if limits.fits(case) else []
-    return found
-
-
 def _draw(random: Random, adapters: Sequence[StepAdapter], most: int) -> tuple[StepAdapter, ...]:
     """None in one case of three."""
     if random.random() < 1 / 3:

@@ -58,6 +58,8 @@ class Engine:
         self._sources: dict[str, dict[Path, AdapterSpec]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         self._flights: deque[_Launched] = deque()
+        self.landed: StepPlan | None = None
+        """The step that ended last, as it was decided."""
         self._landed_s = 0.0
         self._num_steps = 0
 
@@ -94,6 +96,7 @@ class Engine:
         while len(self._flights) > keep:
             plan, flight, launched_s = self._flights.popleft()
             result = flight.land()
+            self.landed = plan
             begun_s, self._landed_s = max(launched_s, self._landed_s), time.perf_counter()
             if self._num_steps % _OBSERVED_STEPS == 0:
                 self._scheduler.adapters.observe_step(plan, self._landed_s - begun_s)

@@ -40,6 +40,13 @@ class StepFeatures(NamedTuple):
         return self.num_decodes + self.num_prompt_tokens
 
 
+class StepSample(NamedTuple):
+    """What was in a step, and what it took."""
+
+    step: StepFeatures
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCurve:
     """Seconds by number of rows: lines between the sizes measured, flat below the first, and in proportion to
@@ -68,12 +75,14 @@ class RowCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTerms:
-    """Seconds that a step takes beside its rows. `prompt_s`: of each prompt. `beside_prompts_s`: of each
+    """Seconds that a step takes beside its rows. `prompt_s`: of each prompt. `alone_s`: of a step that only
+    reads prompts; nothing ran before it that hid what the host does to launch it. `beside_prompts_s`: of each
     decode in a step with prompts; in others the curve has it. `beside_prompts_position_s`: of each position
     that decodes attend to there, more than in others. `lora_s`: for having any adapter, `prompt_lora_s`: that
     much more for having any in a step with prompts."""
 
     prompt_s: float = 0.0
+    alone_s: float = 0.0
     beside_prompts_s: float = 0.0
     beside_prompts_position_s: float = 0.0
     decode_position_s: float = 0.0
@@ -122,6 +131,7 @@ class StepCost:
             joined_s = (
                 self.prompts.seconds(step.num_rows)
                 + terms.prompt_s * step.num_prompts
+                + (terms.alone_s if num_decodes == 0 else 0.0)
                 + terms.beside_prompts_s * num_decodes
                 + terms.beside_prompts_position_s * step.decode_positions
             )
@@ -130,16 +140,20 @@ class StepCost:
         return rows_s + terms.seconds(step) if rows_s > 0 else 0.0
 
 
-def fit_step_cost(samples: Sequence[tuple[StepFeatures, float]], *, stepped: bool = False) -> StepCost:
-    """From (what was in a step, its seconds). The curves bend where steps without adapters were measured that
-    only decode or only read prompts. `stepped`: steps with prompts are padded to those sizes."""
+def fit_step_cost(
+    samples: Sequence[StepSample], served: Sequence[StepSample] = (), *, stepped: bool = False
+) -> StepCost:
+    """The curves bend where steps without adapters were measured that only decode or only read prompts.
+    `served`: more steps to fit to, at which nothing bends. `stepped`: steps with prompts are padded to those
+    sizes."""
     base = [step for step, _ in samples if step.num_adapters == 0]
     decodes = sorted({step.num_rows for step in base if step.num_prompt_tokens == 0})
     prompts = sorted({step.num_rows for step in base if step.num_decodes == 0})
     assert decodes, "no decoding step of the base model alone among the samples"
     assert prompts, "no prompt of the base model alone among the samples"
-    table = [_columns(step, decodes, prompts, stepped) for step, _ in samples]
-    seconds = [each for _, each in samples]
+    every = [*samples, *served]
+    table = [_columns(step, decodes, prompts, stepped) for step, _ in every]
+    seconds = [each for _, each in every]
     found = fit_non_negative(table, seconds)
     border, end = len(decodes), len(decodes) + len(prompts)
     cost = StepCost(
@@ -149,8 +163,7 @@ def fit_step_cost(samples: Sequence[tuple[StepFeatures, float]], *, stepped: boo
         ),
         terms=StepTerms(**dict(zip(TERM_NAMES, found[end:], strict=True))),
     )
-    quality = quality_of([cost.seconds(step) for step, _ in samples], seconds)
-    return replace(cost, quality=quality)
+    return replace(cost, quality=quality_of([cost.seconds(step) for step, _ in every], seconds))
 
 
 def _columns(
@@ -169,6 +182,7 @@ def _amounts(step: StepFeatures) -> tuple[float, ...]:
     has_prompts, has_lora = step.num_prompt_tokens > 0, step.num_adapters > 0
     return (
         float(step.num_prompts),
+        float(has_prompts and step.num_decodes == 0),
         float(step.num_decodes if has_prompts else 0),
         step.decode_positions if has_prompts else 0.0,
         step.decode_positions,

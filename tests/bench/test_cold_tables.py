@@ -124,7 +124,7 @@ def test_a_profile_is_shown_with_what_was_held_out(cold: dict[str, Any]) -> None
     held_out = HeldOut(
         decode=quality_of([1.0, 2.0], [1.0, 2.5]),
         prefill=quality_of([1.0, 2.0], [1.0, 4.0]),
-        mixed=quality_of([1.0, 2.0], [1.0, 2.5]),
+        serving=quality_of([1.0, 2.0], [1.0, 2.5]),
         load=quality_of([1.0, 2.0], [1.0, 2.0]),
     )
     cold["profile"]["results"] = json.loads(profile_to_json(replace(model, held_out=held_out)))

@@ -23,7 +23,6 @@ from loraplex.bench.step_cases import (
     StepAdapter,
     StepCase,
     held_out_decodes,
-    held_out_mixed,
     held_out_prompts,
     step_cases,
 )
@@ -87,7 +86,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[CostModel]
     good = quality_of([1.0, 2.0], [1.1, 2.0])
     guessed = default_cost_model(subject, TINY, element_bytes=4, num_cores=2)
     found = [
-        replace(guessed, measured=True, held_out=HeldOut(decode=good, prefill=good, mixed=good, load=good))
+        replace(guessed, measured=True, held_out=HeldOut(decode=good, prefill=good, serving=good, load=good))
     ]
 
     def measure(options: ProfileOptions, progress: Progress) -> CostModel:
@@ -238,9 +237,7 @@ def test_cases_held_out_are_others_than_those_fitted(on_gpu: bool) -> None:
     fitted = set(step_cases(ADAPTERS, limits))
     decodes, prompts = held_out_decodes(ADAPTERS, limits, 24), held_out_prompts(ADAPTERS, limits, 24)
     assert decodes == held_out_decodes(ADAPTERS, limits, 24), "the same whenever they are drawn"
-    mixed = held_out_mixed(ADAPTERS, limits, 24)
-    assert all(limits.fits(case) and case not in fitted for case in (*decodes, *prompts, *mixed))
-    assert all(case.num_decodes > 1 and case.prompts for case in mixed)
+    assert all(limits.fits(case) and case not in fitted for case in (*decodes, *prompts))
     assert all(case.num_decodes > 0 and not case.prompts for case in decodes)
     assert all(case.num_decodes == 0 and min(case.prompts) > 1 for case in prompts)
     assert len({case.num_decodes for case in decodes}) > 8

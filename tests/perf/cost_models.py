@@ -74,7 +74,7 @@ def h200_model() -> CostModel:
         held_out=HeldOut(
             decode=quality_of([1.0, 2.0], [1.1, 2.0]),
             prefill=quality_of([1.0, 2.0], [1.2, 2.0]),
-            mixed=quality_of([1.0, 2.0], [1.4, 2.0]),
+            serving=quality_of([1.0, 2.0], [1.4, 2.0]),
             load=quality_of([1.0, 2.0], [1.3, 2.0]),
         ),
         memory=H200_MEMORY,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from cost_models import noisy
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from loraplex.perf.step_cost import RowCurve, StepCost, StepFeatures, StepTerms, fit_step_cost
@@ -22,6 +22,7 @@ REAL = StepCost(
     ),
     terms=StepTerms(
         prompt_s=30e-6,
+        alone_s=0.7e-3,
         beside_prompts_s=3e-6,
         decode_position_s=3e-8,
         prompt_pair_s=4e-10,
@@ -94,7 +95,9 @@ AMOUNTS = st.integers(0, 5000)
 
 @given(st.tuples(*[AMOUNTS] * len(StepFeatures._fields)), st.tuples(*[AMOUNTS] * len(StepFeatures._fields)))
 def test_more_of_anything_never_takes_less(less: tuple[int, ...], more: tuple[int, ...]) -> None:
-    """Of a fit to samples that say the opposite: larger steps measured faster."""
+    """Of a fit to samples that say the opposite: larger steps measured faster. A step that only reads prompts
+    has nothing before it that hides the host's part, and is another matter."""
+    assume((min(less[0], more[0]) == 0) == (max(less[0], more[0]) == 0))
     samples = [(decodes(8), 2e-3), (decodes(16), 1e-3), (decodes(32), 3e-3), (prompts(1, 64), 2e-3)]
     samples += [(decodes(8, 500), 1e-3), (decodes(8, 128, 8), 1e-3), (prompts(1, 512), 1e-3)]
     cost = fit_step_cost(samples)

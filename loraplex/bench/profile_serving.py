@@ -1,0 +1,114 @@
+"""Steps as serving has them: requests of all lengths come and go, on any adapter, a few at first and many
+later. One step after the other, they take some per cent longer than the same steps measured by themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from random import Random
+from statistics import median
+from typing import Final
+
+from loraplex.bench.alternating import quiet_collector
+from loraplex.bench.engine_scenarios import new_request, run_dry
+from loraplex.bench.profile_host import Report
+from loraplex.bench.step_cases import CaseLimits, StepAdapter
+from loraplex.core.request import EngineRequest
+from loraplex.engine.core import Engine
+from loraplex.perf.step_cost import StepCost, StepSample
+from loraplex.scheduling.step_features import step_features
+
+_MEDIAN_SHARE: Final = 16
+"""Of the longest context: what half of the prompts, and half of the outputs, are shorter than."""
+_MEDIAN_TOKENS: Final = 128
+"""At the most."""
+_SPREAD: Final = 0.8
+_HELD: Final = 3
+"""Times that median: what a request holds of the KV cache in the end, about."""
+_BASE_SHARE: Final = 1 / 8
+_PAUSE: Final = 2.0
+"""A step that took more than so many times what it usually would: the machine did something else."""
+
+
+def measure_serving(
+    engine: Engine,
+    adapters: Sequence[StepAdapter],
+    limits: CaseLimits,
+    *,
+    vocab_size: int,
+    steps_each: int,
+    report: Report,
+) -> tuple[list[StepSample], list[StepSample]]:
+    """Twice, with other requests: so many steps with each number of them at a time. The adapters are in
+    memory."""
+    length = min(_MEDIAN_TOKENS, limits.max_context // _MEDIAN_SHARE)
+    levels = [level for level in limits.decodes if level * _HELD * length <= limits.max_tokens]
+    bytes_of = {adapter.version: adapter.num_bytes for adapter in adapters}.__getitem__
+
+    def serve(seed: int) -> list[StepSample]:
+        coming = _requests(Random(seed), adapters, length, limits.max_context // 4, vocab_size)
+        samples, running = list[StepSample](), set[str]()
+        with quiet_collector():
+            for level in levels:
+                while len(running) < level:
+                    running.add(_add(engine, next(coming)))
+                _run(engine, steps_each, coming, running, bytes_of, samples)
+        for request_id in running:
+            engine.cancel(request_id)
+        run_dry(engine)
+        report((seed + 1) / 3)
+        return samples
+
+    serve(0)  # sizes come that were never compiled for
+    return serve(1), serve(2)
+
+
+def without_pauses(samples: Sequence[StepSample], cost: StepCost) -> list[StepSample]:
+    """Those that took about as long as all do, beside what is predicted."""
+    ratios = [sample.seconds / cost.seconds(sample.step) for sample in samples]
+    most = _PAUSE * median(ratios)
+    return [sample for sample, ratio in zip(samples, ratios, strict=True) if ratio <= most]
+
+
+def _run(
+    engine: Engine,
+    num_steps: int,
+    coming: Iterator[EngineRequest],
+    running: set[str],
+    bytes_of: Callable[[str], int],
+    samples: list[StepSample],
+) -> None:
+    """Each request that ends is followed by another. From one landing to the next is what a step takes."""
+    landed, landed_s = engine.landed, None
+    end = len(samples) + num_steps
+    while len(samples) < end:
+        outputs = engine.step()
+        if engine.landed is landed or engine.landed is None:
+            continue
+        now_s, landed = time.perf_counter(), engine.landed
+        if landed_s is not None:
+            samples.append(StepSample(step_features(landed.chunks, bytes_of), now_s - landed_s))
+        landed_s = now_s
+        for output in outputs:
+            if output.finish_reason is not None:
+                running.remove(output.request_id)
+                running.add(_add(engine, next(coming)))
+
+
+def _requests(
+    random: Random, adapters: Sequence[StepAdapter], length: int, longest: int, vocab_size: int
+) -> Iterator[EngineRequest]:
+    def tokens() -> int:
+        return min(max(round(length * random.lognormvariate(0.0, _SPREAD)), 2), longest)
+
+    for number in count():
+        version = None if random.random() < _BASE_SHARE else random.choice(adapters).version
+        yield new_request(
+            f"serving-{number}", tokens(), tokens(), version, vocab_size=vocab_size, seed=number
+        )
+
+
+def _add(engine: Engine, request: EngineRequest) -> str:
+    engine.add_request(request)
+    return request.request_id
