@@ -147,7 +147,8 @@ def _held_out(held_out: HeldOut | None) -> Iterator[tuple[str, ...]]:
     if held_out is not None:
         yield ("held out: decode", "random steps that decode", *_quality(held_out.decode))
         yield ("held out: prefill", "random prompts", *_quality(held_out.prefill))
-        yield ("held out: serving", "steps while requests come and go", *_quality(held_out.serving))
+        if held_out.serving is not None:
+            yield ("held out: serving", "steps while requests come and go", *_quality(held_out.serving))
         yield ("held out: load", "copies and reads of other sizes", *_quality(held_out.load))
 
 

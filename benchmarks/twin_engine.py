@@ -4,7 +4,9 @@
 
 First the machine is profiled, unless a profile is given. Then an engine with random weights replays five
 workloads in real time, and the twin runs them on the profile: of the engine it knows its limits and the
-sizes of its adapters, nothing of what it did. Writes results/twin_engine_cpu.json or twin_engine_cuda.json.
+sizes of its adapters, nothing of what it did. A CPU is used by others as well, and its pace changes: there
+the replay stands still now and then while another engine takes a few steps, and the twin is told how much
+longer these took than the profile says. Writes results/twin_engine_cpu.json or twin_engine_cuda.json.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.bench.engine_scenarios import bring_in
+from loraplex.bench.engine_scenarios import bring_in, new_request, run_dry
 from loraplex.bench.engine_scenarios import replay as replay_live
 from loraplex.bench.environment import ENGINE_PACKAGES, environment
 from loraplex.bench.profile_scenarios import ProfileOptions, profile_machine
@@ -36,6 +39,7 @@ from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.staging import Staging
+from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
 from loraplex.twin.outcome import Outcome
@@ -51,6 +55,10 @@ RANKS: Final = (8, 16, 32, 64)
 MAX_STEP_TOKENS: Final = 2048
 BLOCK_SIZE: Final = 16
 _WARM_UP_S: Final = 4.0
+_LARGEST_SIZE: Final = 500
+_LOOK_EVERY_S: Final = 0.25
+_LOOK_STEPS: Final = 12
+_NUM_LOOKED_AT: Final = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,22 +123,27 @@ def measure(setting: Setting, profile: CostModel | None) -> dict[str, Any]:
 def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[dict[str, Any]]:
     """Each workload on both."""
     vocab_size = vocab_size_of(setting)
+    on_cpu = setting.device == "cpu"
     capacity = served_per_s(engine, setting, profile)
     warm_up(engine, setting, capacity)
     for number, load in enumerate(LOADS):
         versions = register(engine, specs_of(f"load{number}", setting))
         engine.warm_up()
-        if setting.device == "cpu":  # made up, not read: what that takes is nobody's profile
+        if on_cpu:  # made up, not read: what that takes is nobody's profile
             bring_in(engine, versions, vocab_size)
         workload = list(requests(setting, load * capacity, seed=number))
-        twin = figures_of_twin(twin_of(engine, setting, profile).run(workload))
-        live = figures_of_live(replay_live(engine, workload, versions, vocab_size))
+        pace = Pace(setting, profile) if on_cpu else None
+        pause = (lambda: 0.0) if pace is None else pace.look
+        live = figures_of_live(replay_live(engine, workload, versions, vocab_size, pause))
+        slower = 1.0 if pace is None else pace.slower
+        twin = figures_of_twin(twin_of(engine, setting, at_pace(profile, slower)).run(workload))
         errors = {key: smape([(twin[key], live[key])]) for key in live}
         print(f"{load:.2f}: {len(workload)} requests, live {live}, twin {twin}, SMAPE {errors}", flush=True)
         yield {
             "load": load,
             "requests_per_s": load * capacity,
             "num_requests": len(workload),
+            "slower_than_profiled": slower,
             "live": live,
             "twin": twin,
             "smape": errors,
@@ -140,14 +153,83 @@ def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[di
         engine.take_removed_adapters()
 
 
+class Pace:
+    """How much longer than the profile says steps take just now, on an engine of their own."""
+
+    def __init__(self, setting: Setting, profile: CostModel) -> None:
+        self._profile = profile
+        self._engine = build_random_engine(
+            RandomEngineOptions(
+                shape=setting.shape, device=setting.device, dtype=setting.dtype, compiled=True
+            )
+        )
+        self._vocab_size = vocab_size_of(setting)
+        specs = specs_of("pace", setting)
+        self._bytes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs}
+        self._versions = register(self._engine, specs)
+        bring_in(self._engine, self._versions, self._vocab_size)
+        self._num_looks, self._seen_s, self._took_s, self._predicted_s = 0, 0.0, 0.0, 0.0
+        self.look()
+        self._took_s = self._predicted_s = 0.0
+
+    @property
+    def slower(self) -> float:
+        return self._took_s / self._predicted_s
+
+    def look(self) -> float:
+        """Unless the last time was just now; the seconds that it took."""
+        started_s = time.perf_counter()
+        if started_s - self._seen_s < _LOOK_EVERY_S:
+            return 0.0
+        self._num_looks += 1
+        for number in range(_NUM_LOOKED_AT):
+            request = new_request(
+                f"{self._num_looks}-{number}",
+                20 + number,
+                _LOOK_STEPS,
+                self._versions[number % len(self._versions)],
+                vocab_size=self._vocab_size,
+                seed=number,
+            )
+            self._engine.add_request(request)
+        self._engine.step()  # what was in the caches is not there any more
+        while self._engine.has_work():
+            begun_s = time.perf_counter()
+            self._engine.step()
+            self._took_s += time.perf_counter() - begun_s
+            assert self._engine.landed is not None
+            self._predicted_s += self._profile.step_s(
+                step_features(self._engine.landed.chunks, self._bytes.__getitem__)
+            )
+        self._seen_s = time.perf_counter()
+        return self._seen_s - started_s
+
+
+def at_pace(profile: CostModel, slower: float) -> CostModel:
+    """Of the same machine, so many times slower than when it was profiled."""
+    return replace(profile, corrections=replace(profile.corrections, step=slower))
+
+
 def warm_up(engine: Engine, setting: Setting, capacity: float) -> None:
     """What is compiled, captured or allocated at first use is no matter of the twin's."""
     versions = register(engine, specs_of("warm", setting))
+    if setting.device == "cpu":
+        see_sizes(engine, versions, vocab_size_of(setting))
     brief = replace(setting, duration_s=_WARM_UP_S)
     replay_live(engine, list(requests(brief, capacity, seed=98)), versions, vocab_size_of(setting))
     for version in versions:
         engine.remove_adapter(version)
     engine.take_removed_adapters()
+
+
+def see_sizes(engine: Engine, versions: Sequence[str], vocab_size: int) -> None:
+    """The products of a CPU are compiled for every number of rows, when it first comes."""
+    for num_rows in range(2, _LARGEST_SIZE):
+        version = versions[num_rows % len(versions)]
+        engine.add_request(
+            new_request(f"size-{num_rows}", num_rows, 1, version, vocab_size=vocab_size, seed=num_rows)
+        )
+        run_dry(engine)
 
 
 def served_per_s(engine: Engine, setting: Setting, profile: CostModel) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -66,9 +66,14 @@ def measure_prefill(engine: Engine, load: Load, repeats: int) -> Distribution:
 
 
 def replay(
-    engine: Engine, requests: Sequence[WorkloadRequest], versions: Sequence[str], vocab_size: int
+    engine: Engine,
+    requests: Sequence[WorkloadRequest],
+    versions: Sequence[str],
+    vocab_size: int,
+    after_step: Callable[[], float] = lambda: 0.0,
 ) -> list[RequestRecord]:
-    """Hand every request over at its time; records in the order of the workload."""
+    """Hand every request over at its time; records in the order of the workload. `after_step` returns how
+    many seconds are not to count."""
     waiting = deque(enumerate(requests))
     prompts = [_prompt(request.prompt_tokens, vocab_size, seed=i) for i, request in enumerate(requests)]
     times: list[list[float]] = [[] for _ in requests]
@@ -90,6 +95,7 @@ def replay(
                 times[int(output.request_id)] += [now] * len(output.token_ids)
                 if output.error is not None:
                     errors[int(output.request_id)] = output.error
+            started += after_step()
     return [
         RequestRecord(
             model="base" if not versions else versions[request.adapter % len(versions)],

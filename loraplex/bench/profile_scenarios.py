@@ -37,6 +37,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.held_out import HeldOut
 from loraplex.perf.least_squares import quality_of
+from loraplex.perf.step_cost import StepSample
 
 Progress = Callable[[str, float], None]
 """What is being measured, and the share of everything that is done."""
@@ -149,14 +150,16 @@ def _profile_engine(
             repeats=repeats,
             report=report.of("steps"),
         )
-        served, unseen = measure_serving(
-            engine,
-            held_out,
-            limits,
-            vocab_size=vocab_size,
-            steps_each=min(repeats * 10, _MAX_SERVED_EACH),
-            report=report.of("serving"),
-        )
+        served, unseen = list[StepSample](), list[StepSample]()
+        if on_gpu:  # on a CPU, which others use, single steps tell more of these
+            served, unseen = measure_serving(
+                engine,
+                held_out,
+                limits,
+                vocab_size=vocab_size,
+                steps_each=min(repeats * 10, _MAX_SERVED_EACH),
+                report=report.of("serving"),
+            )
         steps = fit_steps(samples, served, unseen, stepped=on_gpu)
         return steps, _memory_of(engine, options)
     finally:

@@ -29,6 +29,8 @@ _SHOTS_S: Final = 0.03
 machine counts for more in what is short."""
 _NUM_SERVED: Final = 300
 """Steps of serving to fit to: about three for each that was measured by itself."""
+_IDLE_S: Final = 0.005
+"""Before a prompt that finds the engine idle: its caches are not what they were at once after another."""
 _JOINED_SHOTS: Final = 3
 """Of prompts that join others: no more than those have tokens left for."""
 
@@ -55,7 +57,7 @@ class MeasuredSteps(NamedTuple):
     cost: StepCost
     decodes: FitQuality
     prompts: FitQuality
-    serving: FitQuality
+    serving: FitQuality | None
 
 
 def measure_steps(
@@ -75,10 +77,10 @@ def measure_steps(
 def fit_steps(
     samples: StepSamples, served: Sequence[StepSample], others: Sequence[StepSample], *, stepped: bool
 ) -> MeasuredSteps:
-    """`served`, `others`: steps of serving, to fit to as well, and to be predicted. `stepped`: steps with
-    prompts are padded to the sizes fitted to."""
+    """`served`, `others`: steps of serving, to fit to as well, and to be predicted; or none. `stepped`: steps
+    with prompts are padded to the sizes fitted to."""
     by_themselves = fit_step_cost(samples.fitted, stepped=stepped)
-    served = without_pauses(served, by_themselves)
+    served = without_pauses(served, by_themselves) if served else ()
     drawn = Random(0).sample(served, min(_NUM_SERVED, len(served)))
     cost = fit_step_cost(samples.fitted, drawn, stepped=stepped)
 
@@ -89,7 +91,7 @@ def fit_steps(
         cost,
         decodes=quality(samples.decodes),
         prompts=quality(samples.prompts),
-        serving=quality(without_pauses(others, by_themselves)),
+        serving=quality(without_pauses(others, by_themselves)) if others else None,
     )
 
 
@@ -111,6 +113,7 @@ class _StepTimer:
         while len(shots_s) < _MAX_SHOTS and sum(shots_s) < _SHOTS_S:
             steps_before = self._engine.stats().num_steps
             requests = [self._request(case, index, n, 1) for index, n in enumerate(case.prompts)]
+            time.sleep(_IDLE_S)
             started = time.perf_counter()
             for request in requests:
                 self._engine.add_request(request)

@@ -235,7 +235,8 @@ def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:
     if model.held_out is not None:
         yield "held out: decode", "random steps that decode", model.held_out.decode
         yield "held out: prefill", "random prompts", model.held_out.prefill
-        yield "held out: serving", "steps while requests come and go", model.held_out.serving
+        if model.held_out.serving is not None:
+            yield "held out: serving", "steps while requests come and go", model.held_out.serving
         yield "held out: load", "adapters of other sizes", model.held_out.load
 
 

@@ -9,10 +9,10 @@ from loraplex.perf.least_squares import FitQuality
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
-    """`decode`, `prefill`: steps drawn at random. `serving`: steps while requests come and go. `load`: reads
-    of adapters, and copies where there is a bus, of sizes between those fitted."""
+    """`decode`, `prefill`: steps drawn at random. `load`: reads of adapters, and copies where there is a bus,
+    of sizes between those fitted. `serving`: steps while requests come and go, on a GPU."""
 
     decode: FitQuality
     prefill: FitQuality
-    serving: FitQuality
     load: FitQuality
+    serving: FitQuality | None = None

@@ -210,8 +210,11 @@ def _quality_fields(found: JsonObject, place: str) -> FitQuality:
 
 
 def _held_out(found: JsonObject) -> HeldOut:
-    names = tuple(field.name for field in fields(HeldOut))
-    held_out = HeldOut(**{name: _quality_fields(found.child(name), f"held_out: {name}") for name in names})
+    names, serving = ("decode", "prefill", "load"), found.optional("serving")
+    held_out = HeldOut(
+        **{name: _quality_fields(found.child(name), f"held_out: {name}") for name in names},
+        serving=None if serving is None else _quality_fields(serving, "held_out: serving"),
+    )
     found.end()
     return held_out
 
