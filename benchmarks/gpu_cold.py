@@ -333,7 +333,7 @@ ON_A_GPU_ALONE: Final = ("idle_assist", "syncs", "signal")
 def saved_adapters(setting: Setting, count: int, rank: int | None = None) -> Iterator[list[AdapterSpec]]:
     """Files in a folder that is there for the time being."""
     from loraplex.bench.adapter_files import save_random_adapters
-    from loraplex.bench.random_engine import module_names
+    from loraplex.core.modules import module_names
     from loraplex.model.shapes import config_of_shape
 
     with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:

@@ -151,7 +151,7 @@ def limits_table(result: Result) -> str:
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
 CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.json"
 TWIN = "twin_validation.json"
-TWIN_CUDA = "twin_engine_cuda.json"
+TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "cpu-serve": (SERVE, serve_table),
     "cpu-startup": (SERVE, startup_table),
@@ -186,6 +186,10 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "twin-fleet": (TWIN, twin_tables.fleet_table),
     "twin-engine-cuda": (TWIN_CUDA, twin_tables.engine_table),
     "twin-engine-cuda-machine": (TWIN_CUDA, twin_tables.engine_note),
+    "twin-engine-cpu": (TWIN_CPU, twin_tables.engine_table),
+    "twin-engine-cpu-machine": (TWIN_CPU, twin_tables.engine_note),
+    "twin-engine-cpu-pace": (TWIN_CPU, twin_tables.pace_note),
+    "twin-profiles": ((TWIN_CUDA, TWIN_CPU), twin_tables.profiles_table),
 }
 """Name of a table -> the result file or files it is made from, and how."""
 

@@ -17,7 +17,9 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import exp, log
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -29,23 +31,16 @@ from loraplex.bench.environment import ENGINE_PACKAGES, environment
 from loraplex.bench.profile_scenarios import ProfileOptions, profile_machine
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_specs, register
 from loraplex.bench.records import RequestRecord
-from loraplex.core.cold_start import ColdStart
 from loraplex.engine.core import Engine
 from loraplex.model.shapes import config_of_shape
 from loraplex.perf.cost_model import CostModel
-from loraplex.perf.drift import DriftWatch
 from loraplex.perf.profile_json import profile_to_json, read_profile
-from loraplex.scheduling.arena import Arena
-from loraplex.scheduling.config import SchedulerConfig
-from loraplex.scheduling.memory import Memory, SeparateMemory
-from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
-from loraplex.twin.ahead import AheadSimulator
 from loraplex.twin.outcome import Outcome
+from loraplex.twin.replay import OwnEngines, ReplayOptions
 from loraplex.twin.scores import smape
 from loraplex.twin.simulator import Simulator
-from loraplex.twin.times import CostModelTimes
 from loraplex.workload.jsonl import WorkloadRequest
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -58,7 +53,8 @@ _WARM_UP_S: Final = 4.0
 _LARGEST_SIZE: Final = 500
 _LOOK_EVERY_S: Final = 0.25
 _LOOK_STEPS: Final = 12
-_NUM_LOOKED_AT: Final = 12
+_LOOKED_AT: Final = (2, 6, 12, 24, 48)
+"""Requests that decode, one number at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,41 +164,48 @@ class Pace:
         self._bytes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs}
         self._versions = register(self._engine, specs)
         bring_in(self._engine, self._versions, self._vocab_size)
-        self._num_looks, self._seen_s, self._took_s, self._predicted_s = 0, 0.0, 0.0, 0.0
-        self.look()
-        self._took_s = self._predicted_s = 0.0
+        self._num_looks, self._seen_s = 0, 0.0
+        for _ in _LOOKED_AT:
+            self._take_steps()
+        self._log_ratios: list[float] = []
 
     @property
     def slower(self) -> float:
-        return self._took_s / self._predicted_s
+        return exp(fmean(self._log_ratios))
 
     def look(self) -> float:
         """Unless the last time was just now; the seconds that it took."""
         started_s = time.perf_counter()
         if started_s - self._seen_s < _LOOK_EVERY_S:
             return 0.0
-        self._num_looks += 1
-        for number in range(_NUM_LOOKED_AT):
-            request = new_request(
-                f"{self._num_looks}-{number}",
-                20 + number,
-                _LOOK_STEPS,
-                self._versions[number % len(self._versions)],
-                vocab_size=self._vocab_size,
-                seed=number,
-            )
-            self._engine.add_request(request)
-        self._engine.step()  # what was in the caches is not there any more
-        while self._engine.has_work():
-            begun_s = time.perf_counter()
-            self._engine.step()
-            self._took_s += time.perf_counter() - begun_s
-            assert self._engine.landed is not None
-            self._predicted_s += self._profile.step_s(
-                step_features(self._engine.landed.chunks, self._bytes.__getitem__)
-            )
+        self._log_ratios.append(log(self._take_steps()))
         self._seen_s = time.perf_counter()
         return self._seen_s - started_s
+
+    def _take_steps(self) -> float:
+        """Another number of requests every time; measured over predicted."""
+        number, engine = _LOOKED_AT[self._num_looks % len(_LOOKED_AT)], self._engine
+        self._num_looks += 1
+        for index in range(number):
+            request = new_request(
+                f"{self._num_looks}-{index}",
+                20 + index,
+                _LOOK_STEPS,
+                self._versions[index % len(self._versions)],
+                vocab_size=self._vocab_size,
+                seed=index,
+            )
+            engine.add_request(request)
+        engine.step()  # what was in the caches is not there any more
+        took_s = predicted_s = 0.0
+        while engine.has_work():
+            begun_s = time.perf_counter()
+            engine.step()
+            took_s += time.perf_counter() - begun_s
+            assert engine.landed is not None
+            features = step_features(engine.landed.chunks, self._bytes.__getitem__)
+            predicted_s += self._profile.step_s(features)
+        return took_s / predicted_s
 
 
 def at_pace(profile: CostModel, slower: float) -> CostModel:
@@ -241,47 +244,29 @@ def served_per_s(engine: Engine, setting: Setting, profile: CostModel) -> float:
 
 def twin_of(engine: Engine, setting: Setting, profile: CostModel) -> Simulator:
     """With the engine's limits; adapters are where `compare` has them when time begins."""
-    sizes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs_of("twin", setting)}
-    on_gpu, shape = setting.device == "cuda", config_of_shape(setting.shape).shape
-    simulator = (AheadSimulator if on_gpu else Simulator)(
-        config=SchedulerConfig(
-            max_model_len=engine.max_model_len,
+    on_gpu, shape, stats = setting.device == "cuda", config_of_shape(setting.shape).shape, engine.stats()
+    engines = OwnEngines(
+        profile,
+        ReplayOptions(
+            num_adapters=setting.num_adapters,
+            ranks=RANKS,
+            kv_tokens=stats.num_kv_blocks * BLOCK_SIZE,
+            host_memory=stats.host_adapter_budget_bytes,
             work=StepWork(
                 max_tokens=MAX_STEP_TOKENS,
                 position_cost=shape.attention_flops / shape.linear_flops if on_gpu else 0.0,
             ),
-            cold_start=ColdStart.AUTO if on_gpu else ColdStart.OVERLAP,
         ),
-        memory=memory_of(engine, on_gpu),
-        times=CostModelTimes(profile, sizes),
-        adapters=list(sizes),
-        costs=DriftWatch(profile),
+        longest=engine.max_model_len - 1,
     )
-    for version, num_bytes in sizes.items():
-        simulator.scheduler.adapters.add(version, num_bytes)
+    simulator = engines.make()
+    for number in range(setting.num_adapters):
+        engines.register(simulator, number)
     if on_gpu:
         simulator.stage_all()
     else:
         simulator.bring_in_all()
     return simulator
-
-
-def memory_of(engine: Engine, on_gpu: bool) -> Memory:
-    stats = engine.stats()
-    if not on_gpu:
-        return SeparateMemory(
-            num_blocks=stats.num_kv_blocks,
-            block_size=BLOCK_SIZE,
-            adapter_bytes=stats.host_adapter_budget_bytes,
-            keeps_contents=False,
-        )
-    return Arena(
-        num_pages=stats.num_kv_blocks,
-        page_bytes=stats.device_arena_bytes // stats.num_kv_blocks,
-        block_size=BLOCK_SIZE,
-        staging=Staging(stats.host_adapter_budget_bytes),
-        keeps_contents=False,
-    )
 
 
 def specs_of(name: str, setting: Setting) -> list[AdapterSpec]:

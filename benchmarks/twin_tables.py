@@ -1,4 +1,4 @@
-"""The twin's tables, from `results/twin_validation.json`, and `twin_engine_cuda.json` for our own engine."""
+"""The twin's tables, from `results/twin_validation.json`, and `twin_engine_*.json` for our own engine."""
 
 from __future__ import annotations
 
@@ -75,6 +75,27 @@ def engine_table(result: Result) -> str:
     ]
     headings = ("load", "output tokens/s, SMAPE %", "ITL, ms, SMAPE %", "TTFT, ms, SMAPE %")
     return table(headings, lines)
+
+
+def profiles_table(cuda: Result, cpu: Result) -> str:
+    """How well the profiles that the twin ran on predict what they were not fitted to."""
+
+    def line(name: str, result: Result) -> tuple[str, ...]:
+        found = result["profile"]["held_out"]
+        kinds = ("decode", "prefill", "load")
+        return (name, *(f"{found[each]['mean_error']:.1%}, {found[each]['r_squared']:.3f}" for each in kinds))
+
+    headings = ("mean error held out, R²", "decode", "prefill", "load")
+    wanted = ("wanted, at most and at least", "5%, 0.98", "5%, 0.98", "10%, 0.98")
+    return table(headings, [line("H200, 7B", cuda), line("CPU, tiny model", cpu), wanted])
+
+
+def pace_note(result: Result) -> str:
+    slower = [each["slower_than_profiled"] for each in result["workloads"]]
+    return (
+        f"During the replays the CPU was {min(slower):.2f} to {max(slower):.2f} times as slow as during the "
+        "profile, by the steps of another engine.\n"
+    )
 
 
 def engine_note(result: Result) -> str:

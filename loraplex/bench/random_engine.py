@@ -17,7 +17,7 @@ from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec, LoraModule
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
-from loraplex.core.modules import MODULES
+from loraplex.core.modules import module_names
 from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
@@ -152,20 +152,6 @@ def random_spec(name: str, shape: ModelShape, rank: int, modules: Sequence[str])
     )
     num_params = sum(rank * (shape.in_features(m.module) + shape.out_features(m.module)) for m in loras)
     return AdapterSpec(version=name, path=Path(name), modules=loras, num_params=num_params)
-
-
-def module_names(text: str) -> tuple[str, ...]:
-    """`q,k,v`, `all`, or full names."""
-    if text == "all":
-        return MODULES
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    full = tuple(name if name.endswith("_proj") else f"{name}_proj" for name in names)
-    unknown = [name for name, meant in zip(names, full, strict=True) if meant not in MODULES]
-    if unknown or not full:
-        raise ModelError(
-            f"unknown module {', '.join(unknown) or text!r}; known are {', '.join(MODULES)}, all"
-        )
-    return tuple(module for module in MODULES if module in full)
 
 
 def _random_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> LoraWeights:

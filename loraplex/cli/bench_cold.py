@@ -107,7 +107,8 @@ def _policies_on_a_cpu(asked: Sequence[ColdStart] | None) -> list[ColdStart]:
 
 
 def _maker(parameters: Mapping[str, Any], most: int, folder: Path | None) -> MakeSpecs:
-    from loraplex.bench.random_engine import module_names, random_specs
+    from loraplex.bench.random_engine import random_specs
+    from loraplex.core.modules import module_names
 
     shape, rank, modules = parameters["shape"], parameters["rank"], parameters["modules"]
     if folder is None:

@@ -37,7 +37,11 @@ _Ranks = Annotated[
 _Slots = Annotated[int | None, typer.Option(min=1, help="Of an engine with slots; default: one for each.")]
 _Seconds = Annotated[float | None, typer.Option("--seconds", help="End after so many simulated seconds.")]
 _KvTokens = Annotated[int | None, typer.Option(min=16, help="KV memory, instead of the profile's.")]
-_AdapterMib = Annotated[float, typer.Option(help="Size of each adapter (our own engine).")]
+_AdapterMib = Annotated[
+    float | None,
+    typer.Option(help="Size of each adapter (our own engine); default: by its rank, as the profile has it."),
+]
+_Modules = Annotated[str, typer.Option(help="What adapters are on (our own engine): q,k,v or all.")]
 _MaxRunning = Annotated[int, typer.Option(min=1, help="Requests in a step at most (our own engine).")]
 _Engines = Annotated[
     int | None,
@@ -60,7 +64,8 @@ class _Options(NamedTuple):
     ranks: str | None
     slots: int | None
     kv_tokens: int | None
-    adapter_mib: float
+    adapter_mib: float | None
+    modules: str
     max_running: int
     seconds: float | None = None
 
@@ -75,7 +80,8 @@ def run(
     slots: _Slots = None,
     seconds: _Seconds = None,
     kv_tokens: _KvTokens = None,
-    adapter_mib: _AdapterMib = 25.0,
+    adapter_mib: _AdapterMib = None,
+    modules: _Modules = "q,k,v",
     max_running: _MaxRunning = 256,
     engines: _Engines = None,
     routing: _Routing = "adapter",
@@ -85,7 +91,7 @@ def run(
     """Simulate a workload on a profiled engine, or on a fleet of them."""
     check_writable(json_out)
     check_picture(plot)
-    options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, max_running, seconds)
+    options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     if engines is None:
         outcome, shares = _replay(profile, workload, model, options), None
     else:
@@ -115,7 +121,8 @@ def compare(
     ranks: _Ranks = None,
     slots: _Slots = None,
     kv_tokens: _KvTokens = None,
-    adapter_mib: _AdapterMib = 25.0,
+    adapter_mib: _AdapterMib = None,
+    modules: _Modules = "q,k,v",
     max_running: _MaxRunning = 256,
     json_out: _Json = None,
 ) -> None:
@@ -127,7 +134,7 @@ def compare(
         measured = json.loads(live.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{live}: cannot be read ({error})") from error
-    options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, max_running)
+    options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running)
     outcome = _replay(profile, workload, model, options)
     figures = compare_figures(outcome.summary(), measured)
     for name, row in figures.items():
@@ -202,12 +209,14 @@ def _replay_fleet(
 
 
 def _read(workload: Path, options: _Options) -> tuple[list[WorkloadRequest], ReplayOptions]:
+    from loraplex.core.modules import module_names
     from loraplex.twin.replay import ReplayOptions
     from loraplex.workload.jsonl import WorkloadFile
 
     if options.seconds is not None and not options.seconds > 0:
         raise typer.BadParameter("must be more than 0", param_hint="--seconds")
-    if not options.adapter_mib > 0:
+    mib = options.adapter_mib
+    if mib is not None and not mib > 0:
         raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
     file = WorkloadFile(workload)
     requests, header = list(file), file.header
@@ -218,7 +227,8 @@ def _read(workload: Path, options: _Options) -> tuple[list[WorkloadRequest], Rep
         num_slots=options.slots,
         until_s=math.inf if options.seconds is None else options.seconds,
         kv_tokens=options.kv_tokens,
-        adapter_bytes=int(options.adapter_mib * (1 << 20)),
+        adapter_bytes=None if mib is None else max(int(mib * (1 << 20)), 1),
+        modules=module_names(options.modules),
         max_running=options.max_running,
     )
     return requests, chosen

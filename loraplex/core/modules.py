@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from loraplex.core.errors import ModelError
+
 MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MODULE_INDEX: Final = {name: index for index, name in enumerate(MODULES)}
 
@@ -33,3 +35,17 @@ PARENT_OF: Final = {
 def module_path(layer: int, module: str) -> str:
     """The Hugging Face name of a linear: `model.layers.3.self_attn.q_proj`."""
     return f"model.layers.{layer}.{PARENT_OF[module]}.{module}"
+
+
+def module_names(text: str) -> tuple[str, ...]:
+    """`q,k,v`, `all`, or full names."""
+    if text == "all":
+        return MODULES
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    full = tuple(name if name.endswith("_proj") else f"{name}_proj" for name in names)
+    unknown = [name for name, meant in zip(names, full, strict=True) if meant not in MODULES]
+    if unknown or not full:
+        raise ModelError(
+            f"unknown module {', '.join(unknown) or text!r}; known are {', '.join(MODULES)}, all"
+        )
+    return tuple(module for module in MODULES if module in full)

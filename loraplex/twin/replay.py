@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, UserError
+from loraplex.core.modules import GROUPS, MODULES
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
+from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.profile_json import ProfileError, read_profile
 from loraplex.perf.slot_profile import KIND, SlotProfile, read_slot_profile
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.staging import Staging
+from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
 from loraplex.twin.outcome import Outcome, RequestOutcome
 from loraplex.twin.simulator import Simulator
@@ -29,33 +32,38 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 Profile = SlotProfile | CostModel
 _BLOCK_SIZE = 16
+_GUESSED_MEMORY: Final = EngineMemory(
+    token_bytes=512 << 10,
+    block_tokens=_BLOCK_SIZE,
+    arena_bytes=100_000 * (512 << 10),
+    kv_tokens=None,
+    host_bytes=64 << 30,
+    table_bytes=0,
+    rank_bytes=dict.fromkeys(MODULES, 512 << 10),
+)
+"""Of a model of 7 billion weights, for profiles that say nothing of memory: costs that nobody measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
     """`ranks`: of the adapters, one after the other, over and over. `num_slots`: of an engine that has them;
     None for as many as there are adapters. For our own engine: `adapter_bytes`, of each adapter, or
-    `rank_bytes`, of each by its rank; `adapter_memory`, None where adapters share the memory of KV tokens, of
-    `token_bytes` each; `cold_start`, None for what an engine does on the profile's device."""
+    `rank_bytes`, of each by its rank; None of both for what adapters on `modules` take by the profile.
+    `work`, in a step at most. `cold_start`, None for what an engine does on the profile's device."""
 
     num_adapters: int
     ranks: tuple[int, ...] = (16,)
     num_slots: int | None = None
     until_s: float = math.inf
     kv_tokens: int | None = None
-    token_bytes: int = 512 << 10
-    adapter_bytes: int = 25 << 20
+    adapter_bytes: int | None = None
     rank_bytes: int | None = None
-    adapter_memory: int | None = None
-    host_memory: int = 64 << 30
+    modules: tuple[str, ...] = GROUPS["qkv"]
+    host_memory: int | None = None
     max_running: int = 256
+    work: StepWork = field(default_factory=StepWork)
     cold_start: ColdStart | None = None
     seed: int = 0
-
-    def bytes_of(self, adapter: int) -> int:
-        if self.rank_bytes is None:
-            return self.adapter_bytes
-        return self.rank_bytes * self.ranks[adapter % len(self.ranks)]
 
 
 def read_any_profile(path: Path, model: str | None = None) -> Profile:
@@ -110,16 +118,22 @@ class OwnEngines:
         """`longest`: tokens of the longest request. Raises CapacityError if it could never run."""
         self._profile = profile
         self._options = options
+        self._has = profile.memory or _GUESSED_MEMORY
         self._versions = [f"adapter-{number}" for number in range(options.num_adapters)]
-        self._bytes = {version: options.bytes_of(number) for number, version in enumerate(self._versions)}
+        of_rank = {rank: self._bytes_of_rank(rank) for rank in set(options.ranks)}
+        self._bytes = {
+            version: of_rank[options.ranks[number % len(options.ranks)]]
+            for number, version in enumerate(self._versions)
+        }
         on_gpu = profile.subject.device == "cuda"
         self._kind = AheadSimulator if on_gpu else Simulator
         self._config = SchedulerConfig(
             max_model_len=longest + 1,
             max_running=options.max_running,
+            work=options.work,
             cold_start=options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP),
         )
-        room = _memory(options).max_tokens(max(self._bytes.values()))
+        room = self._memory().max_tokens(max(self._bytes.values()))
         if longest > room:
             raise CapacityError(f"KV memory holds {room} tokens, too few for a request of {longest}")
 
@@ -127,7 +141,7 @@ class OwnEngines:
         """One that knows no adapter yet."""
         return self._kind(
             config=self._config,
-            memory=_memory(self._options),
+            memory=self._memory(),
             times=CostModelTimes(self._profile, self._bytes),
             adapters=self._versions,
             costs=DriftWatch(self._profile),
@@ -137,23 +151,31 @@ class OwnEngines:
         version = self._versions[adapter]
         simulator.scheduler.adapters.add(version, self._bytes[version])
 
+    def _bytes_of_rank(self, rank: int) -> int:
+        options = self._options
+        if options.rank_bytes is not None:
+            return options.rank_bytes * rank
+        return options.adapter_bytes or self._has.adapter_bytes(rank, options.modules)
 
-def _memory(options: ReplayOptions) -> Memory:
-    num_blocks = max((options.kv_tokens or 100_000) // _BLOCK_SIZE, 1)
-    if options.adapter_memory is not None:
-        return SeparateMemory(
-            num_blocks=num_blocks,
-            block_size=_BLOCK_SIZE,
-            adapter_bytes=options.adapter_memory,
+    def _memory(self) -> Memory:
+        has, kv_tokens = self._has, self._options.kv_tokens
+        host_bytes, block_size = self._options.host_memory or has.host_bytes, has.block_tokens
+        if has.arena_bytes is None:
+            return SeparateMemory(
+                num_blocks=max((kv_tokens or has.kv_tokens or 0) // block_size, 1),
+                block_size=block_size,
+                adapter_bytes=host_bytes,
+                keeps_contents=False,
+            )
+        page_bytes = has.token_bytes * block_size
+        arena_bytes = has.arena_bytes if kv_tokens is None else kv_tokens * has.token_bytes
+        return Arena(
+            num_pages=max(arena_bytes // page_bytes, 1),
+            page_bytes=page_bytes,
+            block_size=block_size,
+            staging=Staging(host_bytes),
             keeps_contents=False,
         )
-    return Arena(
-        num_pages=num_blocks,
-        page_bytes=options.token_bytes * _BLOCK_SIZE,
-        block_size=_BLOCK_SIZE,
-        staging=Staging(options.host_memory),
-        keeps_contents=False,
-    )
 
 
 def _on_slots(profile: SlotProfile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:

@@ -17,7 +17,15 @@ from loraplex.bench import profile_scenarios
 from loraplex.bench.alternating import at_usual_pace, time_alternating, undisturbed
 from loraplex.bench.profile_reads import _pinned_reader, _plain_reader, _saved, _seconds
 from loraplex.bench.profile_scenarios import ProfileOptions, Progress
-from loraplex.bench.random_engine import random_spec
+from loraplex.bench.profile_serving import measure_serving
+from loraplex.bench.profile_steps import StepSamples, fit_steps
+from loraplex.bench.random_engine import (
+    RandomEngineOptions,
+    build_random_engine,
+    random_spec,
+    random_specs,
+    register,
+)
 from loraplex.bench.step_cases import (
     CaseLimits,
     StepAdapter,
@@ -36,7 +44,7 @@ from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.held_out import HeldOut
 from loraplex.perf.least_squares import quality_of
 from loraplex.perf.profile_json import read_profile
-from loraplex.perf.step_cost import StepFeatures
+from loraplex.perf.step_cost import StepFeatures, StepSample
 from loraplex.scheduling.work import StepWork
 
 TINY = config_of_shape("tiny").shape
@@ -243,6 +251,45 @@ def test_cases_held_out_are_others_than_those_fitted(on_gpu: bool) -> None:
     assert len({case.num_decodes for case in decodes}) > 8
     for cases in (decodes, prompts):
         assert len({case.features().num_adapters for case in cases}) > 2
+
+
+def test_steps_of_serving_are_timed_from_one_request_to_many() -> None:
+    engine = build_random_engine(RandomEngineOptions(shape="tiny", device="cpu", dtype=torch.float32))
+    specs = random_specs("served", "tiny", num_adapters=3, ranks=(8,), modules="q,k,v")
+    adapters = [StepAdapter(version=version, rank=8, num_bytes=1000) for version in register(engine, specs)]
+    limits = CaseLimits(on_gpu=False, max_context=256, max_tokens=6 * 3 * 16, work=StepWork())
+    shares: list[float] = []
+    first, second = measure_serving(
+        engine, adapters, limits, vocab_size=TINY.vocab_size, steps_each=30, report=shares.append
+    )
+    engine.close()
+    assert shares == pytest.approx([1 / 3, 2 / 3, 1])
+    for samples in (first, second):
+        assert len(samples) == 3 * 30, "with 1, 2 and 4 requests; 8 would not fit"
+        assert {1, 2, 4} <= {step.num_decodes + step.num_prompts for step, _ in samples}
+        assert any(step.num_decodes and step.num_prompts for step, _ in samples)
+        assert all(seconds > 0 and step.num_adapters <= 3 for step, seconds in samples)
+    assert [step for step, _ in first] != [step for step, _ in second]
+
+
+def test_a_fit_to_serving_as_well_is_between_the_two_and_knows_no_pauses() -> None:
+    """Serving takes a tenth longer than the same steps by themselves, and one step very much longer."""
+    limits = CaseLimits(on_gpu=False, max_context=512, max_tokens=20_000, work=StepWork())
+    real = default_cost_model(subject_of(TINY, "cpu", torch.float32), TINY, element_bytes=4, num_cores=2).step
+
+    def measured(cases: list[StepCase], slower: float = 1.0) -> list[StepSample]:
+        return [StepSample(case.features(), real.seconds(case.features()) * slower) for case in cases]
+
+    decodes, prompts = held_out_decodes(ADAPTERS, limits, 24), held_out_prompts(ADAPTERS, limits, 24)
+    samples = StepSamples(measured(step_cases(ADAPTERS, limits)), measured(decodes), measured(prompts))
+    served = measured([*decodes, *prompts] * 10, slower=1.1)
+    paused = [*served, served[0]._replace(seconds=100.0)]
+    found = fit_steps(samples, paused, paused, stepped=False)
+    assert found == fit_steps(samples, served, served, stepped=False)
+    assert found.serving is not None
+    assert found.serving.mean_error < 0.06
+    assert fit_steps(samples, (), (), stepped=False).serving is None
+    assert fit_steps(samples, (), (), stepped=False).decodes.mean_error < found.decodes.mean_error < 0.1
 
 
 def test_adapters_are_read_as_either_engine_reads_them(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from twins import imagined_machine, random_workload
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import CapacityError, LoraplexError
+from loraplex.core.modules import MODULES
+from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
+from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of
 from loraplex.workload.jsonl import WorkloadHeader, read_workload, write_workload
 
 
@@ -114,6 +118,47 @@ def test_an_unknown_adapter_is_refused(profile: Path, workload: Path) -> None:
 
 def test_a_memory_too_small_for_one_request_is_refused(profile: Path, workload: Path) -> None:
     assert "too few for a request of" in error_of(twin("run", profile, workload, "--kv-tokens", "64"))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_memory_and_the_sizes_of_adapters_are_the_profiles(
+    shared: bool, workload: Path, tmp_path: Path
+) -> None:
+    """One token of KV cache a kilobyte, one rank of one module a kilobyte: what fits follows from it."""
+    memory = EngineMemory(
+        token_bytes=1 << 10,
+        block_tokens=16,
+        arena_bytes=256 << 10 if shared else None,
+        kv_tokens=None if shared else 256,
+        host_bytes=1 << 20,
+        table_bytes=0,
+        rank_bytes=dict.fromkeys(MODULES, 1 << 10),
+    )
+    profile = tmp_path / "profile.json"
+    write_profile(profile, replace(imagined_machine(), memory=memory))
+    longest = longest_of(read_workload(workload))
+    small = twin("run", profile, workload, "--ranks", "1", "--kv-tokens", str(longest + 64))
+    assert small.exit_code == 0, small.output
+    too_little = error_of(twin("run", profile, workload, "--ranks", "1", "--kv-tokens", "64"))
+    assert "too few for a request of" in too_little
+    # An adapter of rank 16 on all modules takes 112 kilobytes; beside one, 144 tokens are left of 256.
+    beside = OwnEngines(
+        replace(imagined_machine(), memory=memory),
+        ReplayOptions(num_adapters=1, ranks=(16,), modules=MODULES),
+        longest=144,
+    )
+    assert beside.make() is not None
+    with pytest.raises(CapacityError, match="holds 144 tokens" if shared else "holds 256 tokens"):
+        OwnEngines(
+            replace(imagined_machine(), memory=memory),
+            ReplayOptions(num_adapters=1, ranks=(16,), modules=MODULES),
+            longest=257,
+        )
+
+
+def test_modules_are_named_as_elsewhere(profile: Path, workload: Path) -> None:
+    assert twin("run", profile, workload, "--modules", "all").exit_code == 0
+    assert "unknown module 'w'" in error_of(twin("run", profile, workload, "--modules", "q,w"))
 
 
 def test_a_profile_of_another_model_is_refused(profile: Path, workload: Path) -> None:

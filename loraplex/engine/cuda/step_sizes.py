@@ -1,8 +1,8 @@
 """How large a step is, and the sizes of the graph that takes it.
 
 Few sizes mean few graphs; fine ones mean little padding. Rows cost arithmetic, so they are rounded finely;
-padding decodes, spans and tiles cost programs that leave at once, so they are rounded coarsely. Not more
-coarsely than to twice as many, though: 200 decodes of padding took two milliseconds of a step.
+padding decodes, spans and tiles cost programs that leave at once, so they are rounded coarsely. Leaving takes
+time as well: decodes are padded to twice as many at the most.
 """
 
 from __future__ import annotations
