@@ -15,11 +15,11 @@ import argparse
 import json
 import random
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import exp, log
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Final
 
 import torch
@@ -35,12 +35,14 @@ from loraplex.engine.core import Engine
 from loraplex.model.shapes import config_of_shape
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json, read_profile
+from loraplex.scheduling.decode_group import DecodeGroup
+from loraplex.scheduling.plan import Chunk, StepPlan
 from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.outcome import Outcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions
 from loraplex.twin.scores import smape
-from loraplex.twin.simulator import Simulator
+from loraplex.twin.times import CostModelTimes, Repeats
 from loraplex.workload.jsonl import WorkloadRequest
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -53,6 +55,8 @@ _WARM_UP_S: Final = 4.0
 _LARGEST_SIZE: Final = 500
 _LOOK_EVERY_S: Final = 0.25
 _LOOK_STEPS: Final = 12
+_NEIGHBOURS: Final = 2
+"""Looks before and after a moment by which its pace is told."""
 _LOOKED_AT: Final = (2, 6, 12, 24, 48)
 """Requests that decode, one number at a time."""
 
@@ -131,15 +135,14 @@ def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[di
         pace = Pace(setting, profile) if on_cpu else None
         pause = (lambda: 0.0) if pace is None else pace.look
         live = figures_of_live(replay_live(engine, workload, versions, vocab_size, pause))
-        slower = 1.0 if pace is None else pace.slower
-        twin = figures_of_twin(twin_of(engine, setting, at_pace(profile, slower)).run(workload))
+        twin = figures_of_twin(run_twin(engine, setting, profile, workload, pace))
         errors = {key: smape([(twin[key], live[key])]) for key in live}
         print(f"{load:.2f}: {len(workload)} requests, live {live}, twin {twin}, SMAPE {errors}", flush=True)
         yield {
             "load": load,
             "requests_per_s": load * capacity,
             "num_requests": len(workload),
-            "slower_than_profiled": slower,
+            "slower_than_profiled": 1.0 if pace is None else pace.mean,
             "live": live,
             "twin": twin,
             "smape": errors,
@@ -150,7 +153,7 @@ def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[di
 
 
 class Pace:
-    """How much longer than the profile says steps take just now, on an engine of their own."""
+    """How much longer than the profile says steps take on an engine of their own, by the replay's clock."""
 
     def __init__(self, setting: Setting, profile: CostModel) -> None:
         self._profile = profile
@@ -164,22 +167,30 @@ class Pace:
         self._bytes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs}
         self._versions = register(self._engine, specs)
         bring_in(self._engine, self._versions, self._vocab_size)
-        self._num_looks, self._seen_s = 0, 0.0
+        self._num_looks = 0
         for _ in _LOOKED_AT:
             self._take_steps()
-        self._log_ratios: list[float] = []
+        self._began_s = self._seen_s = time.perf_counter()
+        self._at_s: list[float] = []
+        self._ratios: list[float] = []
 
     @property
-    def slower(self) -> float:
-        return exp(fmean(self._log_ratios))
+    def mean(self) -> float:
+        return fmean(self._ratios)
+
+    def at(self, moment_s: float) -> float:
+        place = bisect_left(self._at_s, moment_s)
+        return median(self._ratios[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS + 1])
 
     def look(self) -> float:
         """Unless the last time was just now; the seconds that it took."""
         started_s = time.perf_counter()
         if started_s - self._seen_s < _LOOK_EVERY_S:
             return 0.0
-        self._log_ratios.append(log(self._take_steps()))
+        self._at_s.append(started_s - self._began_s)
+        self._ratios.append(self._take_steps())
         self._seen_s = time.perf_counter()
+        self._began_s += self._seen_s - started_s
         return self._seen_s - started_s
 
     def _take_steps(self) -> float:
@@ -208,9 +219,20 @@ class Pace:
         return took_s / predicted_s
 
 
-def at_pace(profile: CostModel, slower: float) -> CostModel:
-    """Of the same machine, so many times slower than when it was profiled."""
-    return replace(profile, corrections=replace(profile.corrections, step=slower))
+class PacedTimes(CostModelTimes):
+    """The profile's, on a machine that is `slower` just now."""
+
+    slower = 1.0
+
+    def step_s(self, plan: StepPlan, num_waiting: int) -> float:
+        return super().step_s(plan, num_waiting) * self.slower
+
+    def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
+        found = super().repeats(group, num_waiting)
+        return Repeats(found.first_s * self.slower, found.growth_s * self.slower)
+
+    def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
+        return super().beside_s(group, chunks) * self.slower
 
 
 def warm_up(engine: Engine, setting: Setting, capacity: float) -> None:
@@ -238,12 +260,19 @@ def see_sizes(engine: Engine, versions: Sequence[str], vocab_size: int) -> None:
 def served_per_s(engine: Engine, setting: Setting, profile: CostModel) -> float:
     """Requests per second at the most, by the twin: of many more than can be served."""
     flood = list(requests(setting, 2000 / setting.duration_s, seed=99))
-    outcome = twin_of(engine, setting, profile).run([replace(each, arrival_s=0.0) for each in flood])
+    outcome = run_twin(engine, setting, profile, [replace(each, arrival_s=0.0) for each in flood])
     return len(flood) / outcome.duration_s
 
 
-def twin_of(engine: Engine, setting: Setting, profile: CostModel) -> Simulator:
-    """With the engine's limits; adapters are where `compare` has them when time begins."""
+def run_twin(
+    engine: Engine,
+    setting: Setting,
+    profile: CostModel,
+    workload: Sequence[WorkloadRequest],
+    pace: Pace | None = None,
+) -> Outcome:
+    """With the engine's limits; adapters are where `compare` has them when time begins. `pace`: of the
+    machine while the engine had this workload."""
     on_gpu, shape, stats = setting.device == "cuda", config_of_shape(setting.shape).shape, engine.stats()
     engines = OwnEngines(
         profile,
@@ -259,14 +288,24 @@ def twin_of(engine: Engine, setting: Setting, profile: CostModel) -> Simulator:
         ),
         longest=engine.max_model_len - 1,
     )
-    simulator = engines.make()
+    times = PacedTimes(profile, engines.adapter_bytes)
+    simulator = engines.make(times)
     for number in range(setting.num_adapters):
         engines.register(simulator, number)
     if on_gpu:
         simulator.stage_all()
     else:
         simulator.bring_in_all()
-    return simulator
+    if pace is None:
+        return simulator.run(workload)
+    for request in workload:
+        times.slower = pace.at(simulator.now_s)
+        simulator.advance(request.arrival_s)
+        simulator.offer(request)
+    while not simulator.is_idle():
+        times.slower = pace.at(simulator.now_s)
+        simulator.advance(simulator.now_s + _LOOK_EVERY_S)
+    return simulator.recorder.outcome(simulator.now_s)
 
 
 def specs_of(name: str, setting: Setting) -> list[AdapterSpec]:

@@ -147,10 +147,10 @@ class _StepTimer:
 
     def _join(self, case: StepCase) -> float:
         prompts = [self._request(case, case.num_decodes + i, n, 1) for i, n in enumerate(case.prompts)]
-        for request in prompts:
-            self._engine.add_request(request)
         joined = {request.request_id for request in prompts}
         landed = time.perf_counter()
+        for request in prompts:
+            self._engine.add_request(request)
         while True:
             outputs = self._engine.step()
             now = time.perf_counter()

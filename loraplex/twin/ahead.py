@@ -46,10 +46,10 @@ class AheadSimulator(Simulator):
     def _take(self, request: EngineRequest) -> None:
         self._due.append(request)
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         if self._glides or self._due or self._joining or self._flights:
             return False
-        return super()._is_idle()
+        return super().is_idle()
 
     def _step(self, next_s: float) -> None:
         if self._glides:

@@ -27,7 +27,7 @@ from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
 from loraplex.twin.outcome import Outcome, RequestOutcome
 from loraplex.twin.simulator import Simulator
-from loraplex.twin.times import CostModelTimes
+from loraplex.twin.times import CostModelTimes, StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
 
 Profile = SlotProfile | CostModel
@@ -121,7 +121,7 @@ class OwnEngines:
         self._has = profile.memory or _GUESSED_MEMORY
         self._versions = [f"adapter-{number}" for number in range(options.num_adapters)]
         of_rank = {rank: self._bytes_of_rank(rank) for rank in set(options.ranks)}
-        self._bytes = {
+        self.adapter_bytes = {
             version: of_rank[options.ranks[number % len(options.ranks)]]
             for number, version in enumerate(self._versions)
         }
@@ -133,23 +133,23 @@ class OwnEngines:
             work=options.work,
             cold_start=options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP),
         )
-        room = self._memory().max_tokens(max(self._bytes.values()))
+        room = self._memory().max_tokens(max(self.adapter_bytes.values()))
         if longest > room:
             raise CapacityError(f"KV memory holds {room} tokens, too few for a request of {longest}")
 
-    def make(self) -> Simulator:
-        """One that knows no adapter yet."""
+    def make(self, times: StepTimes | None = None) -> Simulator:
+        """One that knows no adapter yet. `times`: others than the profile's."""
         return self._kind(
             config=self._config,
             memory=self._memory(),
-            times=CostModelTimes(self._profile, self._bytes),
+            times=times or CostModelTimes(self._profile, self.adapter_bytes),
             adapters=self._versions,
             costs=DriftWatch(self._profile),
         )
 
     def register(self, simulator: Simulator, adapter: int) -> None:
         version = self._versions[adapter]
-        simulator.scheduler.adapters.add(version, self._bytes[version])
+        simulator.scheduler.adapters.add(version, self.adapter_bytes[version])
 
     def _bytes_of_rank(self, rank: int) -> int:
         options = self._options

@@ -89,7 +89,7 @@ class Simulator:
 
     def advance(self, until_s: float) -> None:
         """All steps that begin before this time; the last one may end after it."""
-        while self.now_s < until_s and not self._is_idle():
+        while self.now_s < until_s and not self.is_idle():
             self._step(until_s)
 
     def offer(self, request: WorkloadRequest) -> RequestOutcome:
@@ -111,7 +111,7 @@ class Simulator:
     def _take(self, request: EngineRequest) -> None:
         self.scheduler.add(request)
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         return not self.scheduler.has_work() and not self._ends
 
     def _end_loads(self) -> None:
