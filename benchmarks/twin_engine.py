@@ -5,8 +5,9 @@
 First the machine is profiled, unless a profile is given. Then an engine with random weights replays five
 workloads in real time, and the twin runs them on the profile: of the engine it knows its limits and the
 sizes of its adapters, nothing of what it did. A CPU is used by others as well, and its pace changes: there
-the replay stands still now and then while another engine takes a few steps, and the twin is told how much
-longer these took than the profile says. Writes results/twin_engine_cpu.json or twin_engine_cuda.json.
+the replay stands still now and then while another engine, which serves requests of its own, takes a few
+steps, and the twin is told how much longer these took than the profile says. Writes
+results/twin_engine_cpu.json or twin_engine_cuda.json.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -54,6 +56,7 @@ BLOCK_SIZE: Final = 16
 _WARM_UP_S: Final = 4.0
 _LARGEST_SIZE: Final = 500
 _LOOK_EVERY_S: Final = 0.25
+_SETTLE_STEPS: Final = 3
 _LOOK_STEPS: Final = 12
 _NEIGHBOURS: Final = 2
 """Looks before and after a moment by which its pace is told."""
@@ -153,7 +156,8 @@ def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[di
 
 
 class Pace:
-    """How much longer than the profile says steps take on an engine of their own, by the replay's clock."""
+    """How much longer than the profile says steps of serving take, on an engine of their own, by the replay's
+    clock. Requests come and go there as in the workloads, a few at times and many at others."""
 
     def __init__(self, setting: Setting, profile: CostModel) -> None:
         self._profile = profile
@@ -166,7 +170,9 @@ class Pace:
         specs = specs_of("pace", setting)
         self._bytes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs}
         self._versions = register(self._engine, specs)
-        bring_in(self._engine, self._versions, self._vocab_size)
+        see_sizes(self._engine, self._versions, self._vocab_size)
+        self._coming = enumerate(requests(replace(setting, duration_s=inf), 1.0, seed=97))
+        self._running: list[str] = []
         self._num_looks = 0
         for _ in _LOOKED_AT:
             self._take_steps()
@@ -180,7 +186,7 @@ class Pace:
 
     def at(self, moment_s: float) -> float:
         place = bisect_left(self._at_s, moment_s)
-        return median(self._ratios[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS + 1])
+        return fmean(self._ratios[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS + 1])
 
     def look(self) -> float:
         """Unless the last time was just now; the seconds that it took."""
@@ -194,29 +200,39 @@ class Pace:
         return self._seen_s - started_s
 
     def _take_steps(self) -> float:
-        """Another number of requests every time; measured over predicted."""
-        number, engine = _LOOKED_AT[self._num_looks % len(_LOOKED_AT)], self._engine
+        """With another number of requests every time; measured over predicted."""
+        level = _LOOKED_AT[self._num_looks % len(_LOOKED_AT)]
         self._num_looks += 1
-        for index in range(number):
-            request = new_request(
-                f"{self._num_looks}-{index}",
-                20 + index,
-                _LOOK_STEPS,
-                self._versions[index % len(self._versions)],
-                vocab_size=self._vocab_size,
-                seed=index,
-            )
-            engine.add_request(request)
-        engine.step()  # what was in the caches is not there any more
+        while len(self._running) > level:
+            self._engine.cancel(self._running.pop())
         took_s = predicted_s = 0.0
-        while engine.has_work():
+        for number in range(_SETTLE_STEPS + _LOOK_STEPS):
             begun_s = time.perf_counter()
-            engine.step()
-            took_s += time.perf_counter() - begun_s
-            assert engine.landed is not None
-            features = step_features(engine.landed.chunks, self._bytes.__getitem__)
-            predicted_s += self._profile.step_s(features)
+            while len(self._running) < level:
+                self._add()
+            for output in self._engine.step():
+                if output.finish_reason is not None:
+                    self._running.remove(output.request_id)
+            if number >= _SETTLE_STEPS:  # the first find nothing of theirs in the caches
+                took_s += time.perf_counter() - begun_s
+                assert self._engine.landed is not None
+                features = step_features(self._engine.landed.chunks, self._bytes.__getitem__)
+                predicted_s += self._profile.step_s(features)
         return took_s / predicted_s
+
+    def _add(self) -> None:
+        number, request = next(self._coming)
+        version = self._versions[request.adapter]
+        new = new_request(
+            str(number),
+            request.prompt_tokens,
+            request.output_tokens,
+            version,
+            vocab_size=self._vocab_size,
+            seed=number,
+        )
+        self._engine.add_request(new)
+        self._running.append(new.request_id)
 
 
 class PacedTimes(CostModelTimes):
