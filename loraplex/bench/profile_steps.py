@@ -23,13 +23,13 @@ from loraplex.engine.core import Engine
 from loraplex.perf.least_squares import FitQuality, quality_of
 from loraplex.perf.step_cost import StepCost, StepSample, fit_step_cost
 
-_MAX_SHOTS: Final = 8
+_MAX_SHOTS: Final = 4
 _SHOTS_S: Final = 0.03
 """Prompts are measured again within one measurement until they took so long, or so often: a pause of the
 machine counts for more in what is short."""
 _NUM_SERVED: Final = 300
 """Steps of serving to fit to: about three for each that was measured by itself."""
-_IDLE_S: Final = 0.005
+_IDLE_S: Final = 0.02
 """Before a prompt that finds the engine idle: its caches are not what they were at once after another."""
 _JOINED_SHOTS: Final = 3
 """Of prompts that join others: no more than those have tokens left for."""

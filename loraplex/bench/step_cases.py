@@ -136,7 +136,7 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
         cases += [StepCase(prompts=limits.prompts_of(n), adapters=mine[:1]) for n in prompts[2::3]]
         cases += [StepCase(prompts=_parts(n, 4), adapters=mine[:4]) for n in (prompts[5], prompts[-3])]
     largest = by_rank[max(by_rank)]
-    for n in several:
+    for n in (1, *several):
         # Rows of prompts beside them, where the curve of all rows has a knot.
         knots = [rows for rows in prompts if rows > n + 8]
         for context, rows in ((16, knots[0]), (16, knots[3]), (limits.contexts[0], knots[1])):
