@@ -93,8 +93,8 @@ def profiles_table(cuda: Result, cpu: Result) -> str:
 def pace_note(result: Result) -> str:
     slower = [each["slower_than_profiled"] for each in result["workloads"]]
     return (
-        f"During the replays the CPU was {min(slower):.2f} to {max(slower):.2f} times as slow as during the "
-        "profile, by the steps of another engine.\n"
+        f"During the replays, steps of the other engine took {min(slower):.2f} to {max(slower):.2f} times what "
+        "the profile says.\n"
     )
 
 
