@@ -1,0 +1,75 @@
+"""The script that holds the twin against our engine: both get the same requests, and the pace is told."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
+
+from benchmarks import twin_engine
+from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine
+from loraplex.engine.profile_subject import subject_of
+from loraplex.model.shapes import config_of_shape
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.default_model import default_cost_model
+
+SETTING = replace(twin_engine.SETTINGS["cpu"], duration_s=0.3, num_adapters=3)
+
+
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch) -> CostModel:
+    monkeypatch.setattr(twin_engine, "_LARGEST_SIZE", 12)
+    monkeypatch.setattr(twin_engine, "_WARM_UP_S", 0.05)
+    monkeypatch.setattr(twin_engine, "_LOOK_EVERY_S", 0.05)
+    shape = config_of_shape("tiny").shape
+    subject = subject_of(shape, "cpu", torch.float32)
+    return default_cost_model(subject, shape, element_bytes=4, num_cores=2)
+
+
+def test_a_workload_is_served_by_both(profile: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin_engine, "LOADS", (1.0,))
+    found = twin_engine.measure(SETTING, profile)
+    [each] = found["workloads"]
+    assert each["num_requests"] > 0
+    assert each["live"].keys() == each["twin"].keys() == each["smape"].keys()
+    assert all(value > 0 for side in ("live", "twin") for value in each[side].values())
+    assert each["slower_than_profiled"] > 0
+
+
+def test_the_pace_is_of_the_moment_and_looks_take_no_time_of_the_replay(
+    profile: CostModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = twin_engine.Pace(SETTING, profile)
+    ratios = iter([1.0] * 6 + [3.0] * 6)
+    monkeypatch.setattr(pace, "_take_steps", lambda: time.sleep(0.02) or next(ratios))
+    began_s, paused_s = time.perf_counter(), 0.0
+    for _ in range(12):
+        monkeypatch.setattr(pace, "_seen_s", 0.0)
+        paused_s += pace.look()
+    assert paused_s >= 12 * 0.02
+    replayed_s = time.perf_counter() - began_s - paused_s
+    assert pace.at(0.0) == 1.0
+    assert pace.at(replayed_s + 1.0) == 3.0
+    assert pace.mean == 2.0
+
+
+def test_a_machine_that_is_slower_takes_so_much_longer(profile: CostModel) -> None:
+    class Slower:
+        def at(self, moment_s: float) -> float:
+            return 2.0
+
+    engine = build_random_engine(RandomEngineOptions(shape="tiny", device="cpu", dtype=torch.float32))
+    # All at once: the last ends when all steps are done, and no arrival is waited for.
+    workload = [
+        replace(each, arrival_s=0.0)
+        for each in twin_engine.requests(replace(SETTING, duration_s=1.0), 40.0, seed=1)
+    ]
+    usual = twin_engine.run_twin(engine, SETTING, profile, workload)
+    slower = twin_engine.run_twin(engine, SETTING, profile, workload, Slower())  # type: ignore[arg-type]
+    engine.close()
+    assert slower.num_steps == usual.num_steps
+    assert slower.duration_s == pytest.approx(2 * usual.duration_s)
