@@ -9,6 +9,7 @@ half of their workloads from the other half. The result holds scores only, no re
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import random
 import resource
@@ -22,8 +23,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.bench.environment import environment
+from loraplex.core.modules import MODULES
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
+from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
@@ -31,8 +34,10 @@ from loraplex.perf.subject import Subject
 from loraplex.twin.fleet import replay_fleet
 from loraplex.twin.recorded_runs import Measured, RunSetup, RunsFile, read_runs
 from loraplex.twin.replay import ReplayOptions, replay
+from loraplex.twin.scores import smape
 from loraplex.twin.validate import Prediction, fit_for, predict, report
 from loraplex.workload.jsonl import WorkloadRequest
+from loraplex.workload.text_files import read_lines
 
 CURVE: Final = RowCurve(rows=(1, 32, 64, 128, 2048), seconds_at=(4.6e-3, 5.9e-3, 7.6e-3, 9e-3, 60e-3))
 GPU: Final = CostModel(
@@ -47,6 +52,15 @@ GPU: Final = CostModel(
         terms=StepTerms(lora_s=2e-3, decode_position_s=10e-9, prompt_pair_s=0.1e-9, adapter_byte_s=1 / 4e12),
     ),
     assist=AssistCost(round_trip_s=0.0, call_s=0.0, weight_s=0.0, serial_s=0.0, shared_s=0.0),
+    memory=EngineMemory(
+        token_bytes=512 << 10,
+        block_tokens=16,
+        arena_bytes=200_000 * (512 << 10),
+        kv_tokens=None,
+        host_bytes=64 << 30,
+        table_bytes=0,
+        rank_bytes=dict.fromkeys(MODULES, 512 << 10),
+    ),
 )
 """About what a 7B model takes on a large GPU; how fast the twin is depends little on it."""
 HOUR_S = 3600.0
@@ -100,10 +114,29 @@ def _half(setup: RunSetup) -> int:
     return zlib.crc32(repr(setup.rates).encode()) % 2
 
 
+def authors(path: Path, runs: RunsFile) -> dict[str, Any]:
+    """How far the twin of those who recorded the runs is from them, by its predictions in the same file; of
+    runs that were recorded in full."""
+    rows = {row["key"]: row for row in csv.DictReader(line for _, line in read_lines(path))}
+    pairs = [(rows[key], found) for key, found in runs.measured.items() if key in rows]
+    columns: dict[str, tuple[str, Callable[[Measured], float]]] = {
+        "output_throughput": ("dt_output_throughput", lambda found: found.output_tok_s),
+        "itl": ("dt_itl", lambda found: found.itl_s * 1e3),
+        "ttft": ("dt_ttft", lambda found: found.ttft_s * 1e3),
+    }
+    return {
+        "smape": {
+            name: smape([(float(row[column]), measured(found)) for row, found in pairs])
+            for name, (column, measured) in columns.items()
+        },
+        "num_compared": len(pairs),
+    }
+
+
 def speed() -> dict[str, Any]:
     """One simulated hour of one GPU: 10 requests a second on 128 adapters, by our own scheduler."""
     workload = list(_poisson(10.0, HOUR_S, _uniform(128)))
-    options = ReplayOptions(num_adapters=128, kv_tokens=200_000)
+    options = ReplayOptions(num_adapters=128, adapter_bytes=25 << 20)
     took_s = []
     for _ in range(3):
         start_s = time.process_time()
@@ -124,9 +157,7 @@ def fleet() -> dict[str, Any]:
     """Five minutes of 60 GPUs: 340 requests a second on 40,000 adapters of ranks 8 to 64, each of which
     belongs to one engine. None of them is in the host's memory at first."""
     workload = list(_poisson(FLEET_RPS, FLEET_S, _skewed(FLEET_ADAPTERS)))
-    options = ReplayOptions(
-        num_adapters=FLEET_ADAPTERS, ranks=(8, 16, 32, 64), rank_bytes=(25 << 20) // 16, kv_tokens=200_000
-    )
+    options = ReplayOptions(num_adapters=FLEET_ADAPTERS, ranks=(8, 16, 32, 64), rank_bytes=(25 << 20) // 16)
     took_s = []
     for _ in range(3):
         start_s = time.process_time()
@@ -191,6 +222,7 @@ def main() -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    result["authors"] = authors(args.runs, runs)
     result["held_out"] = held_out(runs, fit, say)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if not args.no_halves:

@@ -1,9 +1,10 @@
 """Section `batch`: a request's text does not depend on what else is in the batch.
 
-Every request runs alone first, in an engine of its own kind; then all run at once in a fresh one, in which
-no prefix cache knows any of them. Both are deterministic in their weights. In float32 both must agree. In
-bfloat16, products of other shapes are rounded in other places: a tie is what this rounding cannot tell apart,
-and how much that is, is measured: by how much a request alone in bfloat16 is off from the same in float32.
+Every request runs alone first, in an engine of its own kind; then all run at once in a fresh one, twice:
+without log-probabilities, and with them, where the prefix cache may know a prompt. Both are deterministic in
+their weights. In float32 both must agree. In bfloat16, products of other shapes are rounded in other places:
+a tie is what this rounding cannot tell apart, and how much that is, is measured: by how much a request alone
+in bfloat16 is off from the same in float32.
 """
 
 from __future__ import annotations

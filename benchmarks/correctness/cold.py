@@ -45,14 +45,21 @@ class _Answers(NamedTuple):
 
 def cold(setting: Setting) -> list[Check]:
     exact, base = _all_answers(setting, torch.float32)
-    checks = [*_checks("float32", exact, FLOAT32_MARGIN), _shows(exact[ColdStart.CACHED], base)]
+    checks = [
+        *_checks("float32", exact, FLOAT32_MARGIN),
+        _shows("float32", exact[ColdStart.CACHED], base, FLOAT32_MARGIN),
+    ]
     if setting.engine_dtype is torch.float32:
         return checks
-    short, _ = _all_answers(setting, setting.engine_dtype)
+    short, base = _all_answers(setting, setting.engine_dtype)
     alike = exact[ColdStart.CACHED].scored
     noise = max(rounding_error(short[ColdStart.CACHED].scored[name], one) for name, one in alike.items())
     margin = round(NOISE_FACTOR * noise, 3)
-    return [*checks, *_checks("bfloat16", short, margin, rounding_error=round(noise, 3))]
+    return [
+        *checks,
+        *_checks("bfloat16", short, margin, rounding_error=round(noise, 3)),
+        _shows("bfloat16", short[ColdStart.CACHED], base, margin),
+    ]
 
 
 def _all_answers(setting: Setting, dtype: torch.dtype) -> tuple[dict[ColdStart, _Answers], dict[str, Answer]]:
@@ -127,12 +134,12 @@ def _checks(dtype: str, found: dict[ColdStart, _Answers], margin: float, **detai
         yield from checks[:1] if scored is expected else checks  # the second would be of one with itself
 
 
-def _shows(cached: _Answers, base: dict[str, Answer]) -> Check:
+def _shows(dtype: str, cached: _Answers, base: dict[str, Answer], margin: float) -> Check:
     """Were adapters to change nothing, one that is late would not be noticed."""
     least = min(logprob_error(cached.scored[name], one) for name, one in base.items())
     return holds(
-        "adapters show",
+        f"adapters show, {dtype}",
         "log-probabilities with the adapters and without differ by more than the tolerance",
-        least > FLOAT32_MARGIN,
+        least > margin,
         least_difference=round(least, 3) if least < float("inf") else "no token in common",
     )

@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
         "cores": num_cores(),
         "arch": platform.machine(),
         **gpu(),
-        "os": f"{platform.system()} {platform.release()}",
+        "os": f"{platform.system()} {platform.release().partition('-')[0]}",
     }
 
 

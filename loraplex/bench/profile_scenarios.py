@@ -154,6 +154,7 @@ def _profile_engine(
         if on_gpu:  # on a CPU, which others use, single steps tell more of these
             served, unseen = measure_serving(
                 engine,
+                fitted[::4],
                 held_out,
                 limits,
                 vocab_size=vocab_size,

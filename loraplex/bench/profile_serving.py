@@ -34,20 +34,22 @@ _PAUSE: Final = 2.0
 def measure_serving(
     engine: Engine,
     adapters: Sequence[StepAdapter],
+    others: Sequence[StepAdapter],
     limits: CaseLimits,
     *,
     vocab_size: int,
     steps_each: int,
     report: Report,
 ) -> tuple[list[StepSample], list[StepSample]]:
-    """Twice, with other requests: so many steps with each number of them at a time. The adapters are in
-    memory."""
+    """So many steps with each number of requests at a time: on `adapters`, and then with other requests on
+    `others`. All of them are in memory."""
     length = min(_MEDIAN_TOKENS, limits.max_context // _MEDIAN_SHARE)
     levels = [level for level in limits.decodes if level * _HELD * length <= limits.max_tokens]
-    bytes_of = {adapter.version: adapter.num_bytes for adapter in adapters}.__getitem__
+    assert levels, "memory for one request at the least"
+    bytes_of = {adapter.version: adapter.num_bytes for adapter in (*adapters, *others)}.__getitem__
 
-    def serve(seed: int) -> list[StepSample]:
-        coming = _requests(Random(seed), adapters, length, limits.max_context // 4, vocab_size)
+    def serve(seed: int, used: Sequence[StepAdapter]) -> list[StepSample]:
+        coming = _requests(Random(seed), used, length, limits.max_context // 4, vocab_size)
         samples, running = list[StepSample](), set[str]()
         with quiet_collector():
             for level in levels:
@@ -60,8 +62,8 @@ def measure_serving(
         report((seed + 1) / 3)
         return samples
 
-    serve(0)  # sizes come that were never compiled for
-    return serve(1), serve(2)
+    serve(0, adapters)  # sizes come that were never compiled for
+    return serve(1, adapters), serve(2, others)
 
 
 def without_pauses(samples: Sequence[StepSample], cost: StepCost) -> list[StepSample]:
@@ -84,16 +86,17 @@ def _run(
     end = len(samples) + num_steps
     while len(samples) < end:
         outputs = engine.step()
-        if engine.landed is landed or engine.landed is None:
-            continue
-        now_s, landed = time.perf_counter(), engine.landed
-        if landed_s is not None:
-            samples.append(StepSample(step_features(landed.chunks, bytes_of), now_s - landed_s))
-        landed_s = now_s
+        now_s = time.perf_counter()
         for output in outputs:
             if output.finish_reason is not None:
                 running.remove(output.request_id)
                 running.add(_add(engine, next(coming)))
+        if engine.landed is landed or engine.landed is None:
+            continue
+        landed = engine.landed
+        if landed_s is not None:
+            samples.append(StepSample(step_features(landed.chunks, bytes_of), now_s - landed_s))
+        landed_s = now_s
 
 
 def _requests(

@@ -91,7 +91,7 @@ def fit_steps(
         cost,
         decodes=quality(samples.decodes),
         prompts=quality(samples.prompts),
-        serving=quality(without_pauses(others, by_themselves)) if others else None,
+        serving=quality(others) if others else None,
     )
 
 

@@ -97,6 +97,8 @@ def fit(
     files = [read_runs(path) for path in runs]
     models = sorted({setup.model for file in files for setup in file.setups})
     if model is None and len(models) != 1:
+        if not models:
+            raise UserError("none of the runs was recorded in full: there is nothing to fit to")
         raise UserError(f"runs of {len(models)} models: {', '.join(models)}; choose one with --model")
     with _bar(model or models[0]) as progress:
         fitted = fit_profiles(

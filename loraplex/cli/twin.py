@@ -36,7 +36,9 @@ _Ranks = Annotated[
 ]
 _Slots = Annotated[int | None, typer.Option(min=1, help="Of an engine with slots; default: one for each.")]
 _Seconds = Annotated[float | None, typer.Option("--seconds", help="End after so many simulated seconds.")]
-_KvTokens = Annotated[int | None, typer.Option(min=16, help="KV memory, instead of the profile's.")]
+_KvTokens = Annotated[
+    int | None, typer.Option(min=16, help="KV memory, instead of the profile's; on a GPU adapters share it.")
+]
 _AdapterMib = Annotated[
     float | None,
     typer.Option(help="Size of each adapter (our own engine); default: by its rank, as the profile has it."),
@@ -216,7 +218,7 @@ def _read(workload: Path, options: _Options) -> tuple[list[WorkloadRequest], Rep
     if options.seconds is not None and not options.seconds > 0:
         raise typer.BadParameter("must be more than 0", param_hint="--seconds")
     mib = options.adapter_mib
-    if mib is not None and not mib > 0:
+    if mib is not None and not 0 < mib < math.inf:
         raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
     file = WorkloadFile(workload)
     requests, header = list(file), file.header

@@ -4,7 +4,8 @@ Small steps are bound by reading the weights, large ones by arithmetic, with a b
 and sharpness depend on device and kernels. So the cost of rows is a curve through the sizes that were
 measured, one for steps that only decode and one for steps with prompts, which other kernels compute. Only
 what is truly in proportion is a coefficient: attended positions, adapters, bytes of their weights. Every
-increment of a curve and every coefficient is at least zero: more work is never predicted to take less.
+increment of a curve and every coefficient is at least zero: more work is never predicted to take less, but
+for a step that only reads prompts, which finds the engine idle.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ class RowCurve:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTerms:
     """Seconds that a step takes beside its rows. `prompt_s`: of each prompt. `alone_s`: of a step that only
-    reads prompts; nothing ran before it that hid what the host does to launch it. `beside_prompts_s`: of each
-    decode in a step with prompts; in others the curve has it. `beside_prompts_position_s`: of each position
-    that decodes attend to there, more than in others. `lora_s`: for having any adapter, `prompt_lora_s`: that
-    much more for having any in a step with prompts."""
+    reads prompts; the engine was idle, and nothing hides its launch or has filled its caches.
+    `beside_prompts_s`: of each decode in a step with prompts; in others the curve has it.
+    `beside_prompts_position_s`: of each position that decodes attend to there, more than in others. `lora_s`:
+    for having any adapter, `prompt_lora_s`: that much more for having any in a step with prompts."""
 
     prompt_s: float = 0.0
     alone_s: float = 0.0

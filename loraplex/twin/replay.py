@@ -7,16 +7,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, UserError
-from loraplex.core.modules import GROUPS, MODULES
+from loraplex.core.modules import GROUPS
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
-from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.profile_json import ProfileError, read_profile
 from loraplex.perf.slot_profile import KIND, SlotProfile, read_slot_profile
 from loraplex.scheduling.arena import Arena
@@ -32,16 +31,6 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 Profile = SlotProfile | CostModel
 _BLOCK_SIZE = 16
-_GUESSED_MEMORY: Final = EngineMemory(
-    token_bytes=512 << 10,
-    block_tokens=_BLOCK_SIZE,
-    arena_bytes=100_000 * (512 << 10),
-    kv_tokens=None,
-    host_bytes=64 << 30,
-    table_bytes=0,
-    rank_bytes=dict.fromkeys(MODULES, 512 << 10),
-)
-"""Of a model of 7 billion weights, for profiles that say nothing of memory: costs that nobody measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +107,11 @@ class OwnEngines:
         """`longest`: tokens of the longest request. Raises CapacityError if it could never run."""
         self._profile = profile
         self._options = options
-        self._has = profile.memory or _GUESSED_MEMORY
+        if profile.memory is None:
+            raise ProfileError(
+                "the profile has no 'memory': it was not measured; make one with `loraplex profile`"
+            )
+        self._has = profile.memory
         self._versions = [f"adapter-{number}" for number in range(options.num_adapters)]
         of_rank = {rank: self._bytes_of_rank(rank) for rank in set(options.ranks)}
         self.adapter_bytes = {
@@ -133,9 +126,13 @@ class OwnEngines:
             work=options.work,
             cold_start=options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP),
         )
-        room = self._memory().max_tokens(max(self.adapter_bytes.values()))
+        largest = max(self.adapter_bytes.values())
+        room = self._memory().max_tokens(largest)
         if longest > room:
-            raise CapacityError(f"KV memory holds {room} tokens, too few for a request of {longest}")
+            raise CapacityError(
+                f"KV memory holds {max(room, 0)} tokens beside an adapter of {largest >> 20} MiB, too few "
+                f"for a request of {longest}; give more --kv-tokens, or smaller adapters"
+            )
 
     def make(self, times: StepTimes | None = None) -> Simulator:
         """One that knows no adapter yet. `times`: others than the profile's."""
@@ -155,18 +152,21 @@ class OwnEngines:
         options = self._options
         if options.rank_bytes is not None:
             return options.rank_bytes * rank
-        return options.adapter_bytes or self._has.adapter_bytes(rank, options.modules)
+        if options.adapter_bytes is not None:
+            return options.adapter_bytes
+        return self._has.adapter_bytes(rank, options.modules)
 
     def _memory(self) -> Memory:
-        has, kv_tokens = self._has, self._options.kv_tokens
-        host_bytes, block_size = self._options.host_memory or has.host_bytes, has.block_tokens
-        if has.arena_bytes is None:
+        has, kv_tokens, host_bytes = self._has, self._options.kv_tokens, self._options.host_memory
+        host_bytes, block_size = has.host_bytes if host_bytes is None else host_bytes, has.block_tokens
+        if has.kv_tokens is not None:
             return SeparateMemory(
-                num_blocks=max((kv_tokens or has.kv_tokens or 0) // block_size, 1),
+                num_blocks=max((has.kv_tokens if kv_tokens is None else kv_tokens) // block_size, 1),
                 block_size=block_size,
                 adapter_bytes=host_bytes,
                 keeps_contents=False,
             )
+        assert has.arena_bytes is not None
         page_bytes = has.token_bytes * block_size
         arena_bytes = has.arena_bytes if kv_tokens is None else kv_tokens * has.token_bytes
         return Arena(
@@ -230,6 +230,8 @@ def compare(summary: dict[str, Any], live: dict[str, Any]) -> dict[str, dict[str
     """Measures of a twin's summary beside those of a live run's report, and their SMAPE."""
     from loraplex.twin.scores import smape
 
+    if not isinstance(live, dict):
+        raise UserError("the live result is no JSON object; give a file of `loraplex bench serve`")
     result = live.get("result", live)
     pairs: dict[str, tuple[float, float]] = {}
     for name, predicted, measured in (
@@ -249,6 +251,8 @@ def _take(result: Any, *names: str) -> float:
                 f"the live result has no {'.'.join(names)}; give a file of `loraplex bench serve`"
             )
         result = result[name]
-    if not isinstance(result, int | float):
-        raise UserError(f"the live result's {'.'.join(names)} is {result!r}, not a number")
+    if isinstance(result, bool) or not isinstance(result, int | float) or not 0 <= result < math.inf:
+        raise UserError(
+            f"the live result's {'.'.join(names)} is {result!r}, not a number that can be measured"
+        )
     return float(result)

@@ -260,7 +260,13 @@ def test_steps_of_serving_are_timed_from_one_request_to_many() -> None:
     limits = CaseLimits(on_gpu=False, max_context=256, max_tokens=6 * 3 * 16, work=StepWork())
     shares: list[float] = []
     first, second = measure_serving(
-        engine, adapters, limits, vocab_size=TINY.vocab_size, steps_each=30, report=shares.append
+        engine,
+        adapters,
+        adapters[:2],
+        limits,
+        vocab_size=TINY.vocab_size,
+        steps_each=30,
+        report=shares.append,
     )
     engine.close()
     assert shares == pytest.approx([1 / 3, 2 / 3, 1])
@@ -284,7 +290,7 @@ def test_a_fit_to_serving_as_well_is_between_the_two_and_knows_no_pauses() -> No
     samples = StepSamples(measured(step_cases(ADAPTERS, limits)), measured(decodes), measured(prompts))
     served = measured([*decodes, *prompts] * 10, slower=1.1)
     paused = [*served, served[0]._replace(seconds=100.0)]
-    found = fit_steps(samples, paused, paused, stepped=False)
+    found = fit_steps(samples, paused, served, stepped=False)
     assert found == fit_steps(samples, served, served, stepped=False)
     assert found.serving is not None
     assert found.serving.mean_error < 0.06

@@ -12,10 +12,12 @@ pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
 from benchmarks import twin_engine
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine
+from loraplex.core.modules import MODULES
 from loraplex.engine.profile_subject import subject_of
 from loraplex.model.shapes import config_of_shape
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.engine_memory import EngineMemory
 
 SETTING = replace(twin_engine.SETTINGS["cpu"], duration_s=0.3, num_adapters=3)
 
@@ -27,7 +29,16 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> CostModel:
     monkeypatch.setattr(twin_engine, "_LOOK_EVERY_S", 0.05)
     shape = config_of_shape("tiny").shape
     subject = subject_of(shape, "cpu", torch.float32)
-    return default_cost_model(subject, shape, element_bytes=4, num_cores=2)
+    memory = EngineMemory(
+        token_bytes=512,
+        block_tokens=16,
+        arena_bytes=None,
+        kv_tokens=8192,
+        host_bytes=1 << 30,
+        table_bytes=0,
+        rank_bytes=dict.fromkeys(MODULES, 1 << 10),
+    )
+    return replace(default_cost_model(subject, shape, element_bytes=4, num_cores=2), memory=memory)
 
 
 def test_a_workload_is_served_by_both(profile: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +48,9 @@ def test_a_workload_is_served_by_both(profile: CostModel, monkeypatch: pytest.Mo
     assert each["num_requests"] > 0
     assert each["live"].keys() == each["twin"].keys() == each["smape"].keys()
     assert all(value > 0 for side in ("live", "twin") for value in each[side].values())
-    assert each["slower_than_profiled"] > 0
+    assert each["pace"]["at_s"][0] == 0.0
+    assert all(ratio > 0 for ratio in each["pace"]["times_the_profile"])
+    assert each["not_told_the_pace"]["smape"].keys() == each["smape"].keys()
 
 
 def test_the_pace_is_of_the_moment_and_looks_take_no_time_of_the_replay(
@@ -54,7 +67,8 @@ def test_the_pace_is_of_the_moment_and_looks_take_no_time_of_the_replay(
     replayed_s = time.perf_counter() - began_s - paused_s
     assert pace.at(0.0) == 1.0
     assert pace.at(replayed_s + 1.0) == 3.0
-    assert pace.mean == 2.0
+    assert pace.figures()["times_the_profile"] == [1.0] * 6 + [3.0] * 6
+    pace.close()
 
 
 def test_a_machine_that_is_slower_takes_so_much_longer(profile: CostModel) -> None:

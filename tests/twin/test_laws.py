@@ -66,9 +66,10 @@ def test_littles_law(make: Callable[..., Simulator], seed: int) -> None:
 
 
 @pytest.mark.parametrize("make", TWINS)
-def test_below_saturation_more_load_is_more_throughput(make: Callable[..., Simulator]) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_below_saturation_more_load_is_more_throughput(make: Callable[..., Simulator], seed: int) -> None:
     served = [
-        run(make, random_workload(1, num_requests=300, rps=rps)).summary()["output_tok_s"]
+        run(make, random_workload(seed, num_requests=300, rps=rps)).summary()["output_tok_s"]
         for rps in (0.5, 1.0, 2.0, 4.0)
     ]
     assert served == sorted(served)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -142,18 +143,58 @@ def test_memory_and_the_sizes_of_adapters_are_the_profiles(
     too_little = error_of(twin("run", profile, workload, "--ranks", "1", "--kv-tokens", "64"))
     assert "too few for a request of" in too_little
     # An adapter of rank 16 on all modules takes 112 kilobytes; beside one, 144 tokens are left of 256.
-    beside = OwnEngines(
+    OwnEngines(
         replace(imagined_machine(), memory=memory),
         ReplayOptions(num_adapters=1, ranks=(16,), modules=MODULES),
         longest=144,
     )
-    assert beside.make() is not None
     with pytest.raises(CapacityError, match="holds 144 tokens" if shared else "holds 256 tokens"):
         OwnEngines(
             replace(imagined_machine(), memory=memory),
             ReplayOptions(num_adapters=1, ranks=(16,), modules=MODULES),
             longest=257,
         )
+
+
+def test_adapters_are_as_large_as_they_are_said_to_be() -> None:
+    def sizes(**options: Any) -> list[int]:
+        chosen = ReplayOptions(num_adapters=3, ranks=(8, 64), **options)
+        return list(OwnEngines(imagined_machine(), chosen, longest=10).adapter_bytes.values())
+
+    rank_bytes = 512 << 10
+    assert sizes() == [24 * rank_bytes, 192 * rank_bytes, 24 * rank_bytes], "on q, k and v"
+    assert sizes(modules=("q_proj",)) == [8 * rank_bytes, 64 * rank_bytes, 8 * rank_bytes]
+    assert sizes(rank_bytes=1000) == [8000, 64000, 8000]
+    assert sizes(adapter_bytes=1000) == [1000] * 3
+
+
+def test_a_profile_that_says_nothing_of_memory_is_refused(workload: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    write_profile(profile, replace(imagined_machine(), memory=None))
+    assert "has no 'memory'" in error_of(twin("run", profile, workload))
+
+
+@pytest.mark.parametrize("size", ["inf", "nan", "0", "-1"])
+def test_sizes_that_are_none_are_refused(size: str, profile: Path, workload: Path) -> None:
+    result = twin("run", profile, workload, "--adapter-mib", size)
+    assert result.exit_code == 2
+    assert "must be more than 0" in result.output
+
+
+def test_an_adapter_that_does_not_fit_is_refused(workload: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    write_profile(profile, imagined_machine())
+    message = error_of(twin("run", profile, workload, "--adapter-mib", "1000000"))
+    assert "KV memory holds 0 tokens beside an adapter of 1000000 MiB" in message
+
+
+@pytest.mark.parametrize("live", ["[]", '{"output_tokens_per_s": NaN}', '{"output_tokens_per_s": true}'])
+def test_a_live_result_that_is_none_is_refused(
+    live: str, profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "live.json"
+    path.write_text(live)
+    assert "the live result" in error_of(twin("compare", profile, workload, "--live", str(path)))
 
 
 def test_modules_are_named_as_elsewhere(profile: Path, workload: Path) -> None:

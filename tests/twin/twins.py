@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 from loraplex.core.cold_start import ColdStart
+from loraplex.core.modules import MODULES
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
+from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.layer_pipeline import Bus
 from loraplex.perf.line import Line
 from loraplex.perf.serving_costs import AdapterLoadCost, BatchDecode, Prefill, SchedulerCost
@@ -164,4 +166,13 @@ def imagined_machine() -> CostModel:
             ),
         ),
         assist=AssistCost(round_trip_s=0, call_s=0, weight_s=0, serial_s=0, shared_s=0),
+        memory=EngineMemory(
+            token_bytes=512 << 10,
+            block_tokens=16,
+            arena_bytes=100_000 * (512 << 10),
+            kv_tokens=None,
+            host_bytes=64 << 30,
+            table_bytes=0,
+            rank_bytes=dict.fromkeys(MODULES, 512 << 10),
+        ),
     )
