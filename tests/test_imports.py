@@ -46,6 +46,20 @@ def test_the_engine_imports_no_web_server() -> None:
     assert loaded.isdisjoint({"fastapi", "pydantic", "uvicorn", "starlette", "zmq", "msgspec", "ray"})
 
 
+def test_a_cpu_is_profiled_without_triton() -> None:
+    """It is not installed where there is no GPU, but for developers."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from loraplex.bench import profile_scenarios\n"
+        "from loraplex.bench.step_cases import CaseLimits\n"
+        "from loraplex.scheduling.work import StepWork\n"
+        "limits = CaseLimits(on_gpu=False, max_context=512, max_tokens=4000, work=StepWork())\n"
+        "print(len(limits.prompts))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert int(done.stdout) > 0, done.stderr
+
+
 @pytest.mark.parametrize("name", ["loraplex", "loraplex.engine", "loraplex.kernels", "loraplex.model"])
 def test_package_facades_are_light(name: str) -> None:
     listed = subprocess.run(

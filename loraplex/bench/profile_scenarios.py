@@ -29,7 +29,7 @@ from loraplex.core.modules import MODULES
 from loraplex.core.paths import cache_dir
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_block import table_bytes
-from loraplex.engine.cuda.build import default_host_bytes
+from loraplex.engine.cuda.host_memory import default_host_bytes
 from loraplex.engine.machine import num_cores
 from loraplex.engine.profile_subject import subject_of
 from loraplex.model.config import ModelConfig

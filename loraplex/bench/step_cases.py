@@ -11,7 +11,6 @@ from itertools import pairwise
 from random import Random
 from typing import Final
 
-from loraplex.engine.cuda.step_sizes import MIXED_ROWS
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.work import StepWork
 
@@ -97,6 +96,8 @@ class CaseLimits:
         a row more, so that the curve has its steps where the engine has them. On a CPU nothing round: lengths
         that fill blocks and tiles are some per cent faster than all others."""
         if self.on_gpu:
+            from loraplex.engine.cuda.step_sizes import MIXED_ROWS  # with Triton, which a CPU does not need
+
             return tuple(rows - 1 for rows in MIXED_ROWS if rows <= 2048)
         return (5, 9, 18, 33, 47, 65, 99, 131, 197, 259, 389, 509)
 

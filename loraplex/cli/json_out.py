@@ -1,16 +1,23 @@
-"""Whether a file for results or a picture can be written is found out before anything is measured."""
+"""Whether a file for results or a picture can be written is found out before anything is measured. Results
+that were there stay until all of the next ones are written."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import typer
 
+from loraplex.core.errors import StorageError
 
-def check_writable(path: Path | None, option: str = "--json") -> None:
-    """A usage error if not; leaves nothing behind."""
+
+def check_writable(path: Path | None, option: str = "--json", *, inputs: tuple[Path, ...] = ()) -> None:
+    """A usage error if not, or if it is one of the files that are read; leaves nothing behind."""
     if path is None:
         return
+    if any(path.resolve() == each.resolve() for each in inputs):
+        raise typer.BadParameter(f"{path} is read here, and would be lost; name another", param_hint=option)
     existed = path.exists()
     try:
         with path.open("a", encoding="utf-8"):
@@ -22,6 +29,20 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
         ) from None
     if not existed:
         path.unlink()
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Replaces the file in one go, or leaves it as it is."""
+    unfinished = path.with_name(f".{path.name}.new")
+    try:
+        unfinished.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise StorageError(
+            f"{path}: cannot be written ({error.strerror}); make room, or name another"
+        ) from error
+    typer.echo(f"wrote {path}")
 
 
 def check_picture(path: Path | None, option: str = "--plot") -> None:

@@ -98,9 +98,10 @@ def fit(
     models = sorted({setup.model for file in files for setup in file.setups})
     if model is None and len(models) != 1:
         if not models:
-            raise UserError("none of the runs was recorded in full: there is nothing to fit to")
+            raise UserError("no run says at which rates requests came: there is nothing to fit to")
         raise UserError(f"runs of {len(models)} models: {', '.join(models)}; choose one with --model")
-    with _bar(model or models[0]) as progress:
+    typer.echo("fitting takes minutes", err=True)
+    with _bar(model or models[0], "fitting") as progress:
         fitted = fit_profiles(
             files, [model or models[0]], hardware=hardware, progress=lambda text: progress(text, 0.0)
         )
@@ -151,7 +152,7 @@ def _told(name: str) -> Iterator[Callable[[str, float], None]]:
 
 
 @contextmanager
-def _bar(name: str) -> Iterator[Callable[[str, float], None]]:
+def _bar(name: str, doing: str = "measuring") -> Iterator[Callable[[str, float], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -162,8 +163,8 @@ def _bar(name: str) -> Iterator[Callable[[str, float], None]]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
-        task = bar.add_task(f"measuring {name}", total=1.0)
-        yield lambda phase, done: bar.update(task, description=f"measuring {name}: {phase}", completed=done)
+        task = bar.add_task(f"{doing} {name}", total=1.0)
+        yield lambda phase, done: bar.update(task, description=f"{doing} {name}: {phase}", completed=done)
 
 
 def _phase_lines(name: str) -> Callable[[str, float], None]:

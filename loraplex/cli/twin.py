@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from loraplex.cli.json_out import check_picture, check_writable
+from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ app = typer.Typer(help="What an engine would do, simulated in seconds.", no_args
 
 _Profile = Annotated[Path, typer.Option("--profile", help="From `loraplex profile` or `profile fit`.")]
 _Workload = Annotated[Path, typer.Option("--workload", help="A .jsonl file, one request a line.")]
-_Model = Annotated[str | None, typer.Option(help="Refuse a profile of any other model.")]
+_Model = Annotated[
+    str | None, typer.Option(help="Refuse a profile of any other model; named as in the profile.")
+]
 _Adapters = Annotated[int | None, typer.Option(min=1, help="How many; default: as the workload says.")]
 _Ranks = Annotated[
     str | None,
@@ -50,8 +52,8 @@ _Engines = Annotated[
     typer.Option(help="A fleet of so many (our own engine), behind a router; default: one, without."),
 ]
 _Routing = Annotated[
-    str,
-    typer.Option(help="adapter: each adapter belongs to one engine; round-robin: engines take turns."),
+    str | None,
+    typer.Option(help="adapter (default): each belongs to one engine; round-robin: engines take turns."),
 ]
 _Json = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 
@@ -86,18 +88,20 @@ def run(
     modules: _Modules = "q,k,v",
     max_running: _MaxRunning = 256,
     engines: _Engines = None,
-    routing: _Routing = "adapter",
+    routing: _Routing = None,
     json_out: _Json = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
 ) -> None:
     """Simulate a workload on a profiled engine, or on a fleet of them."""
-    check_writable(json_out)
+    check_writable(json_out, inputs=(profile, workload))
     check_picture(plot)
+    if engines is None and routing is not None:
+        raise typer.BadParameter("has no effect without --engines", param_hint="--routing")
     options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     if engines is None:
         outcome, shares = _replay(profile, workload, model, options), None
     else:
-        outcome, shares = _replay_fleet(profile, workload, model, options, engines, routing)
+        outcome, shares = _replay_fleet(profile, workload, model, options, engines, routing or "adapter")
     summary = outcome.summary()
     _show(summary)
     if shares is not None:
@@ -106,7 +110,7 @@ def run(
         document = {"summary": summary, "timeline": outcome.timeline(), "requests": _rows(outcome)}
         if shares is not None:
             document["engines"] = [asdict(each) for each in shares]
-        _write(json_out, document)
+        write_json(json_out, document)
     if plot is not None:
         _plot(outcome, plot)
 
@@ -116,7 +120,10 @@ def compare(
     profile: _Profile,
     workload: _Workload,
     live: Annotated[
-        Path, typer.Option(help="What `loraplex bench serve --json` wrote of the same workload.")
+        Path,
+        typer.Option(
+            help="What `loraplex bench serve` or `bench engine serve` wrote (--json) of the same workload."
+        ),
     ],
     model: _Model = None,
     adapters: _Adapters = None,
@@ -131,18 +138,21 @@ def compare(
     """Hold a simulation against a run of the engine itself."""
     from loraplex.twin.replay import compare as compare_figures
 
-    check_writable(json_out)
+    check_writable(json_out, inputs=(profile, workload, live))
     try:
         measured = json.loads(live.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{live}: cannot be read ({error})") from error
     options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running)
     outcome = _replay(profile, workload, model, options)
-    figures = compare_figures(outcome.summary(), measured)
+    try:
+        figures = compare_figures(outcome.summary(), measured)
+    except UserError as error:
+        raise UserError(f"{live}: {error}") from error
     for name, row in figures.items():
         typer.echo(f"{name:14} twin {row['twin']:10.4f}  live {row['live']:10.4f}  off {row['smape']:5.1f}%")
     if json_out is not None:
-        _write(json_out, figures)
+        write_json(json_out, figures)
 
 
 @app.command()
@@ -159,7 +169,7 @@ def validate(
     from loraplex.twin.recorded_runs import read_runs
     from loraplex.twin.validate import fit_for, predict, report
 
-    check_writable(json_out)
+    check_writable(json_out, inputs=(runs, *fit))
     asked = read_runs(runs)
     if not asked.setups:
         raise UserError(f"{runs}: no run in it says at which rates requests came")
@@ -182,7 +192,7 @@ def validate(
 
         profiles = {model: dict(profile.quality) for model, profile in fitted.profiles.items()}
         fitted_to = {"num_runs": fitted.num_runs, "quality": profiles}
-        _write(
+        write_json(
             json_out, {**found, "fit": fitted_to, "environment": environment(("loraplex", "numpy", "numba"))}
         )
 
@@ -305,10 +315,6 @@ def _plot(outcome: Outcome, path: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     typer.echo(f"wrote {path}")
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from loraplex.core.errors import UserError
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.twin.outcome import Outcome
-from loraplex.twin.replay import OwnEngines, Profile, ReplayOptions, check_workload, longest_of
+from loraplex.twin.replay import OwnEngines, Profile, ReplayOptions, check_options, check_workload, longest_of
 from loraplex.twin.simulator import Simulator
 from loraplex.workload.jsonl import WorkloadRequest
 
@@ -196,6 +196,7 @@ def replay_fleet(
 ) -> FleetOutcome:
     """What would become of a workload on so many engines."""
     check_workload(workload, options)
+    check_options(profile, options)
     if isinstance(profile, SlotProfile):
         raise UserError("a fleet is of our own engines; the profile is of an engine with slots for adapters")
     maker = OwnEngines(profile, options, longest=longest_of(workload))

@@ -79,9 +79,16 @@ def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) 
             )
 
 
+def check_options(profile: Profile, options: ReplayOptions) -> None:
+    """Raises UserError for one that has no effect on this kind of engine."""
+    if isinstance(profile, CostModel) and options.num_slots is not None:
+        raise UserError("the profile is of an engine without slots; leave --slots out")
+
+
 def replay(profile: Profile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
     """What would become of it."""
     check_workload(workload, options)
+    check_options(profile, options)
     if isinstance(profile, SlotProfile):
         return _on_slots(profile, workload, options)
     return _on_ours(profile, workload, options)
@@ -231,8 +238,14 @@ def compare(summary: dict[str, Any], live: dict[str, Any]) -> dict[str, dict[str
     from loraplex.twin.scores import smape
 
     if not isinstance(live, dict):
-        raise UserError("the live result is no JSON object; give a file of `loraplex bench serve`")
-    result = live.get("result", live)
+        raise UserError("the live result is no JSON object; give a file of `loraplex bench serve --json`")
+    result = live.get("result", live.get("results", live))
+    asked = summary["num_requests"]
+    if isinstance(result, dict) and result.get("num_requests", asked) != asked:
+        raise UserError(
+            f"the live result is of {result['num_requests']} requests, the workload has {asked}; give a run "
+            "of the same workload"
+        )
     pairs: dict[str, tuple[float, float]] = {}
     for name, predicted, measured in (
         ("output_tok_s", summary["output_tok_s"], _take(result, "output_tokens_per_s")),

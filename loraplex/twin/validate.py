@@ -65,7 +65,7 @@ def fit(
         own = [run for run in runs if run[0].model == model]
         try:
             if not own:
-                raise UserError(f"no run of {model} to fit to; give a file that has some to --fit")
+                raise UserError(f"no run of {model} in the files to learn from; give one that has some")
             memory = fit_memory(kv_samples, model, own[0][0].max_running)
             say = partial(_say_of, model, progress)
             profiles[model] = calibrate(own, book, memory, hardware=hardware, progress=say)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_ranks_are_those_that_the_workload_names(workload: Path, tmp_path: Path)
 def test_an_overload_is_said(profile: Path, tmp_path: Path) -> None:
     path = tmp_path / "much.jsonl"
     write_workload(path, random_workload(1, num_requests=3000, rps=500.0))
-    result = twin("run", profile, path, "--seconds", "6", "--max-running", "8", "--slots", "1")
+    result = twin("run", profile, path, "--seconds", "6", "--max-running", "8", "--kv-tokens", "4000")
     assert result.exit_code == 0, result.output
     assert "overloaded: it serves less than 90% of what is asked for" in result.output
 
@@ -109,6 +110,54 @@ def test_a_live_run_is_compared(profile: Path, workload: Path, tmp_path: Path) -
     assert figures["itl_s"]["smape"] == pytest.approx(0.0, abs=1e-6)
     live.write_text(json.dumps({"result": {"output_tokens_per_s": 1.0}}))
     assert "has no itl_ms.mean" in error_of(twin("compare", profile, workload, "--live", str(live)))
+
+
+def test_a_live_run_of_another_workload_is_refused(profile: Path, workload: Path, tmp_path: Path) -> None:
+    live = tmp_path / "live.json"
+    live.write_text(json.dumps({"result": {"num_requests": 171, "output_tokens_per_s": 1.0}}))
+    message = error_of(twin("compare", profile, workload, "--live", str(live)))
+    assert message.startswith(f"{live}: ")
+    assert "is of 171 requests, the workload has 50" in message
+
+
+def test_what_is_read_is_not_written_over(profile: Path, workload: Path, tmp_path: Path) -> None:
+    live = tmp_path / "live.json"
+    live.write_text("{}")
+    before = [each.read_bytes() for each in (profile, workload, live)]
+    for path in (profile, workload):
+        result = twin("run", profile, workload, "--json", str(path))
+        assert result.exit_code == 2
+        assert "would be lost" in result.output
+    assert twin("compare", profile, workload, "--live", str(live), "--json", str(live)).exit_code == 2
+    assert [each.read_bytes() for each in (profile, workload, live)] == before
+
+
+def test_a_disk_that_is_full_leaves_the_last_result(
+    profile: Path, workload: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("the last one")
+
+    def full(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text.encode()[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    message = error_of(twin("run", profile, workload, "--json", str(out)))
+    assert "cannot be written (No space left on device); make room" in message
+    assert out.read_text() == "the last one"
+    assert not list(tmp_path.glob(".*")), "half of a file is left"
+
+
+def test_options_without_effect_are_refused(workload: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    write_profile(profile, imagined_machine())
+    assert "leave --slots out" in error_of(twin("run", profile, workload, "--slots", "4"))
+    fleet = twin("run", profile, workload, "--slots", "4", "--engines", "2")
+    assert "leave --slots out" in error_of(fleet)
+    alone = twin("run", profile, workload, "--routing", "round-robin")
+    assert alone.exit_code == 2
+    assert "has no effect without --engines" in " ".join(alone.output.replace("│", " ").split())
 
 
 def test_an_unknown_adapter_is_refused(profile: Path, workload: Path) -> None:

@@ -23,12 +23,12 @@ from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
 from loraplex.engine.cuda.graphs import GraphRecorder
 from loraplex.engine.cuda.host_blocks import HostBlocks, HostPool
-from loraplex.engine.cuda.host_memory import HostMemory
+from loraplex.engine.cuda.host_memory import HostMemory, default_host_bytes
 from loraplex.engine.cuda.padding import PaddedBlocks, Padding
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
 from loraplex.engine.executor import Executor
-from loraplex.engine.machine import available_bytes, num_cores
+from loraplex.engine.machine import num_cores
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
 from loraplex.engine.profile_subject import known_costs
@@ -55,8 +55,6 @@ _RESERVE_BYTES: Final = 4 << 30
 """Left for activations, graphs and libraries."""
 _MAX_STEP_TOKENS: Final = 2048
 _SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=128)
-_DEFAULT_HOST_SHARE: Final = 0.25
-_MAX_DEFAULT_HOST_BYTES: Final = 64 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,11 +112,6 @@ def build_cuda_engine(
             build, count=num_shards, device="cuda", num_threads=torch.get_num_threads(), report=report
         )
     return _engine(cuda_options, plan, local.shape, executor, "cuda")
-
-
-def default_host_bytes() -> int:
-    """The budget for adapters in host memory where nothing is said of it, for all shards."""
-    return int(min(available_bytes() * _DEFAULT_HOST_SHARE, _MAX_DEFAULT_HOST_BYTES))
 
 
 def build_cuda_core(

@@ -29,9 +29,16 @@ _NO_RESERVE: Final = 0x4000
 """MAP_NORESERVE"""
 _POPULATE: Final = 23
 """MADV_POPULATE_WRITE"""
+_DEFAULT_SHARE: Final = 0.25
+_MAX_DEFAULT_BYTES: Final = 64 << 30
 _PIECE_BYTES: Final = 64 << 20
 _PINNED_AHEAD_BYTES: Final = 1 << 30
 """How much is pinned before it is used: half a second of adapters off a fast disk."""
+
+
+def default_host_bytes() -> int:
+    """The budget for adapters in host memory where nothing is said of it, for all shards."""
+    return int(min(available_bytes() * _DEFAULT_SHARE, _MAX_DEFAULT_BYTES))
 
 
 class HostMemory:
