@@ -48,7 +48,7 @@ _NUM_HELD_OUT: Final = 24
 """Steps of either kind."""
 _MODULES: Final = ("q_proj", "k_proj", "v_proj")
 _GPU_REPEATS: Final = 3
-_CPU_REPEATS: Final = 9
+_CPU_REPEATS: Final = 15
 _BLOCK_SIZE: Final = 16
 """Tokens of a KV block of a random engine."""
 _MAX_SERVED_EACH: Final = 40
