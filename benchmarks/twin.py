@@ -2,8 +2,9 @@
 
     python -m benchmarks.twin --runs RUNS --fit OTHERS --out benchmarks/results/twin_validation.json
 
-Beside the runs asked for, which are left out of the fit, the runs to fit to are predicted themselves: each
-half of their workloads from the other half. The result holds scores only, no recorded figures.
+Beside the runs asked for, which are left out of the fit, the runs to fit to are predicted themselves, unless
+--no-halves is given: each half of their workloads from the other half, which takes an hour. The result holds
+scores only, no recorded figures.
 """
 
 from __future__ import annotations

@@ -183,6 +183,8 @@ class LeapingScheduler(Scheduler):
 
     def _may_join_all(self, group: DecodeGroup) -> bool:
         waiting, limit = self._waiting, self._config.max_model_len
+        if self._are_too_many(len(waiting)):  # of a long queue, nobody is looked at
+            return False
         num_tokens = sum([len(sequence.token_ids) for sequence in waiting])
         return (
             self._all_is_quiet()
@@ -195,15 +197,17 @@ class LeapingScheduler(Scheduler):
         config, residency, num_running = self._config, self._residency, len(self._running)
         if config.prompts_first or config.max_adapters is not None:
             return False
-        if residency.num_loading > 0 or num_waiting > config.prefetch_depth:
-            return False
-        if num_waiting + num_running > config.max_running:
+        if residency.num_loading > 0 or self._are_too_many(num_waiting):
             return False
         work, positions = config.work, 0 if self._group is None else self._group.positions + num_running
         # As one prompt they would take no less.
         if work.cost(0, num_tokens) > work.prefill_budget(num_running + work.position_cost * positions):
             return False
         return all(version is None or residency.is_resident(version) for version in versions)
+
+    def _are_too_many(self, num_waiting: int) -> bool:
+        config = self._config
+        return num_waiting > config.prefetch_depth or num_waiting + len(self._running) > config.max_running
 
     def _dissolve_group(self) -> None:
         """Before anybody looks at those that are in it."""
