@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from loraplex.core.errors import StorageError
+from loraplex.core.whole_file import write_whole
 
 
 def check_writable(path: Path | None, option: str = "--json", *, inputs: tuple[Path, ...] = ()) -> None:
@@ -33,12 +34,9 @@ def check_writable(path: Path | None, option: str = "--json", *, inputs: tuple[P
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Replaces the file in one go, or leaves it as it is."""
-    unfinished = path.with_name(f".{path.name}.new")
     try:
-        unfinished.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise StorageError(
             f"{path}: cannot be written ({error.strerror}); make room, or name another"
         ) from error

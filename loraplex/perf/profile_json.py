@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from loraplex.core.errors import StorageError, UserError
 from loraplex.core.modules import MODULES
+from loraplex.core.whole_file import write_whole
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import Corrections, CostModel
 from loraplex.perf.engine_memory import EngineMemory
@@ -39,11 +40,9 @@ class ProfileError(UserError):
 def write_profile(path: Path, model: CostModel, environment: Mapping[str, Any] | None = None) -> None:
     """Replaces the file in one go: whoever reads it meanwhile finds the old or the new one."""
     text = profile_to_json(model, environment)
-    unfinished = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise StorageError(f"{path}: the profile cannot be written ({error.strerror})") from error
 

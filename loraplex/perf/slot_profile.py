@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.core.errors import StorageError
+from loraplex.core.whole_file import write_whole
 from loraplex.perf.profile_json import JsonObject, ProfileError, unique_keys
 from loraplex.perf.serving_costs import AdapterLoadCost, BatchDecode, Prefill, SchedulerCost, SlotMemory
 
@@ -96,7 +97,7 @@ def write_slot_profile(
     path: Path, profile: SlotProfile, environment: Mapping[str, Any] | None = None
 ) -> None:
     try:
-        path.write_text(slot_profile_to_json(profile, environment), encoding="utf-8")
+        write_whole(path, slot_profile_to_json(profile, environment))
     except OSError as error:
         raise StorageError(f"{path}: the profile cannot be written ({error.strerror})") from error
 

@@ -111,7 +111,8 @@ class OwnEngines:
     """Twins of our own engine, any number of them, all alike."""
 
     def __init__(self, profile: CostModel, options: ReplayOptions, *, longest: int) -> None:
-        """`longest`: tokens of the longest request. Raises CapacityError if it could never run."""
+        """`longest`: tokens of the longest request. Raises CapacityError if it could never run, and
+        ProfileError if the profile says nothing of memory."""
         self._profile = profile
         self._options = options
         if profile.memory is None:
