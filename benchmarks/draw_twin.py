@@ -14,6 +14,8 @@ from typing import Any, Final
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.twin_tables import mean_workloads
+
 RESULTS: Final = Path(__file__).parent / "results"
 PICTURE: Final = Path("docs/images/twin-engine.png")
 MACHINES: Final = {"H200, 7B": "twin_engine_cuda.json", "CPU, tiny model": "twin_engine_cpu.json"}
@@ -31,7 +33,7 @@ def draw(results: dict[str, dict[str, Any]], picture: Path) -> None:
     axes = figure.subplots(len(results), len(MEASURES), squeeze=False)
     for row, (machine, result) in zip(axes, results.items(), strict=True):
         for axis, (measure, label) in zip(row, MEASURES.items(), strict=True):
-            _draw_measure(axis, result["workloads"], measure)
+            _draw_measure(axis, mean_workloads(result), measure)
             axis.set_title(f"{machine}: {label}", fontsize=9)
     axes[0][0].legend(fontsize=8)
     figure.savefig(picture, dpi=_DPI)

@@ -1,12 +1,12 @@
 """How far the twin is from our own engine: the same workloads on both, from idle to overload.
 
-    python -m benchmarks.twin_engine --device cpu|cuda [--profile FILE] [--out FILE]
+    python -m benchmarks.twin_engine --device cpu|cuda [--profile FILE] [--rounds N] [--out FILE]
 
-First the machine is profiled, unless a profile is given. Then an engine with random weights replays five
-workloads in real time, and the twin runs them on the profile: of the engine it knows its limits and the
-sizes of its adapters, nothing of what it did. A CPU is used by others as well, and its pace changes: there
-the replay stands still now and then while another engine, which serves requests of its own, takes a few
-steps, and the twin is told how much longer these took than the profile says. Writes
+In each round the machine is profiled, unless a profile is given. Then an engine with random weights replays
+five workloads in real time, other ones in every round, and the twin runs them on the profile: of the engine
+it knows its limits and the sizes of its adapters, nothing of what it did. A CPU is used by others as well,
+and its pace changes: there the replay stands still now and then while another engine, which serves requests
+of its own, takes a few steps, and the twin is told how much longer these took than the profile says. Writes
 results/twin_engine_cpu.json or twin_engine_cuda.json.
 """
 
@@ -17,7 +17,7 @@ import json
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -49,7 +49,7 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 RESULTS: Final = Path(__file__).parent / "results"
 LOADS: Final = (0.05, 0.4, 0.7, 0.95, 1.3)
-"""Of what the engine can serve, as the twin has it."""
+"""Of what the engine can serve, as the twin has it at the machine's pace."""
 RANKS: Final = (8, 16, 32, 64)
 MAX_STEP_TOKENS: Final = 2048
 BLOCK_SIZE: Final = 16
@@ -58,6 +58,7 @@ _LARGEST_SIZE: Final = 500
 _LOOK_EVERY_S: Final = 0.25
 _SETTLE_STEPS: Final = 3
 _LOOK_STEPS: Final = 12
+_FIRST_LOOKS: Final = 25
 _NEIGHBOURS: Final = 2
 """Looks before and after a moment by which its pace is told."""
 _LOOKED_AT: Final = (2, 6, 12, 24, 48)
@@ -100,11 +101,15 @@ SETTINGS: Final = {
 }
 
 
-def measure(setting: Setting, profile: CostModel | None) -> dict[str, Any]:
-    config = config_of_shape(setting.shape)
-    if profile is None:
-        options = ProfileOptions(config=config, device=setting.device, dtype=setting.dtype)
-        profile = profile_machine(options, lambda phase, share: None)
+def new_profile(setting: Setting) -> CostModel:
+    options = ProfileOptions(
+        config=config_of_shape(setting.shape), device=setting.device, dtype=setting.dtype
+    )
+    return profile_machine(options, lambda phase, share: None)
+
+
+def measure(setting: Setting, profiles: Sequence[CostModel]) -> list[dict[str, Any]]:
+    """A round on each."""
     engine = build_random_engine(
         RandomEngineOptions(
             shape=setting.shape,
@@ -115,27 +120,33 @@ def measure(setting: Setting, profile: CostModel | None) -> dict[str, Any]:
         )
     )
     try:
-        return {
-            "profile": json.loads(profile_to_json(profile)),
-            "workloads": list(compare(engine, setting, profile)),
-        }
+        return [
+            {
+                "profile": json.loads(profile_to_json(profile)),
+                "workloads": list(compare(engine, setting, profile, number)),
+            }
+            for number, profile in enumerate(profiles)
+        ]
     finally:
         engine.close()
 
 
-def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[dict[str, Any]]:
+def compare(
+    engine: Engine, setting: Setting, profile: CostModel, round_number: int
+) -> Iterator[dict[str, Any]]:
     """Each workload on both."""
     vocab_size = vocab_size_of(setting)
     on_cpu = setting.device == "cpu"
     capacity = served_per_s(engine, setting, profile)
     warm_up(engine, setting, capacity)
     for number, load in enumerate(LOADS):
-        versions = register(engine, specs_of(f"load{number}", setting))
+        versions = register(engine, specs_of(f"round{round_number}-load{number}", setting))
         engine.warm_up()
         if on_cpu:  # made up, not read: what that takes is nobody's profile
             bring_in(engine, versions, vocab_size)
-        workload = list(requests(setting, load * capacity, seed=number))
         pace = Pace(setting, profile) if on_cpu else None
+        per_s = load * (capacity if pace is None else capacity / pace.at_first)
+        workload = list(requests(setting, per_s, seed=round_number * len(LOADS) + number))
         pause = (lambda: 0.0) if pace is None else pace.look
         live = figures_of_live(replay_live(engine, workload, versions, vocab_size, pause))
         twin = figures_of_twin(run_twin(engine, setting, profile, workload, pace))
@@ -151,7 +162,7 @@ def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[di
         print(f"{load:.2f}: {len(workload)} requests, live {live}, twin {twin}, SMAPE {errors}", flush=True)
         yield {
             "load": load,
-            "requests_per_s": load * capacity,
+            "requests_per_s": per_s,
             "num_requests": len(workload),
             "live": live,
             "twin": twin,
@@ -166,7 +177,7 @@ def compare(engine: Engine, setting: Setting, profile: CostModel) -> Iterator[di
 class Pace:
     """How much longer than the profile says steps of serving take, on an engine of their own, by the clock of
     a replay: it begins with the first step there. Requests come and go as in the workloads, a few at times
-    and many at others."""
+    and many at others. `at_first`: before it."""
 
     def __init__(self, setting: Setting, profile: CostModel) -> None:
         self._profile = profile
@@ -183,8 +194,9 @@ class Pace:
         self._coming = enumerate(requests(replace(setting, duration_s=inf), 1.0, seed=97))
         self._running: list[str] = []
         self._num_looks = 0
-        for _ in _LOOKED_AT:
+        for _ in _LOOKED_AT:  # what is done at first use only
             self._take_steps()
+        self.at_first = fmean(self._take_steps() for _ in range(_FIRST_LOOKS))
         self._began_s: float | None = None
         self._seen_s = 0.0
         self._at_s: list[float] = []
@@ -389,8 +401,9 @@ def figures_of_live(records: Sequence[RequestRecord]) -> dict[str, float]:
     }
 
 
-def mean_smape(of_each: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: fmean(each[name] for each in of_each) for name in ("output_tok_s", "itl_ms", "ttft_ms")}
+def mean_smape(of_each: Iterable[dict[str, float]]) -> dict[str, float]:
+    found = list(of_each)
+    return {name: fmean(each[name] for each in found) for name in ("output_tok_s", "itl_ms", "ttft_ms")}
 
 
 def main() -> None:
@@ -398,7 +411,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=sorted(SETTINGS), default="cpu")
-    parser.add_argument("--profile", type=Path, help="of this machine and shape, instead of a new one")
+    parser.add_argument("--profile", type=Path, help="of this machine and shape, instead of new ones")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, help="of arrivals, for a trial")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
@@ -407,17 +421,17 @@ def main() -> None:
         setting = replace(setting, duration_s=chosen.seconds)
     if setting.device == "cpu":
         torch.set_num_threads(1)
-    profile = None if chosen.profile is None else read_profile(chosen.profile)
-    found = measure(setting, profile)
-    mean = mean_smape([each["smape"] for each in found["workloads"]])
-    print("mean SMAPE", mean)
+    given = None if chosen.profile is None else read_profile(chosen.profile)
+    rounds = measure(setting, [given or new_profile(setting) for _ in range(chosen.rounds)])
+    workloads = [each for found in rounds for each in found["workloads"]]
+    means = {"mean_smape": mean_smape(each["smape"] for each in workloads)}
     if setting.device == "cpu":
-        untold = [each["not_told_the_pace"]["smape"] for each in found["workloads"]]
-        found["mean_smape_not_told_the_pace"] = mean_smape(untold)
-        print("without being told the pace", found["mean_smape_not_told_the_pace"])
+        untold = (each["not_told_the_pace"]["smape"] for each in workloads)
+        means["mean_smape_not_told_the_pace"] = mean_smape(untold)
+    print(means)
     out = chosen.out or RESULTS / f"twin_engine_{setting.device}.json"
     described = {**asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
-    document = {**environment(ENGINE_PACKAGES), "setting": described, **found, "mean_smape": mean}
+    document = {**environment(ENGINE_PACKAGES), "setting": described, "rounds": rounds, **means}
     out.write_text(json.dumps(document, indent=1) + "\n")
     print(f"wrote {out}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from benchmarks.markdown import Result, table
@@ -72,7 +73,7 @@ def engine_table(result: Result) -> str:
             beside(each, "itl_ms", 2),
             beside(each, "ttft_ms", 1),
         )
-        for each in result["workloads"]
+        for each in mean_workloads(result)
     ]
     means = [("mean", "mean_smape"), ("mean, without being told the pace", "mean_smape_not_told_the_pace")]
     lines += [
@@ -85,15 +86,37 @@ def engine_table(result: Result) -> str:
     return table(headings, lines)
 
 
+def mean_workloads(result: Result) -> list[Result]:
+    """Each load's figures and errors, by all rounds."""
+
+    def mean_of(load: Sequence[Result], part: str) -> dict[str, float]:
+        return {name: fmean(each[part][name] for each in load) for name in load[0][part]}
+
+    of_each_load = zip(*(each["workloads"] for each in result["rounds"]), strict=True)
+    return [
+        {
+            "load": load[0]["load"],
+            "requests_per_s": fmean(each["requests_per_s"] for each in load),
+            **{part: mean_of(load, part) for part in ("live", "twin", "smape")},
+        }
+        for load in of_each_load
+    ]
+
+
 def profiles_table(cuda: Result, cpu: Result) -> str:
     """How well the profiles that the twin ran on predict what they were not fitted to."""
 
     def line(name: str, result: Result) -> tuple[str, ...]:
-        found = result["profile"]["held_out"]
-        return (name, *(cell(found[each]) for each in ("decode", "prefill", "load", "serving")))
+        found = [each["profile"]["held_out"] for each in result["rounds"]]
+        parts = ("decode", "prefill", "load", "serving")
+        return (name, *(cell([each[part] for each in found]) for part in parts))
 
-    def cell(quality: Result | None) -> str:
-        return "-" if quality is None else f"{quality['mean_error']:.1%}, {quality['r_squared']:.3f}"
+    def cell(found: Sequence[Result | None]) -> str:
+        qualities = [each for each in found if each is not None]
+        if not qualities:
+            return "-"
+        error, r_squared = (fmean(each[name] for each in qualities) for name in ("mean_error", "r_squared"))
+        return f"{error:.1%}, {r_squared:.3f}"
 
     headings = ("mean error held out, R²", "decode", "prefill", "load", "steps of serving")
     wanted = ("wanted, at most and at least", "5%, 0.98", "5%, 0.98", "10%, 0.98", "")
@@ -101,10 +124,12 @@ def profiles_table(cuda: Result, cpu: Result) -> str:
 
 
 def pace_note(result: Result) -> str:
-    slower = [fmean(each["pace"]["times_the_profile"]) for each in result["workloads"]]
+    slower = [
+        fmean(each["pace"]["times_the_profile"]) for found in result["rounds"] for each in found["workloads"]
+    ]
     return (
-        f"In the five replays, steps of the other engine took {min(slower):.2f} to {max(slower):.2f} times "
-        "what the profile says, on the mean.\n"
+        f"In the {len(slower)} replays, steps of the other engine took {min(slower):.2f} to "
+        f"{max(slower):.2f} times what the profile says, on the mean.\n"
     )
 
 
@@ -113,7 +138,8 @@ def engine_note(result: Result) -> str:
     on = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
     return (
         f"Measured {result['date'][:10]} on {on}, {setting['shape']} shape, {setting['dtype']}, "
-        f"{setting['num_adapters']} adapters of ranks 8 to 64, commit {result['git_commit'] or 'unknown'}.\n"
+        f"{setting['num_adapters']} adapters of ranks 8 to 64, in {len(result['rounds'])} rounds, "
+        f"commit {result['git_commit'] or 'unknown'}.\n"
     )
 
 

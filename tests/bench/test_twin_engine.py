@@ -43,8 +43,9 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> CostModel:
 
 def test_a_workload_is_served_by_both(profile: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin_engine, "LOADS", (1.0,))
-    found = twin_engine.measure(SETTING, profile)
-    [each] = found["workloads"]
+    first, second = twin_engine.measure(SETTING, [profile, profile])
+    [each], [other] = first["workloads"], second["workloads"]
+    assert each["live"] != other["live"]
     assert each["num_requests"] > 0
     assert each["live"].keys() == each["twin"].keys() == each["smape"].keys()
     assert all(value > 0 for side in ("live", "twin") for value in each[side].values())
