@@ -1,7 +1,7 @@
-"""Every published figure of the GPU engine: decode, serving, many registered adapters, kernels, cold starts,
-and what padding to the largest rank of a batch would cost.
+"""Every published figure of the GPU engine: decode, serving, many registered adapters, kernels, attention by
+the order of contexts, cold starts, and what padding to the largest rank of a batch would cost.
 
-    python -m benchmarks.gpu_engine decode serve registered kernels cold padded --workloads DIR
+    python -m benchmarks.gpu_engine decode serve registered kernels attention cold padded --workloads DIR
 
 Writes results/gpu_engine.json; sections that are not named keep what they hold. Each section runs in a
 process of its own, so that none finds memory or compiled kernels of another in its way. Needs one GPU of
@@ -139,6 +139,12 @@ def kernels(workloads: Path) -> dict[str, Any]:
     return {"copy_tb_per_s": copy_tb_per_s, "rows": rows}
 
 
+def attention(workloads: Path) -> list[dict[str, Any]]:
+    from benchmarks.attention_order import measure_order
+
+    return measure_order(SHAPE)
+
+
 def cold(workloads: Path) -> dict[str, Any]:
     """From the start of a process to its first token."""
     found: dict[str, Any] = in_process(_cold, time.time())
@@ -196,6 +202,7 @@ SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
     "serve": serve,
     "registered": registered,
     "kernels": kernels,
+    "attention": attention,
     "cold": cold,
     "padded": padded,
 }

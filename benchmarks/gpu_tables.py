@@ -96,6 +96,20 @@ def kernels_table(result: Result) -> str:
     return table(("adapters", "rank", "MB a launch", "shrink", "expand"), lines)
 
 
+def attention_table(result: Result) -> str:
+    lines = [
+        (
+            str(row["requests"]),
+            f"{row['as_they_came_us']:.1f}",
+            f"{row['longest_first_us']:.1f}",
+            f"{row['longest_first_tb_per_s']:.2f}",
+        )
+        for row in result["attention"]["results"]
+    ]
+    headings = ("requests that decode", "as they came, µs a layer", "longest first", "TB/s")
+    return table(headings, lines)
+
+
 def cold_table(result: Result) -> str:
     found = result["cold"]["results"]
     lines = [

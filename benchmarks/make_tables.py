@@ -166,6 +166,7 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "gpu-serve": (GPU, gpu_tables.serve_table),
     "gpu-registered": (GPU, gpu_tables.registered_table),
     "gpu-kernels": (GPU, gpu_tables.kernels_table),
+    "gpu-attention": (GPU, gpu_tables.attention_table),
     "gpu-padded": (GPU, gpu_tables.padded_table),
     "gpu-cold": (GPU, gpu_tables.cold_table),
     "gpu-correctness": (CORRECTNESS, gpu_tables.correctness_table),

@@ -54,6 +54,7 @@ GPU: Final = CostModel(
     ),
     assist=AssistCost(round_trip_s=0.0, call_s=0.0, weight_s=0.0, serial_s=0.0, shared_s=0.0),
     memory=EngineMemory(
+        max_context=1 << 17,
         token_bytes=512 << 10,
         block_tokens=16,
         arena_bytes=200_000 * (512 << 10),

@@ -42,7 +42,7 @@ from loraplex.scheduling.plan import Chunk, StepPlan
 from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.outcome import Outcome
-from loraplex.twin.replay import OwnEngines, ReplayOptions
+from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of
 from loraplex.twin.scores import smape
 from loraplex.twin.times import CostModelTimes, Repeats
 from loraplex.workload.jsonl import WorkloadRequest
@@ -330,7 +330,7 @@ def run_twin(
                 position_cost=shape.attention_flops / shape.linear_flops if on_gpu else 0.0,
             ),
         ),
-        longest=engine.max_model_len - 1,
+        longest=longest_of(workload),
     )
     times = PacedTimes(profile, engines.adapter_bytes)
     simulator = engines.make(times)

@@ -69,7 +69,7 @@ def _measure(shape_name: str, num_adapters: int, rank: int, device: torch.device
         for layer in range(shape.num_layers):
             step.expand(y, in_features, shape, layer, _GROUP)
 
-    shrink_us, expand_us = (_graph_us(work) / shape.num_layers for work in (shrink_all, expand_all))
+    shrink_us, expand_us = (graph_us(work) / shape.num_layers for work in (shrink_all, expand_all))
     shrink_bytes = num_adapters * rank * len(GROUPS[_GROUP]) * in_features * 2
     expand_bytes = num_adapters * rank * out_features * 2
     return {
@@ -84,8 +84,8 @@ def _measure(shape_name: str, num_adapters: int, rank: int, device: torch.device
     }
 
 
-def _graph_us(work: Callable[[], object]) -> float:
-    """Median time of one replay. The weights of all layers are many times the last cache."""
+def graph_us(work: Callable[[], object]) -> float:
+    """Median time of one replay. What is read should be many times the last cache."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -106,4 +106,4 @@ def _copy_bandwidth(device: torch.device) -> float:
     """TB/s of a kernel that reads and writes large arrays, bytes of both counted."""
     source = torch.empty(_COPY_BYTES // 4, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
-    return round(2 * _COPY_BYTES / _graph_us(lambda: torch.neg(source, out=target)) / 1e6, 2)
+    return round(2 * _COPY_BYTES / graph_us(lambda: torch.neg(source, out=target)) / 1e6, 2)

@@ -171,6 +171,7 @@ def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
     shape, element_bytes, stats = options.config.shape, options.dtype.itemsize, engine.stats()
     on_gpu = options.device == "cuda"
     return EngineMemory(
+        max_context=engine.max_model_len,
         token_bytes=2 * shape.num_layers * shape.kv_size * element_bytes,
         block_tokens=_BLOCK_SIZE,
         arena_bytes=stats.device_arena_bytes if on_gpu else None,

@@ -13,7 +13,7 @@ from typing import Final
 from loraplex.bench.alternating import quiet_collector
 from loraplex.bench.engine_scenarios import new_request, run_dry
 from loraplex.bench.profile_host import Report
-from loraplex.bench.step_cases import CaseLimits, StepAdapter
+from loraplex.bench.step_cases import SPREAD, CaseLimits, StepAdapter
 from loraplex.core.request import EngineRequest
 from loraplex.engine.core import Engine
 from loraplex.perf.step_cost import StepCost, StepSample
@@ -23,7 +23,6 @@ _MEDIAN_SHARE: Final = 16
 """Of the longest context: what half of the prompts, and half of the outputs, are shorter than."""
 _MEDIAN_TOKENS: Final = 128
 """At the most."""
-_SPREAD: Final = 0.8
 _HELD: Final = 3
 """Times that median: what a request holds of the KV cache in the end, about."""
 _BASE_SHARE: Final = 1 / 8
@@ -103,7 +102,7 @@ def _requests(
     random: Random, adapters: Sequence[StepAdapter], length: int, longest: int, vocab_size: int
 ) -> Iterator[EngineRequest]:
     def tokens() -> int:
-        return min(max(round(length * random.lognormvariate(0.0, _SPREAD)), 2), longest)
+        return min(max(round(length * random.lognormvariate(0.0, SPREAD)), 2), longest)
 
     for number in count():
         version = None if random.random() < _BASE_SHARE else random.choice(adapters).version

@@ -160,7 +160,8 @@ class _StepTimer:
 
     def _add_decodes(self, case: StepCase) -> list[str]:
         requests = [
-            self._request(case, index, case.context, case.decode_tokens) for index in range(case.num_decodes)
+            self._request(case, index, context, case.decode_tokens)
+            for index, context in enumerate(case.contexts)
         ]
         for request in requests:
             self._engine.add_request(request)

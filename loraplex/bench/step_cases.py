@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from math import exp, log
 from random import Random
+from statistics import NormalDist
 from typing import Final
 
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.work import StepWork
 
+_SHORT: Final = 16
+"""Tokens behind a request, on the mean, that hardly cost anything."""
+SPREAD: Final = 0.8
+"""Of log-normal lengths."""
 SETTLE_STEPS: Final = 4
 TIMED_STEPS: Final = 8
 _SLOWEST_PREFILL: Final = 512
@@ -32,29 +39,30 @@ class StepAdapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCase:
-    """Requests of `context` tokens that decode, and prompts that are read in the same step. Adapters go to
-    the requests in turn, decoding ones first; with none, all are for the base model."""
+    """Requests that decode after so many tokens each, and prompts that are read in the same step. Adapters go
+    to the requests in turn, decoding ones first; with none, all are for the base model."""
 
-    num_decodes: int = 0
-    context: int = 0
+    contexts: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
     adapters: tuple[StepAdapter, ...] = ()
 
     @property
+    def num_decodes(self) -> int:
+        return len(self.contexts)
+
+    @property
     def decode_tokens(self) -> int:
         """What each decoding request has to say for one measurement."""
-        return SETTLE_STEPS + TIMED_STEPS + -(-self.num_decodes * self.context // _SLOWEST_PREFILL)
+        return SETTLE_STEPS + TIMED_STEPS + -(-sum(self.contexts) // _SLOWEST_PREFILL)
 
     @property
     def num_tokens(self) -> int:
         """In the KV cache at the end of a measurement."""
-        return self.num_decodes * (self.context + self.decode_tokens) + sum(self.prompts)
+        return sum(self.contexts) + self.num_decodes * self.decode_tokens + sum(self.prompts)
 
     @property
     def max_context(self) -> int:
-        return max(
-            [self.context + self.decode_tokens] * (self.num_decodes > 0) + [n + 1 for n in self.prompts]
-        )
+        return max(*(n + self.decode_tokens for n in self.contexts), *(n + 1 for n in self.prompts), 0)
 
     def adapter_of(self, index: int) -> StepAdapter | None:
         return self.adapters[index % len(self.adapters)] if self.adapters else None
@@ -68,7 +76,7 @@ class StepCase:
             num_decodes=self.num_decodes,
             num_prompts=len(self.prompts),
             num_prompt_tokens=sum(self.prompts),
-            decode_positions=self.num_decodes * (self.context + self.decode_tokens - TIMED_STEPS / 2),
+            decode_positions=sum(self.contexts) + self.num_decodes * (self.decode_tokens - TIMED_STEPS / 2),
             prompt_pairs=sum(n * n / 2 for n in self.prompts),
             num_adapters=len(distinct),
             adapter_bytes=sum(distinct.values()),
@@ -102,13 +110,20 @@ class CaseLimits:
         return (5, 9, 18, 33, 47, 65, 99, 131, 197, 259, 389, 509)
 
     @property
-    def contexts(self) -> tuple[int, ...]:
+    def mean_contexts(self) -> tuple[int, ...]:
         return (256, 1024) if self.on_gpu else (128, 384)
+
+    def contexts(self, number: int, mean: int) -> tuple[int, ...]:
+        """Of requests that came at different times, with prompts of all lengths: spread log-normally about
+        the mean, and no longer than half of what the model takes."""
+        spread = NormalDist(log(mean) - SPREAD**2 / 2, SPREAD)
+        drawn = (exp(spread.inv_cdf((index + 0.5) / number)) for index in range(number))
+        return tuple(min(max(round(each), 2), self.max_context // 2) for each in drawn)
 
     def fits(self, case: StepCase) -> bool:
         if case.max_context > self.max_context or case.num_tokens > self.max_tokens:
             return False
-        decodes = case.num_decodes * self.work.cost(case.context + case.decode_tokens, 1)
+        decodes = sum(self.work.cost(n + case.decode_tokens, 1) for n in case.contexts)
         return decodes + sum(self.work.cost(0, n) for n in case.prompts) <= self.work.max_tokens
 
     def prompts_of(self, num_tokens: int) -> tuple[int, ...]:
@@ -122,31 +137,31 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
     in one step."""
     decodes, prompts = limits.decodes, limits.prompts
     several = (8, 32, 64, 128) if limits.on_gpu else (4, 16, 48, 128)
+    less, more = limits.mean_contexts
+    short = partial(limits.contexts, mean=_SHORT)
     by_rank: dict[int, tuple[StepAdapter, ...]] = {}
     for adapter in adapters:
         by_rank[adapter.rank] = (*by_rank.get(adapter.rank, ()), adapter)
     cases = [
-        *(StepCase(num_decodes=n, context=16) for n in decodes),
-        *(StepCase(num_decodes=n, context=c) for n in (1, *several[:3]) for c in limits.contexts),
+        *(StepCase(contexts=short(n)) for n in decodes),
+        *(StepCase(contexts=limits.contexts(n, mean)) for n in (1, *several[:3]) for mean in (less, more)),
         *(StepCase(prompts=limits.prompts_of(n)) for n in prompts),
         *(StepCase(prompts=_parts(n, parts)) for n in prompts[3::2] for parts in (2, 4)),
     ]
     for mine in by_rank.values():
-        cases += [StepCase(num_decodes=n, context=16, adapters=mine[:1]) for n in several[:3]]
-        cases += [StepCase(num_decodes=n, context=16, adapters=mine[:n]) for n in several]
+        cases += [StepCase(contexts=short(n), adapters=mine[:1]) for n in several[:3]]
+        cases += [StepCase(contexts=short(n), adapters=mine[:n]) for n in several]
         cases += [StepCase(prompts=limits.prompts_of(n), adapters=mine[:1]) for n in prompts[2::3]]
         cases += [StepCase(prompts=_parts(n, 4), adapters=mine[:4]) for n in (prompts[5], prompts[-3])]
     largest = by_rank[max(by_rank)]
     for n in (1, *several):
         # Rows of prompts beside them, where the curve of all rows has a knot.
         knots = [rows for rows in prompts if rows > n + 8]
-        for context, rows in ((16, knots[0]), (16, knots[3]), (limits.contexts[0], knots[1])):
-            cases.append(StepCase(num_decodes=n, context=context, prompts=(rows - n,)))
-        cases.append(StepCase(num_decodes=n, context=limits.contexts[0], prompts=_parts(knots[2] - n, 3)))
-        cases.append(StepCase(num_decodes=n, context=16, prompts=(knots[1] - n,), adapters=largest[: n + 1]))
-        cases.append(
-            StepCase(num_decodes=n, context=16, prompts=_parts(knots[2] - n, 3), adapters=largest[:8])
-        )
+        for mean, rows in ((_SHORT, knots[0]), (_SHORT, knots[3]), (less, knots[1])):
+            cases.append(StepCase(contexts=limits.contexts(n, mean), prompts=(rows - n,)))
+        cases.append(StepCase(contexts=limits.contexts(n, less), prompts=_parts(knots[2] - n, 3)))
+        cases.append(StepCase(contexts=short(n), prompts=(knots[1] - n,), adapters=largest[: n + 1]))
+        cases.append(StepCase(contexts=short(n), prompts=_parts(knots[2] - n, 3), adapters=largest[:8]))
     return [case for case in dict.fromkeys(cases) if limits.fits(case)]
 
 
@@ -158,10 +173,9 @@ def held_out_decodes(
     random, found = Random(seed), list[StepCase]()
     while len(found) < number:
         num_decodes = _log_uniform(random, 1, limits.decodes[-1])
-        context = _log_uniform(random, 16, min(limits.contexts[-1], limits.max_context // 2))
-        case = StepCase(
-            num_decodes=num_decodes, context=context, adapters=_draw(random, adapters, num_decodes)
-        )
+        mean = _log_uniform(random, _SHORT, min(limits.mean_contexts[-1], limits.max_context // 2))
+        contexts = limits.contexts(num_decodes, mean)
+        case = StepCase(contexts=contexts, adapters=_draw(random, adapters, num_decodes))
         found += [case] if limits.fits(case) else []
     return found
 

@@ -49,6 +49,7 @@ class BatchBuilder:
         logit_rows, sampling, rows_of = self._choose_rows(ordered, starts, all_rows_of)
         placed = list(zip(ordered, starts, strict=True))
         decodes = [(chunk, start) for chunk, start in placed if chunk.num_tokens == 1]
+        decodes.sort(key=lambda pair: pair[0].end, reverse=True)  # nobody waits for a long one begun last
         spans = [(chunk, start) for chunk, start in placed if chunk.num_tokens > 1]
         batch = KernelBatch(
             token_ids_T=torch.tensor([token for chunk in ordered for token in chunk.token_ids or (0,)]),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """`token_bytes`: of a token in the KV cache, which is given out in blocks of `block_tokens`.
+    """`max_context`: tokens of a request at the most, prompt and answer. `token_bytes`: of a token in the KV
+    cache, which is given out in blocks of `block_tokens`.
 
     `arena_bytes`: what KV blocks and adapters share on a device; None on a CPU, where they are apart, and the
     KV cache holds `kv_tokens` (None with an arena). `host_bytes`: the budget for adapters in host memory.
@@ -16,6 +17,7 @@ class EngineMemory:
     B in all layers.
     """
 
+    max_context: int
     token_bytes: int
     block_tokens: int
     arena_bytes: int | None

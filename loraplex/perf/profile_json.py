@@ -1,6 +1,6 @@
 """Cost models as JSON files, read strictly: a figure misread would be wrong in every prediction.
 
-    {"version": 3, "subject": {...}, "measured": true, "bus": {...} or null, "read": {...}, "disk": {...},
+    {"version": 4, "subject": {...}, "measured": true, "bus": {...} or null, "read": {...}, "disk": {...},
      "step": {...}, "assist": {...}, "held_out": {...} or null, "memory": {...} or null,
      "corrections": {...}, "environment": {...}}
 
@@ -29,7 +29,7 @@ from loraplex.perf.line import Line
 from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
 
-VERSION: Final = 3
+VERSION: Final = 4
 _MAX_FILE_BYTES: Final = 1 << 20
 
 
@@ -85,7 +85,7 @@ def profile_from_json(text: str) -> CostModel:
     except RecursionError:
         raise ValueError("nested too deeply to be a profile") from None
     top = JsonObject(document, "the profile")
-    if (version := top.take("version")) in (1, 2):
+    if (version := top.take("version")) in (1, 2, 3):
         raise ValueError("it was made by an older loraplex")
     if version != VERSION:
         raise ValueError(f"its format is of version {version!r}, this loraplex reads version {VERSION}")
@@ -224,6 +224,7 @@ def _memory(found: JsonObject) -> EngineMemory:
         raise ValueError("memory: one of arena_bytes and kv_tokens is a number, the other null")
     ranks = found.child("rank_bytes")
     memory = EngineMemory(
+        max_context=found.count("max_context"),
         token_bytes=found.count("token_bytes"),
         block_tokens=found.count("block_tokens"),
         arena_bytes=arena_bytes,

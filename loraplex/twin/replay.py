@@ -129,11 +129,16 @@ class OwnEngines:
         on_gpu = profile.subject.device == "cuda"
         self._kind = AheadSimulator if on_gpu else Simulator
         self._config = SchedulerConfig(
-            max_model_len=longest + 1,
+            max_model_len=self._has.max_context,
             max_running=options.max_running,
             work=options.work,
             cold_start=options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP),
         )
+        if longest > self._has.max_context:
+            raise CapacityError(
+                f"the model's context holds {self._has.max_context} tokens, too few for a request "
+                f"of {longest} (prompt and answer); shorten it in the workload"
+            )
         largest = max(self.adapter_bytes.values())
         room = self._memory().max_tokens(largest)
         if longest > room:

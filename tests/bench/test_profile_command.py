@@ -195,8 +195,18 @@ def test_cases_fit_the_engine_and_tell_every_cost_apart(on_gpu: bool) -> None:
     assert any(step.num_decodes and step.num_prompts and step.num_adapters for step in features)
 
 
+def test_requests_that_decode_have_contexts_of_all_lengths_about_the_mean() -> None:
+    limits = CaseLimits(on_gpu=False, max_context=512, max_tokens=20_000, work=StepWork())
+    assert limits.contexts(1, 16) == (12,)
+    contexts = limits.contexts(200, 50)
+    assert sum(contexts) / 200 == pytest.approx(50, rel=0.05)
+    assert min(contexts) < 50 / 4
+    assert max(contexts) > 50 * 4
+    assert max(limits.contexts(200, 400)) == 256
+
+
 def test_the_features_of_a_case_count_each_adapter_once() -> None:
-    case = StepCase(num_decodes=3, context=100, prompts=(10,), adapters=tuple(ADAPTERS[:2]))
+    case = StepCase(contexts=(100, 90, 110), prompts=(10,), adapters=tuple(ADAPTERS[:2]))
     step = case.features()
     assert (step.num_adapters, step.adapter_bytes) == (2, 1600)
     assert step.row_adapter_bytes == (3 + 10) * 800

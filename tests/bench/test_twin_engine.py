@@ -30,6 +30,7 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> CostModel:
     shape = config_of_shape("tiny").shape
     subject = subject_of(shape, "cpu", torch.float32)
     memory = EngineMemory(
+        max_context=512,
         token_bytes=512,
         block_tokens=16,
         arena_bytes=None,

@@ -61,6 +61,20 @@ def test_spans_and_decodes_are_told_apart() -> None:
     assert batch.max_span_len == 4
 
 
+def test_decodes_with_long_contexts_begin_first() -> None:
+    def decode(request_id: str, start: int) -> Chunk:
+        blocks = list(range(start // 4 + 1))
+        return Chunk(
+            request_id=request_id, adapter=None, start=start, token_ids=[1], block_ids=blocks, samples=True
+        )
+
+    step = [decode("a", 2), decode("b", 9), decode("c", 5)]
+    batch = BatchBuilder(TorchKernels(), block_size=4).build(step, {}).batch
+    assert batch.decode_rows_D.tolist() == [1, 2, 0]
+    assert batch.decode_context_D.tolist() == [10, 6, 3]
+    assert batch.decode_blocks_DB.tolist() == [[0, 1, 2], [0, 1, 0], [0, 0, 0]]
+
+
 def test_slots_follow_the_block_table() -> None:
     batch = BatchBuilder(TorchKernels(), block_size=4).build([chunk("a", None, 6)], {}).batch
     assert batch.positions_T.tolist() == [4, 5, 6, 7, 8, 9]

@@ -33,6 +33,7 @@ SUBJECT = Subject(
 )
 
 H200_MEMORY = EngineMemory(
+    max_context=4096,
     token_bytes=32 * 2 * 4096 * 2,
     block_tokens=16,
     arena_bytes=100 << 30,

@@ -167,6 +167,7 @@ def imagined_machine() -> CostModel:
         ),
         assist=AssistCost(round_trip_s=0, call_s=0, weight_s=0, serial_s=0, shared_s=0),
         memory=EngineMemory(
+            max_context=1 << 17,
             token_bytes=512 << 10,
             block_tokens=16,
             arena_bytes=100_000 * (512 << 10),

@@ -98,7 +98,8 @@ def decode_attention(
         "NUM_SPLITS": num_splits,
     }
     group = num_heads // num_kv_heads
-    _decode_kernel[(num_rows, num_kv_heads, num_splits)](
+    # All heads of a row before the next row: programs start in this order, and long contexts stand first.
+    _decode_kernel[(num_kv_heads, num_rows, num_splits)](
         qkv_TO,
         rows,
         contexts_D,
@@ -162,7 +163,7 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """One split of one row's context, for all query heads of one KV head."""
-    index, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    kv_head, index, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     context = tl.load(contexts + index).to(tl.int32)
     split_tokens = _split_tokens(context, TILE, NUM_SPLITS)
     begin = split * split_tokens
@@ -202,7 +203,7 @@ def _decode_kernel(
         result_MD = sums_MD / tl.where(totals_M > 0, totals_M, 1.0)[:, None]
         tl.store(out + row * stride_out + at_MD, result_MD.to(out.dtype.element_ty), mask=inside_MD)
     else:
-        num_heads = tl.num_programs(1) * GROUP
+        num_heads = tl.num_programs(0) * GROUP
         parts_M = (index * num_heads + heads_M) * NUM_SPLITS + split
         at_MD = (parts_M * HEAD_DIM)[:, None] + dims_D[None, :]
         tl.store(values + at_MD, sums_MD / totals_M[:, None], mask=inside_MD)
