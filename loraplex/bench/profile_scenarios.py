@@ -127,6 +127,7 @@ def _profile_engine(
         RandomEngineOptions(shape="", device=options.device, dtype=options.dtype, compiled=True), config
     )
     try:
+        engine.warm_up()
         # Half of the memory for each side: whatever were evicted would be loaded again within a step's time.
         stats = engine.stats()
         memory_bytes = max(stats.device_arena_bytes, stats.host_adapter_budget_bytes) // 2

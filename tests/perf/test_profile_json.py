@@ -37,7 +37,7 @@ Change = Callable[[dict[str, Any]], object]
     ("change", "reason"),
     [
         (lambda p: p.update(version=2), "it was made by an older loraplex"),
-        (lambda p: p.update(version=4), "version 4, this loraplex reads version 3"),
+        (lambda p: p.update(version=5), "version 5, this loraplex reads version 4"),
         (lambda p: p.pop("version"), "has no 'version'"),
         (lambda p: p.pop("disk"), "the profile has no 'disk'"),
         (lambda p: p.update(speed=1), "unknown 'speed'"),
