@@ -24,45 +24,54 @@ _SPREAD: Final = 0.8
 _LONGEST: Final = 2000
 _BLOCK_SIZE: Final = 16
 _DRAWS: Final = 3
-_LAUNCHES: Final = 8
+_NUM_LAYERS: Final = 8
 
 
 def measure_order(shape_name: str) -> list[dict[str, Any]]:
     """Microseconds of one layer, the mean of a few draws of contexts."""
     found, shape = [], config_of_shape(shape_name).shape
     for num_requests in NUM_REQUESTS:
-        took_us: dict[str, list[float]] = {"as_they_came_us": [], "longest_first_us": []}
-        read_bytes = []
-        for draw in range(_DRAWS):
-            random = Random(draw)
-            contexts = [
-                min(max(round(_MEDIAN_TOKENS * random.lognormvariate(0.0, _SPREAD)), 1), _LONGEST)
-                for _ in range(num_requests)
-            ]
-            read_bytes.append(sum(contexts) * shape.kv_size * 2 * 2)
-            took_us["as_they_came_us"].append(_layer_us(shape, contexts))
-            took_us["longest_first_us"].append(_layer_us(shape, sorted(contexts, reverse=True)))
-        row = {"requests": num_requests, **{name: round(fmean(each), 1) for name, each in took_us.items()}}
-        row["longest_first_tb_per_s"] = round(fmean(read_bytes) / row["longest_first_us"] / 1e6, 2)
+        drawn = [_draw_contexts(Random(seed), num_requests) for seed in range(_DRAWS)]
+        as_they_came_us = fmean(_layer_us(shape, contexts) for contexts in drawn)
+        longest_first_us = fmean(_layer_us(shape, sorted(contexts, reverse=True)) for contexts in drawn)
+        num_bytes = fmean(sum(contexts) for contexts in drawn) * 2 * shape.kv_size * torch.bfloat16.itemsize
+        row = {
+            "requests": num_requests,
+            "as_they_came_us": round(as_they_came_us, 1),
+            "longest_first_us": round(longest_first_us, 1),
+            "longest_first_tb_per_s": round(num_bytes / longest_first_us / 1e6, 2),
+        }
         print(row, flush=True)
         found.append(row)
     return found
 
 
+def _draw_contexts(random: Random, number: int) -> list[int]:
+    drawn = (round(_MEDIAN_TOKENS * random.lognormvariate(0.0, _SPREAD)) for _ in range(number))
+    return [min(max(each, 1), _LONGEST) for each in drawn]
+
+
 def _layer_us(shape: ModelShape, contexts: list[int]) -> float:
-    device = torch.device("cuda")
+    """Layer after layer, each with keys and values of its own: none finds them in the last cache."""
     num_blocks_of = [-(-context // _BLOCK_SIZE) for context in contexts]
     num_blocks, num_rows = sum(num_blocks_of), len(contexts)
-    caches = torch.randn(
-        num_blocks, 2, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim, dtype=torch.bfloat16, device=device
-    )
-    tables = torch.zeros(num_rows, max(num_blocks_of), dtype=torch.int64)
     anywhere = iter(torch.randperm(num_blocks).tolist())
+    blocks_DB = torch.zeros(num_rows, max(num_blocks_of), dtype=torch.int64)
     for row, number in enumerate(num_blocks_of):
-        tables[row, :number] = torch.tensor([*islice(anywhere, number)])
-    qkv = torch.randn(num_rows, shape.q_size + 2 * shape.kv_size, dtype=torch.bfloat16, device=device)
-    out = torch.empty(num_rows, shape.q_size, dtype=torch.bfloat16, device=device)
+        blocks_DB[row, :number] = torch.tensor([*islice(anywhere, number)])
+
+    device = torch.device("cuda")
+    caches = torch.randn(
+        *(_NUM_LAYERS, num_blocks, 2, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim),
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    qkv_TO = torch.randn(num_rows, shape.q_size + 2 * shape.kv_size, dtype=torch.bfloat16, device=device)
+    out_TO = torch.empty(num_rows, shape.q_size, dtype=torch.bfloat16, device=device)
+    rows_D, contexts_D = torch.arange(num_rows, device=device), torch.tensor(contexts, device=device)
+    blocks_DB = blocks_DB.to(device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_splits = choose_num_splits(num_rows, shape.num_kv_heads, num_sms)
     scratch = DecodeScratch.empty(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -70,20 +79,12 @@ def _layer_us(shape: ModelShape, contexts: list[int]) -> float:
         num_sms=num_sms,
         device=device,
     )
-    on_device = (torch.arange(num_rows, device=device), torch.tensor(contexts, device=device))
-    tables_on_device = tables.to(device)
 
-    def launches() -> None:
-        for _ in range(_LAUNCHES):
+    def layers() -> None:
+        for cache in caches:
+            k_cache, v_cache = cache[:, 0], cache[:, 1]
             decode_attention(
-                qkv,
-                *on_device,
-                tables_on_device,
-                caches[:, 0],
-                caches[:, 1],
-                out,
-                choose_num_splits(num_rows, shape.num_kv_heads, num_sms),
-                scratch,
+                qkv_TO, rows_D, contexts_D, blocks_DB, k_cache, v_cache, out_TO, num_splits, scratch
             )
 
-    return graph_us(launches) / _LAUNCHES
+    return graph_us(layers) / _NUM_LAYERS

@@ -9,12 +9,13 @@ from benchmarks.markdown import Result, table
 
 
 def machine_note(result: Result) -> str:
-    """Sections may be measured at different times: the note names each that differs from the first."""
+    """Sections may be measured at different times: the note has the commit of each."""
     sections = {name: section for name, section in result.items() if "results" in section}
     first = next(iter(sections.values()))
     commits = ", ".join(f"{name} at {section['git_commit']}" for name, section in sections.items())
+    days = sorted({section["date"][:10] for section in sections.values()})
     return (
-        f"Measured {first['date'][:10]} on one {first['machine']['gpu']} "
+        f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on one {first['machine']['gpu']} "
         f"({first['machine']['gpu_memory_mib']:,} MiB, {first['machine']['cores']} CPU cores), Python "
         f"{first['python']}, torch {first['packages']['torch']}, triton {first['packages']['triton']}. "
         f"{first['shape']} shape, random weights, bfloat16, LoRA on q, k and v unless said. "

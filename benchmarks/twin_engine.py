@@ -2,103 +2,50 @@
 
     python -m benchmarks.twin_engine --device cpu|cuda [--profile FILE] [--rounds N] [--out FILE]
 
-In each round the machine is profiled, unless a profile is given. Then an engine with random weights replays
-five workloads in real time, other ones in every round, and the twin runs them on the profile: of the engine
-it knows its limits and the sizes of its adapters, nothing of what it did. A CPU is used by others as well,
-and its pace changes: there the replay stands still now and then while another engine, which serves requests
-of its own, takes a few steps, and the twin is told how much longer these took than the profile says. Writes
-results/twin_engine_cpu.json or twin_engine_cuda.json.
+The machine is profiled, a GPU once and a CPU before every round, unless a profile is given. In a round, an
+engine with random weights replays five workloads in real time, other ones than in the last, and the twin runs
+them on the profile: of the engine it knows its limits and the sizes of its adapters, nothing of what it did.
+A CPU is used by others as well, and its pace changes: there the replay stands still now and then while
+another engine, which serves requests of its own, takes a few steps, and the twin is told how much longer
+these took than the profile says. Writes results/twin_engine_cpu.json or twin_engine_cuda.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import inf
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
 import torch
 
-from loraplex.adapters.spec import AdapterSpec
-from loraplex.bench.engine_scenarios import bring_in, new_request, run_dry
+from benchmarks.pace import LOOK_EVERY_S, Pace, PacedTimes
+from benchmarks.twin_loads import RANKS, SETTINGS, Setting, requests, see_sizes, specs_of, vocab_size_of
+from loraplex.bench.engine_scenarios import bring_in
 from loraplex.bench.engine_scenarios import replay as replay_live
 from loraplex.bench.environment import ENGINE_PACKAGES, environment
 from loraplex.bench.profile_scenarios import ProfileOptions, profile_machine
-from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_specs, register
+from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, register
 from loraplex.bench.records import RequestRecord
 from loraplex.engine.core import Engine
 from loraplex.model.shapes import config_of_shape
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json, read_profile
-from loraplex.scheduling.decode_group import DecodeGroup
-from loraplex.scheduling.plan import Chunk, StepPlan
-from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.outcome import Outcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of
 from loraplex.twin.scores import smape
-from loraplex.twin.times import CostModelTimes, Repeats
 from loraplex.workload.jsonl import WorkloadRequest
 
 RESULTS: Final = Path(__file__).parent / "results"
 LOADS: Final = (0.05, 0.4, 0.7, 0.95, 1.3)
 """Of what the engine can serve, as the twin has it at the machine's pace."""
-RANKS: Final = (8, 16, 32, 64)
 MAX_STEP_TOKENS: Final = 2048
 BLOCK_SIZE: Final = 16
 _WARM_UP_S: Final = 4.0
-_LARGEST_SIZE: Final = 500
-_LOOK_EVERY_S: Final = 0.25
-_SETTLE_STEPS: Final = 3
-_LOOK_STEPS: Final = 12
-_FIRST_LOOKS: Final = 25
-_NEIGHBOURS: Final = 2
-"""Looks before and after a moment by which its pace is told."""
-_LOOKED_AT: Final = (2, 6, 12, 24, 48)
-"""Requests that decode, one number at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """`median_tokens`: of prompts and of outputs, which are spread log-normally. `duration_s`: of the
-    arrivals."""
-
-    device: str
-    shape: str
-    dtype: torch.dtype
-    num_adapters: int
-    median_tokens: int
-    max_tokens: int
-    duration_s: float
-
-
-SETTINGS: Final = {
-    "cuda": Setting(
-        device="cuda",
-        shape="llama-2-7b",
-        dtype=torch.bfloat16,
-        num_adapters=64,
-        median_tokens=120,
-        max_tokens=1000,
-        duration_s=25.0,
-    ),
-    "cpu": Setting(
-        device="cpu",
-        shape="tiny",
-        dtype=torch.float32,
-        num_adapters=16,
-        median_tokens=30,
-        max_tokens=120,
-        duration_s=20.0,
-    ),
-}
 
 
 def new_profile(setting: Setting) -> CostModel:
@@ -108,7 +55,7 @@ def new_profile(setting: Setting) -> CostModel:
     return profile_machine(options, lambda phase, share: None)
 
 
-def measure(setting: Setting, profiles: Sequence[CostModel]) -> list[dict[str, Any]]:
+def measure(setting: Setting, profiles: Iterable[CostModel]) -> list[dict[str, Any]]:
     """A round on each."""
     engine = build_random_engine(
         RandomEngineOptions(
@@ -174,111 +121,6 @@ def compare(
         engine.take_removed_adapters()
 
 
-class Pace:
-    """How much longer than the profile says steps of serving take, on an engine of their own, by the clock of
-    a replay: it begins with the first step there. Requests come and go as in the workloads, a few at times
-    and many at others. `at_first`: before it."""
-
-    def __init__(self, setting: Setting, profile: CostModel) -> None:
-        self._profile = profile
-        self._engine = build_random_engine(
-            RandomEngineOptions(
-                shape=setting.shape, device=setting.device, dtype=setting.dtype, compiled=True
-            )
-        )
-        self._vocab_size = vocab_size_of(setting)
-        specs = specs_of("pace", setting)
-        self._bytes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs}
-        self._versions = register(self._engine, specs)
-        see_sizes(self._engine, self._versions, self._vocab_size)
-        self._coming = enumerate(requests(replace(setting, duration_s=inf), 1.0, seed=97))
-        self._running: list[str] = []
-        self._num_looks = 0
-        for _ in _LOOKED_AT:  # what is done at first use only
-            self._take_steps()
-        self.at_first = fmean(self._take_steps() for _ in range(_FIRST_LOOKS))
-        self._began_s: float | None = None
-        self._seen_s = 0.0
-        self._at_s: list[float] = []
-        self._ratios: list[float] = []
-
-    def close(self) -> None:
-        self._engine.close()
-
-    def figures(self) -> dict[str, list[float]]:
-        """Every look."""
-        return {"at_s": self._at_s, "times_the_profile": self._ratios}
-
-    def at(self, moment_s: float) -> float:
-        """By the looks before and after it."""
-        place = bisect_left(self._at_s, moment_s)
-        return fmean(self._ratios[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS + 1])
-
-    def look(self) -> float:
-        """Unless the last time was just now; the seconds that it took."""
-        started_s = time.perf_counter()
-        if started_s - self._seen_s < _LOOK_EVERY_S:
-            return 0.0
-        if self._began_s is None:
-            self._began_s = started_s
-        self._at_s.append(started_s - self._began_s)
-        self._ratios.append(self._take_steps())
-        self._seen_s = time.perf_counter()
-        self._began_s += self._seen_s - started_s
-        return self._seen_s - started_s
-
-    def _take_steps(self) -> float:
-        """With another number of requests every time; measured over predicted."""
-        level = _LOOKED_AT[self._num_looks % len(_LOOKED_AT)]
-        self._num_looks += 1
-        while len(self._running) > level:
-            self._engine.cancel(self._running.pop())
-        took_s = predicted_s = 0.0
-        for number in range(_SETTLE_STEPS + _LOOK_STEPS):
-            begun_s = time.perf_counter()
-            while len(self._running) < level:
-                self._add()
-            for output in self._engine.step():
-                if output.finish_reason is not None:
-                    self._running.remove(output.request_id)
-            if number >= _SETTLE_STEPS:  # the first find nothing of theirs in the caches
-                took_s += time.perf_counter() - begun_s
-                assert self._engine.landed is not None
-                features = step_features(self._engine.landed.chunks, self._bytes.__getitem__)
-                predicted_s += self._profile.step_s(features)
-        return took_s / predicted_s
-
-    def _add(self) -> None:
-        number, request = next(self._coming)
-        version = self._versions[request.adapter]
-        new = new_request(
-            str(number),
-            request.prompt_tokens,
-            request.output_tokens,
-            version,
-            vocab_size=self._vocab_size,
-            seed=number,
-        )
-        self._engine.add_request(new)
-        self._running.append(new.request_id)
-
-
-class PacedTimes(CostModelTimes):
-    """The profile's, on a machine that is `slower` just now."""
-
-    slower = 1.0
-
-    def step_s(self, plan: StepPlan, num_waiting: int) -> float:
-        return super().step_s(plan, num_waiting) * self.slower
-
-    def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
-        found = super().repeats(group, num_waiting)
-        return Repeats(found.first_s * self.slower, found.growth_s * self.slower)
-
-    def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
-        return super().beside_s(group, chunks) * self.slower
-
-
 def warm_up(engine: Engine, setting: Setting, capacity: float) -> None:
     """What is compiled, captured or allocated at first use is no matter of the twin's."""
     versions = register(engine, specs_of("warm", setting))
@@ -289,16 +131,6 @@ def warm_up(engine: Engine, setting: Setting, capacity: float) -> None:
     for version in versions:
         engine.remove_adapter(version)
     engine.take_removed_adapters()
-
-
-def see_sizes(engine: Engine, versions: Sequence[str], vocab_size: int) -> None:
-    """The products of a CPU are compiled for every number of rows, when it first comes."""
-    for num_rows in range(2, _LARGEST_SIZE):
-        version = versions[num_rows % len(versions)]
-        engine.add_request(
-            new_request(f"size-{num_rows}", num_rows, 1, version, vocab_size=vocab_size, seed=num_rows)
-        )
-        run_dry(engine)
 
 
 def served_per_s(engine: Engine, setting: Setting, profile: CostModel) -> float:
@@ -348,33 +180,8 @@ def run_twin(
         simulator.offer(request)
     while not simulator.is_idle():
         times.slower = pace.at(simulator.now_s)
-        simulator.advance(simulator.now_s + _LOOK_EVERY_S)
+        simulator.advance(simulator.now_s + LOOK_EVERY_S)
     return simulator.recorder.outcome(simulator.now_s)
-
-
-def specs_of(name: str, setting: Setting) -> list[AdapterSpec]:
-    return random_specs(name, setting.shape, num_adapters=setting.num_adapters, ranks=RANKS, modules="q,k,v")
-
-
-def vocab_size_of(setting: Setting) -> int:
-    return config_of_shape(setting.shape).shape.vocab_size
-
-
-def requests(setting: Setting, per_s: float, seed: int) -> Iterator[WorkloadRequest]:
-    """Poisson arrivals, every adapter as likely as any other."""
-    rng, now_s = random.Random(seed), 0.0
-
-    def length() -> int:
-        drawn = setting.median_tokens * rng.lognormvariate(0.0, 0.7)
-        return min(max(round(drawn), 2), setting.max_tokens)
-
-    while (now_s := now_s + rng.expovariate(per_s)) < setting.duration_s:
-        yield WorkloadRequest(
-            arrival_s=now_s,
-            prompt_tokens=length(),
-            output_tokens=length(),
-            adapter=rng.randrange(setting.num_adapters),
-        )
 
 
 def figures_of_twin(outcome: Outcome) -> dict[str, float]:
@@ -422,7 +229,12 @@ def main() -> None:
     if setting.device == "cpu":
         torch.set_num_threads(1)
     given = None if chosen.profile is None else read_profile(chosen.profile)
-    rounds = measure(setting, [given or new_profile(setting) for _ in range(chosen.rounds)])
+    profiles: Iterable[CostModel]
+    if given is not None or setting.device == "cuda":  # which is steady
+        profiles = [given or new_profile(setting)] * chosen.rounds
+    else:
+        profiles = (new_profile(setting) for _ in range(chosen.rounds))
+    rounds = measure(setting, profiles)
     workloads = [each for found in rounds for each in found["workloads"]]
     means = {"mean_smape": mean_smape(each["smape"] for each in workloads)}
     if setting.device == "cpu":

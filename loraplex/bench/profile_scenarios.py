@@ -63,6 +63,8 @@ _SHARES: Final = {
     "CPU LoRA": 0.05,
 }
 """Of the time, by phase; roughly, for the progress bar."""
+_ON_GPU_ONLY: Final = ("serving", "copies")
+"""Phases that a CPU does not have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +79,11 @@ class ProfileOptions:
 
 
 def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
-    """Takes seconds for a tiny model, minutes for a large one."""
+    """Takes a minute or three."""
     device, shape, dtype = torch.device(options.device), options.config.shape, options.dtype
     on_gpu, cores = device.type == "cuda", num_cores()
     repeats = options.repeats or (_GPU_REPEATS if on_gpu else _CPU_REPEATS)
-    report = _Phases(progress)
+    report = _Phases(progress, [name for name in _SHARES if on_gpu or name not in _ON_GPU_ONLY])
     steps, memory = _profile_engine(options, repeats, report)
     bus, copies = measure_bus(device, repeats, report.of("copies")) if on_gpu else (None, [])
     folder = cache_dir() / "profiles"
@@ -108,14 +110,16 @@ def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
 class _Phases:
     """Turns the shares of phases into the share of everything."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, phases: Sequence[str]) -> None:
+        """`phases`: that there are, in their order."""
         self._progress = progress
+        self._phases = phases
+        self._all = sum(_SHARES[name] for name in phases)
 
     def of(self, phase: str) -> Report:
-        names = list(_SHARES)
-        before = sum(_SHARES[name] for name in names[: names.index(phase)])
-        self._progress(phase, before)
-        return lambda done: self._progress(phase, before + done * _SHARES[phase])
+        before = sum(_SHARES[name] for name in self._phases[: self._phases.index(phase)])
+        self._progress(phase, before / self._all)
+        return lambda done: self._progress(phase, (before + done * _SHARES[phase]) / self._all)
 
 
 def _profile_engine(

@@ -62,7 +62,8 @@ class StepCase:
 
     @property
     def max_context(self) -> int:
-        return max(*(n + self.decode_tokens for n in self.contexts), *(n + 1 for n in self.prompts), 0)
+        lengths = [n + self.decode_tokens for n in self.contexts] + [n + 1 for n in self.prompts]
+        return max(lengths, default=0)
 
     def adapter_of(self, index: int) -> StepAdapter | None:
         return self.adapters[index % len(self.adapters)] if self.adapters else None
@@ -110,15 +111,17 @@ class CaseLimits:
         return (5, 9, 18, 33, 47, 65, 99, 131, 197, 259, 389, 509)
 
     @property
-    def mean_contexts(self) -> tuple[int, ...]:
-        return (256, 1024) if self.on_gpu else (128, 384)
+    def mean_contexts(self) -> tuple[int, int]:
+        """Some, and many; but most of the spread about them is within what the model takes."""
+        few, many = (256, 1024) if self.on_gpu else (128, 384)
+        return min(few, self.max_context // 8), min(many, self.max_context // 4)
 
     def contexts(self, number: int, mean: int) -> tuple[int, ...]:
         """Of requests that came at different times, with prompts of all lengths: spread log-normally about
-        the mean, and no longer than half of what the model takes."""
+        the mean, and no longer than three quarters of what the model takes."""
         spread = NormalDist(log(mean) - SPREAD**2 / 2, SPREAD)
         drawn = (exp(spread.inv_cdf((index + 0.5) / number)) for index in range(number))
-        return tuple(min(max(round(each), 2), self.max_context // 2) for each in drawn)
+        return tuple(min(max(round(each), 2), self.max_context * 3 // 4) for each in drawn)
 
     def fits(self, case: StepCase) -> bool:
         if case.max_context > self.max_context or case.num_tokens > self.max_tokens:
@@ -173,7 +176,7 @@ def held_out_decodes(
     random, found = Random(seed), list[StepCase]()
     while len(found) < number:
         num_decodes = _log_uniform(random, 1, limits.decodes[-1])
-        mean = _log_uniform(random, _SHORT, min(limits.mean_contexts[-1], limits.max_context // 2))
+        mean = _log_uniform(random, _SHORT, limits.mean_contexts[-1])
         contexts = limits.contexts(num_decodes, mean)
         case = StepCase(contexts=contexts, adapters=_draw(random, adapters, num_decodes))
         found += [case] if limits.fits(case) else []

@@ -19,9 +19,9 @@ class KernelBatch:
 
     token_ids_T, positions_T: what each row is and where it stands in its sequence.
     slots_T: the KV slot (block * block_size + offset) each row is written to.
-    decode_rows_D: rows of sequences that bring exactly one token, longest context first;
-    decode_context_D their context lengths (this token included); decode_blocks_DB their block tables,
-    padded with zeros.
+    decode_rows_D: rows of sequences that bring exactly one token, in any order (the engine's is longest
+    context first, which is fastest); decode_context_D their context lengths (this token included);
+    decode_blocks_DB their block tables, padded with zeros.
     span_*: the other sequences, S of them: first row, number of rows, context length (these rows
     included), block table. max_span_len: the longest of them, 0 if there is none.
     lora: what the kernels made of the step's runs of rows that share an adapter

@@ -1,4 +1,5 @@
-"""How much memory an engine has for KV tokens and adapters, and how much each takes of it."""
+"""How much memory an engine has for KV tokens and adapters, how much each takes of it, and how long a request
+may be."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def profile_from_json(text: str) -> CostModel:
     except RecursionError:
         raise ValueError("nested too deeply to be a profile") from None
     top = JsonObject(document, "the profile")
-    if (version := top.take("version")) in (1, 2, 3):
+    version = top.take("version")
+    if isinstance(version, int) and 0 < version < VERSION:
         raise ValueError("it was made by an older loraplex")
     if version != VERSION:
         raise ValueError(f"its format is of version {version!r}, this loraplex reads version {VERSION}")

@@ -136,7 +136,7 @@ class OwnEngines:
         )
         if longest > self._has.max_context:
             raise CapacityError(
-                f"the model's context holds {self._has.max_context} tokens, too few for a request "
+                f"the engine's context holds {self._has.max_context} tokens, too few for a request "
                 f"of {longest} (prompt and answer); shorten it in the workload"
             )
         largest = max(self.adapter_bytes.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,12 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path))
-    num_threads = torch.get_num_threads()
+    num_threads, shares, measure = torch.get_num_threads(), list[float](), profile_scenarios.profile_machine
+
+    def watched(options: ProfileOptions, progress: Progress) -> CostModel:
+        return measure(options, lambda phase, share: (shares.append(share), progress(phase, share))[1])
+
+    monkeypatch.setattr(profile_scenarios, "profile_machine", watched)
     result = profile("--shape", "tiny", "--device", "cpu", "--repeats", "1")
     assert result.exit_code == 0, result.output
     subject = subject_of(TINY, "cpu", torch.float32)
@@ -77,12 +83,15 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
     assert model.held_out.load.num_samples == 3
     memory = model.memory
     assert memory is not None
+    assert memory.max_context == 512
     assert (memory.token_bytes, memory.block_tokens) == (2 * 2 * 32 * 4, 16)
     assert (memory.arena_bytes, memory.kv_tokens, memory.host_bytes) == (None, 512 * 16, 1 << 30)
     spec = random_spec("one", TINY, 16, ("q_proj", "down_proj"))
     in_memory = resident_bytes(spec, TINY, torch.float32)
     assert memory.adapter_bytes(16, ("q_proj", "down_proj")) == in_memory
     assert torch.get_num_threads() == num_threads
+    assert (shares[0], shares[-1]) == (0, pytest.approx(1))
+    assert all(-1e-9 < later - sooner < 0.2 for sooner, later in pairwise(shares)), "no leap, no way back"
     assert [file.suffix for file in (tmp_path / "profiles").iterdir()] == [".json"], "no other file is left"
 
 
@@ -202,7 +211,7 @@ def test_requests_that_decode_have_contexts_of_all_lengths_about_the_mean() -> N
     assert sum(contexts) / 200 == pytest.approx(50, rel=0.05)
     assert min(contexts) < 50 / 4
     assert max(contexts) > 50 * 4
-    assert max(limits.contexts(200, 400)) == 256
+    assert max(limits.contexts(200, 400)) == 384
 
 
 def test_the_features_of_a_case_count_each_adapter_once() -> None:

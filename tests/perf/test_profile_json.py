@@ -36,7 +36,7 @@ Change = Callable[[dict[str, Any]], object]
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda p: p.update(version=2), "it was made by an older loraplex"),
+        (lambda p: p.update(version=3), "it was made by an older loraplex"),
         (lambda p: p.update(version=5), "version 5, this loraplex reads version 4"),
         (lambda p: p.pop("version"), "has no 'version'"),
         (lambda p: p.pop("disk"), "the profile has no 'disk'"),

@@ -194,11 +194,12 @@ def test_memory_and_the_sizes_of_adapters_are_the_profiles(
     longest = longest_of(read_workload(workload))
     small = twin("run", profile, workload, "--ranks", "1", "--kv-tokens", str(longest + 64))
     assert small.exit_code == 0, small.output
+    too_little = error_of(twin("run", profile, workload, "--ranks", "1", "--kv-tokens", "64"))
+    assert "KV memory holds" in too_little
+    assert "too few for a request of" in too_little
     write_profile(profile, replace(imagined_machine(), memory=replace(memory, max_context=longest - 1)))
     too_long = error_of(twin("run", profile, workload, "--ranks", "1", "--kv-tokens", str(longest + 64)))
     assert f"context holds {longest - 1} tokens, too few for a request of {longest}" in too_long
-    too_little = error_of(twin("run", profile, workload, "--ranks", "1", "--kv-tokens", "64"))
-    assert "too few for a request of" in too_little
     # An adapter of rank 16 on all modules takes 112 kilobytes; beside one, 144 tokens are left of 256.
     OwnEngines(
         replace(imagined_machine(), memory=memory),

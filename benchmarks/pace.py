@@ -1,0 +1,135 @@
+"""The pace of a machine that others use as well, while a replay runs on it; the twin's times at that pace."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from statistics import fmean
+from typing import Final
+
+from benchmarks.twin_loads import Setting, requests, see_sizes, specs_of, vocab_size_of
+from loraplex.bench.engine_scenarios import new_request
+from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, register
+from loraplex.perf.cost_model import CostModel
+from loraplex.scheduling.decode_group import DecodeGroup
+from loraplex.scheduling.plan import Chunk, StepPlan
+from loraplex.scheduling.step_features import step_features
+from loraplex.twin.times import CostModelTimes, Repeats
+
+LOOK_EVERY_S: Final = 0.25
+_SETTLE_STEPS: Final = 3
+_LOOK_STEPS: Final = 12
+_FIRST_LOOKS: Final = 25
+"""Before a replay: what the load is set by."""
+_NEIGHBOURS: Final = 2
+"""Looks before and after a moment by which its pace is told."""
+_LOOKED_AT: Final = (2, 6, 12, 24, 48)
+"""Requests that decode, one number at a time."""
+
+
+class Pace:
+    """How much longer than the profile says steps of serving take, on an engine of their own, by the clock of
+    a replay: it begins with the first step there. Requests come and go as in the workloads, a few at times
+    and many at others. `at_first`: before it."""
+
+    def __init__(self, setting: Setting, profile: CostModel) -> None:
+        self._profile = profile
+        self._engine = build_random_engine(
+            RandomEngineOptions(
+                shape=setting.shape, device=setting.device, dtype=setting.dtype, compiled=True
+            )
+        )
+        self._vocab_size = vocab_size_of(setting)
+        specs = specs_of("pace", setting)
+        self._bytes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs}
+        self._versions = register(self._engine, specs)
+        see_sizes(self._engine, self._versions, self._vocab_size)
+        self._coming = enumerate(requests(replace(setting, duration_s=inf), 1.0, seed=97))
+        self._running: list[str] = []
+        self._num_looks = 0
+        for _ in _LOOKED_AT:  # what is done at first use only
+            self._take_steps()
+        self.at_first = fmean(self._take_steps() for _ in range(_FIRST_LOOKS))
+        self._began_s: float | None = None
+        self._seen_s = 0.0
+        self._at_s: list[float] = []
+        self._ratios: list[float] = []
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def figures(self) -> dict[str, list[float]]:
+        """Every look."""
+        return {"at_s": self._at_s, "times_the_profile": self._ratios}
+
+    def at(self, moment_s: float) -> float:
+        """By the looks before and after it."""
+        place = bisect_left(self._at_s, moment_s)
+        return fmean(self._ratios[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS + 1])
+
+    def look(self) -> float:
+        """Unless the last time was just now; the seconds that it took."""
+        started_s = time.perf_counter()
+        if started_s - self._seen_s < LOOK_EVERY_S:
+            return 0.0
+        if self._began_s is None:
+            self._began_s = started_s
+        self._at_s.append(started_s - self._began_s)
+        self._ratios.append(self._take_steps())
+        self._seen_s = time.perf_counter()
+        self._began_s += self._seen_s - started_s
+        return self._seen_s - started_s
+
+    def _take_steps(self) -> float:
+        """With another number of requests every time; measured over predicted."""
+        level = _LOOKED_AT[self._num_looks % len(_LOOKED_AT)]
+        self._num_looks += 1
+        while len(self._running) > level:
+            self._engine.cancel(self._running.pop())
+        took_s = predicted_s = 0.0
+        for number in range(_SETTLE_STEPS + _LOOK_STEPS):
+            begun_s = time.perf_counter()
+            while len(self._running) < level:
+                self._add()
+            for output in self._engine.step():
+                if output.finish_reason is not None:
+                    self._running.remove(output.request_id)
+            if number >= _SETTLE_STEPS:  # the first find nothing of theirs in the caches
+                took_s += time.perf_counter() - begun_s
+                assert self._engine.landed is not None
+                features = step_features(self._engine.landed.chunks, self._bytes.__getitem__)
+                predicted_s += self._profile.step_s(features)
+        return took_s / predicted_s
+
+    def _add(self) -> None:
+        number, request = next(self._coming)
+        version = self._versions[request.adapter]
+        new = new_request(
+            str(number),
+            request.prompt_tokens,
+            request.output_tokens,
+            version,
+            vocab_size=self._vocab_size,
+            seed=number,
+        )
+        self._engine.add_request(new)
+        self._running.append(new.request_id)
+
+
+class PacedTimes(CostModelTimes):
+    """The profile's, on a machine that is `slower` just now."""
+
+    slower = 1.0
+
+    def step_s(self, plan: StepPlan, num_waiting: int) -> float:
+        return super().step_s(plan, num_waiting) * self.slower
+
+    def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
+        found = super().repeats(group, num_waiting)
+        return Repeats(found.first_s * self.slower, found.growth_s * self.slower)
+
+    def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
+        return super().beside_s(group, chunks) * self.slower
