@@ -30,9 +30,8 @@ _MODULES: Final = ("q_proj", "k_proj", "v_proj")
 _MIN_RANK: Final = 4
 _MAX_RANK: Final = 1024
 _LARGEST_BYTES: Final = 64 << 20
-"""Of an adapter: all files together are about four times as large."""
-_NUM_FITTED: Final = 5
-_NUM_HELD_OUT: Final = 3
+"""Of an adapter: all files together are up to six times as large."""
+_NUM_FITTED: Final = 7
 _MEMORY_BYTES: Final = 512 << 20
 """Where adapters are read to, one behind the other: what was read last would be in the processor's caches."""
 _PLACE_BYTES: Final = 4096
@@ -79,7 +78,7 @@ def _ranks(shape: ModelShape, dtype: torch.dtype) -> tuple[list[int], list[int]]
     factor = (most / _MIN_RANK) ** (1 / (_NUM_FITTED - 1))
     fitted = [round(_MIN_RANK * factor**step) for step in range(_NUM_FITTED)]
     held_out = [round(_MIN_RANK * factor ** (step + 0.5)) for step in range(_NUM_FITTED - 1)]
-    return fitted, held_out[-_NUM_HELD_OUT:]
+    return fitted, held_out
 
 
 def _saved(folder: Path, shape: ModelShape, dtype: torch.dtype, rank: int) -> AdapterSpec:
