@@ -14,13 +14,13 @@ from typing import Any, Final
 import torch
 
 from loraplex.bench.kernel_scenarios import graph_us
+from loraplex.bench.step_cases import SPREAD
 from loraplex.core.shape import ModelShape
 from loraplex.kernels.triton.decode_attention import DecodeScratch, choose_num_splits, decode_attention
 from loraplex.model.shapes import config_of_shape
 
 NUM_REQUESTS: Final = (8, 16, 32, 64, 128, 256)
 _MEDIAN_TOKENS: Final = 200
-_SPREAD: Final = 0.8
 _LONGEST: Final = 2000
 _BLOCK_SIZE: Final = 16
 _DRAWS: Final = 3
@@ -47,7 +47,7 @@ def measure_order(shape_name: str) -> list[dict[str, Any]]:
 
 
 def _draw_contexts(random: Random, number: int) -> list[int]:
-    drawn = (round(_MEDIAN_TOKENS * random.lognormvariate(0.0, _SPREAD)) for _ in range(number))
+    drawn = (round(_MEDIAN_TOKENS * random.lognormvariate(0.0, SPREAD)) for _ in range(number))
     return [min(max(each, 1), _LONGEST) for each in drawn]
 
 

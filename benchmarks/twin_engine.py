@@ -223,6 +223,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="of arrivals, for a trial")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
+    if chosen.rounds < 1:
+        parser.error("--rounds: one at the least")
     setting = SETTINGS[chosen.device]
     if chosen.seconds is not None:
         setting = replace(setting, duration_s=chosen.seconds)

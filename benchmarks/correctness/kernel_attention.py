@@ -113,8 +113,8 @@ def _split(shape: ModelShape, num_splits: int, longest: int, setting: Setting, t
         values_PH=torch.full((parts, shape.head_dim), math.nan, device=device),
         weights_P=torch.full((parts,), math.nan, device=device),
     )
-    lengths = torch.tensor(contexts, device=device)
-    decode_attention(qkv, None, lengths, paged.tables, paged.k_cache, paged.v_cache, out, num_splits, scratch)
+    at, lengths = torch.arange(5, device=device), torch.tensor(contexts, device=device)
+    decode_attention(qkv, at, lengths, paged.tables, paged.k_cache, paged.v_cache, out, num_splits, scratch)
     batch = kernel_batch(
         device,
         decode_rows_D=torch.arange(4, device=device),

@@ -79,7 +79,7 @@ class ProfileOptions:
 
 
 def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
-    """Takes a minute or three."""
+    """Takes minutes."""
     device, shape, dtype = torch.device(options.device), options.config.shape, options.dtype
     on_gpu, cores = device.type == "cuda", num_cores()
     repeats = options.repeats or (_GPU_REPEATS if on_gpu else _CPU_REPEATS)

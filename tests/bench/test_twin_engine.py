@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,17 +80,24 @@ def test_the_pace_is_of_the_moment_and_looks_take_no_time_of_the_replay(
     profile: CostModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = pace.Pace(SETTING, profile)
-    ratios = iter([1.0] * 6 + [3.0] * 6)
-    monkeypatch.setattr(seen, "_take_steps", lambda: time.sleep(0.02) or next(ratios))
-    began_s, paused_s = time.perf_counter(), 0.0
+    ratios, now_s = iter([1.0] * 6 + [3.0] * 6), 100.0
+
+    def take_steps() -> float:
+        nonlocal now_s
+        now_s += 0.5
+        return next(ratios)
+
+    monkeypatch.setattr(seen, "_take_steps", take_steps)
+    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    paused_s = 0.0
     for _ in range(12):
-        monkeypatch.setattr(seen, "_seen_s", 0.0)
         paused_s += seen.look()
-    assert paused_s >= 12 * 0.02
-    replayed_s = time.perf_counter() - began_s - paused_s
+        assert seen.look() == 0.0, "it was just now"
+        now_s += 1.0
+    assert paused_s == 12 * 0.5
     assert seen.at(0.0) == 1.0
-    assert seen.at(replayed_s + 1.0) == 3.0
-    assert seen.figures()["times_the_profile"] == [1.0] * 6 + [3.0] * 6
+    assert seen.at(12.0) == 3.0
+    assert seen.figures() == {"at_s": list(range(12)), "times_the_profile": [1.0] * 6 + [3.0] * 6}
     seen.close()
 
 

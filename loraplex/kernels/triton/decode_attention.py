@@ -67,7 +67,7 @@ def choose_num_splits(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
 
 def decode_attention(
     qkv_TO: torch.Tensor,
-    rows_D: torch.Tensor | None,
+    rows_D: torch.Tensor,
     contexts_D: torch.Tensor,
     blocks_DB: torch.Tensor,
     k_cache: torch.Tensor,
@@ -76,14 +76,13 @@ def decode_attention(
     num_splits: int,
     scratch: DecodeScratch | None,
 ) -> None:
-    """Attention of rows `rows_D` (None: the first D rows) over their contexts, which include themselves.
+    """Attention of rows `rows_D` over their contexts, which include themselves.
 
     A context of 0 (a padding row) is not read at all and leaves zeros. One split needs no scratch.
     """
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     num_rows, num_heads = contexts_D.shape[0], out_TO.shape[1] // head_dim
     check_layout(qkv_TO, blocks_DB, k_cache, v_cache, out_TO)
-    rows = contexts_D if rows_D is None else rows_D
     # With one split nothing touches these two: any tensor will do.
     values, weights = out_TO, out_TO
     if num_splits > 1:
@@ -91,7 +90,6 @@ def decode_attention(
         assert num_rows * num_heads * num_splits <= scratch.weights_P.shape[0]
         values, weights = scratch.values_PH, scratch.weights_P
     constants = {
-        "HAS_ROWS": rows_D is not None,
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded_dim(head_dim),
         "TILE": tile_tokens(_TILE_BYTES, k_cache),
@@ -101,7 +99,7 @@ def decode_attention(
     # All heads of a row before the next row: programs start in this order, and long contexts stand first.
     _decode_kernel[(num_kv_heads, num_rows, num_splits)](
         qkv_TO,
-        rows,
+        rows_D,
         contexts_D,
         blocks_DB,
         k_cache,
@@ -123,7 +121,14 @@ def decode_attention(
     )
     if num_splits > 1:
         _combine_kernel[(num_rows, num_heads)](
-            rows, contexts_D, out_TO, values, weights, out_TO.stride(0), **constants, num_warps=_COMBINE_WARPS
+            rows_D,
+            contexts_D,
+            out_TO,
+            values,
+            weights,
+            out_TO.stride(0),
+            **constants,
+            num_warps=_COMBINE_WARPS,
         )
 
 
@@ -153,7 +158,6 @@ def _decode_kernel(
     stride_head,
     stride_token,
     scale,
-    HAS_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -170,7 +174,7 @@ def _decode_kernel(
     end = tl.minimum(begin + split_tokens, context)
     if NUM_SPLITS > 1 and begin >= end:
         return
-    row = tl.load(rows + index).to(tl.int64) if HAS_ROWS else index
+    row = tl.load(rows + index).to(tl.int64)
 
     members_M = tl.arange(0, BLOCK_M)
     dims_D = tl.arange(0, BLOCK_D)
@@ -219,7 +223,6 @@ def _combine_kernel(
     values,
     weights,
     stride_out,
-    HAS_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
@@ -228,7 +231,7 @@ def _combine_kernel(
     """One row and query head: the splits' values, weighed. Zeros where the context is empty."""
     index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context = tl.load(contexts + index).to(tl.int32)
-    row = tl.load(rows + index).to(tl.int64) if HAS_ROWS else index
+    row = tl.load(rows + index).to(tl.int64)
     splits_S = tl.arange(0, NUM_SPLITS)
     dims_D = tl.arange(0, BLOCK_D)
     inside_D = dims_D < HEAD_DIM

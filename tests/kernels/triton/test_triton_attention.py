@@ -127,7 +127,7 @@ def test_padding_rows_of_decode_are_zeros(num_splits: int) -> None:
     out = empty_out(GQA, 3, torch.float16)
     decode_attention(
         qkv,
-        None,
+        torch.arange(3, device=DEVICE),
         torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
         paged.tables.int(),
         paged.k_cache,
@@ -142,10 +142,8 @@ def test_padding_rows_of_decode_are_zeros(num_splits: int) -> None:
 
 def test_decode_of_large_scores_does_not_overflow() -> None:
     paged, qkv = Paged(GQA, [150], torch.float32), 200 * new_qkv(GQA, 1, torch.float32)
-    out, contexts = empty_out(GQA, 1, torch.float32), torch.tensor([150], device=DEVICE)
-    decode_attention(
-        qkv, None, contexts, paged.tables, paged.k_cache, paged.v_cache, out, 2, scratch_for(GQA)
-    )
+    out, row, contexts = (empty_out(GQA, 1, torch.float32), *torch.tensor([[0], [150]], device=DEVICE))
+    decode_attention(qkv, row, contexts, paged.tables, paged.k_cache, paged.v_cache, out, 2, scratch_for(GQA))
     expected = attended(GQA, qkv, paged.k_LND[0], paged.v_LND[0])
     torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
 
@@ -200,7 +198,7 @@ def test_caches_may_be_larger_than_32_bits_of_elements() -> None:
     k_LND, v_LND = k_cache[2].transpose(0, 1), v_cache[2].transpose(0, 1)
     qkv, tables = new_qkv(heads, 16, torch.float16), torch.tensor([[2]], device=DEVICE)
     out, start, context = (empty_out(heads, 16, torch.float16), *torch.tensor([[0], [16]], device=DEVICE))
-    decode_attention(qkv, None, context, tables, k_cache, v_cache, out, 1, None)
+    decode_attention(qkv, start, context, tables, k_cache, v_cache, out, 1, None)
     assert_close(out[:1], attended(heads, qkv[:1], k_LND, v_LND))
     prefill_attention(qkv, start, context, context, tables, k_cache, v_cache, out, 16)
     assert_close(out, attended(heads, qkv, k_LND, v_LND))
