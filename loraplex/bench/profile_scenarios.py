@@ -49,6 +49,8 @@ _NUM_HELD_OUT: Final = 24
 _MODULES: Final = ("q_proj", "k_proj", "v_proj")
 _GPU_REPEATS: Final = 3
 _CPU_REPEATS: Final = 25
+_READ_REPEATS: Final = 12
+"""Of files on a GPU's machine: that is its host's work, which is less steady."""
 _BLOCK_SIZE: Final = 16
 """Tokens of a KV block of a random engine."""
 _MAX_SERVED_EACH: Final = 40
@@ -88,7 +90,12 @@ def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
     bus, copies = measure_bus(device, repeats, report.of("copies")) if on_gpu else (None, [])
     folder = cache_dir() / "profiles"
     read, reads = measure_reads(
-        folder, shape, dtype, on_gpu=on_gpu, repeats=repeats, report=report.of("reads")
+        folder,
+        shape,
+        dtype,
+        on_gpu=on_gpu,
+        repeats=options.repeats or max(repeats, _READ_REPEATS),
+        report=report.of("reads"),
     )
     loads: list[Predicted] = [*copies, *reads]
     load = quality_of([each.predicted_s for each in loads], [each.measured_s for each in loads])

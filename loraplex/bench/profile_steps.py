@@ -78,7 +78,7 @@ def fit_steps(
     samples: StepSamples, served: Sequence[StepSample], others: Sequence[StepSample], *, stepped: bool
 ) -> MeasuredSteps:
     """`served`, `others`: steps of serving, to fit to as well, and to be predicted; or none. `stepped`: steps
-    with prompts are padded to the sizes fitted to."""
+    are padded to the sizes fitted to."""
     by_themselves = fit_step_cost(samples.fitted, stepped=stepped)
     served = without_pauses(served, by_themselves) if served else ()
     drawn = Random(0).sample(served, min(_NUM_SERVED, len(served)))

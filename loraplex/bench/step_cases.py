@@ -96,16 +96,21 @@ class CaseLimits:
 
     @property
     def decodes(self) -> tuple[int, ...]:
-        gpu = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-        return gpu if self.on_gpu else (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+        """Rows of steps that only decode. On a GPU the sizes of graphs: the curve has its steps where the
+        engine has them."""
+        if self.on_gpu:
+            from loraplex.engine.cuda.step_sizes import DECODE_ROWS  # with Triton, which a CPU does not need
+
+            return DECODE_ROWS
+        return (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
     @property
     def prompts(self) -> tuple[int, ...]:
         """Rows of steps with prompts. On a GPU the most that each size of graph takes, where there is always
-        a row more, so that the curve has its steps where the engine has them. On a CPU nothing round: lengths
-        that fill blocks and tiles are some per cent faster than all others."""
+        a row more. On a CPU nothing round: lengths that fill blocks and tiles are some per cent faster than
+        all others."""
         if self.on_gpu:
-            from loraplex.engine.cuda.step_sizes import MIXED_ROWS  # with Triton, which a CPU does not need
+            from loraplex.engine.cuda.step_sizes import MIXED_ROWS
 
             return tuple(rows - 1 for rows in MIXED_ROWS if rows <= 2048)
         return (5, 9, 18, 33, 47, 65, 99, 131, 197, 259, 389, 509)

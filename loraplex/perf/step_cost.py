@@ -145,8 +145,7 @@ def fit_step_cost(
     samples: Sequence[StepSample], served: Sequence[StepSample] = (), *, stepped: bool = False
 ) -> StepCost:
     """The curves bend where steps without adapters were measured that only decode or only read prompts.
-    `served`: more steps to fit to, at which nothing bends. `stepped`: steps with prompts are padded to those
-    sizes."""
+    `served`: more steps to fit to, at which nothing bends. `stepped`: steps are padded to those sizes."""
     base = [step for step, _ in samples if step.num_adapters == 0]
     decodes = sorted({step.num_rows for step in base if step.num_prompt_tokens == 0})
     prompts = sorted({step.num_rows for step in base if step.num_decodes == 0})
@@ -158,7 +157,7 @@ def fit_step_cost(
     found = fit_non_negative(table, seconds)
     border, end = len(decodes), len(decodes) + len(prompts)
     cost = StepCost(
-        decodes=RowCurve(rows=tuple(decodes), seconds_at=tuple(accumulate(found[:border]))),
+        decodes=RowCurve(rows=tuple(decodes), seconds_at=tuple(accumulate(found[:border])), stepped=stepped),
         prompts=RowCurve(
             rows=tuple(prompts), seconds_at=tuple(accumulate(found[border:end])), stepped=stepped
         ),
@@ -174,7 +173,7 @@ def _columns(
     if step.num_prompt_tokens > 0:
         ramps = [*[0.0] * len(decodes), *_ramps(step.num_rows, prompts, stepped)]
     else:
-        ramps = [*_ramps(step.num_rows, decodes, False), *[0.0] * len(prompts)]
+        ramps = [*_ramps(step.num_rows, decodes, stepped), *[0.0] * len(prompts)]
     return [*ramps, *_amounts(step)]
 
 

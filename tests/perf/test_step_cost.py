@@ -83,7 +83,11 @@ def test_a_device_is_found_again_from_noisy_samples() -> None:
 
 def test_without_noise_the_fit_is_exact() -> None:
     for stepped in (False, True):
-        real = replace(REAL, prompts=replace(REAL.prompts, stepped=stepped))
+        real = replace(
+            REAL,
+            decodes=replace(REAL.decodes, stepped=stepped),
+            prompts=replace(REAL.prompts, stepped=stepped),
+        )
         found = fit_step_cost([(step, real.seconds(step)) for step in GRID], stepped=stepped)
         assert found.quality is not None
         assert found.quality.worst_error < 1e-6
