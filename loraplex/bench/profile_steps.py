@@ -7,7 +7,7 @@ prompt on an idle engine is timed from being handed over, which is what its send
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from random import Random
@@ -17,11 +17,13 @@ from loraplex.bench.alternating import time_alternating, undisturbed
 from loraplex.bench.engine_scenarios import bring_in, new_request, run_dry
 from loraplex.bench.profile_host import Report
 from loraplex.bench.profile_serving import without_pauses
-from loraplex.bench.step_cases import SETTLE_STEPS, StepCase
+from loraplex.bench.step_cases import SETTLE_STEPS, TIMED_STEPS, StepCase
 from loraplex.core.request import EngineRequest
 from loraplex.engine.core import Engine
 from loraplex.perf.least_squares import FitQuality, quality_of
-from loraplex.perf.step_cost import StepCost, StepSample, fit_step_cost
+from loraplex.perf.step_cost import StepCost, StepFeatures, StepSample, fit_step_cost
+from loraplex.scheduling.plan import StepPlan
+from loraplex.scheduling.step_features import step_features
 
 _MAX_SHOTS: Final = 4
 _SHOTS_S: Final = 0.03
@@ -65,12 +67,13 @@ def measure_steps(
 ) -> StepSamples:
     """Adapters must be registered; they are brought in before time counts."""
     every = [case for each in cases for case in each]
-    bring_in(engine, sorted({adapter.version for case in every for adapter in case.adapters}), vocab_size)
-    timer = _StepTimer(engine, vocab_size)
+    bytes_of = {adapter.version: adapter.num_bytes for case in every for adapter in case.adapters}
+    bring_in(engine, sorted(bytes_of), vocab_size)
+    timer = _StepTimer(engine, vocab_size, bytes_of)
     took_s = time_alternating(
         [partial(timer.seconds, case) for case in every], repeats=repeats, report=report
     )
-    samples = iter([StepSample(case.features(), each) for case, each in zip(every, took_s, strict=True)])
+    samples = iter([StepSample(timer.steps[case], each) for case, each in zip(every, took_s, strict=True)])
     return StepSamples(*([*islice(samples, len(each))] for each in cases))
 
 
@@ -96,9 +99,13 @@ def fit_steps(
 
 
 class _StepTimer:
-    """Runs cases on an engine that is idle before and after each."""
+    """Runs cases on an engine that is idle before and after each. `steps`: what was in the step that was
+    timed, or in the middle one of several, as the engine decided it: how far requests have come by then is
+    the scheduler's matter."""
 
-    def __init__(self, engine: Engine, vocab_size: int) -> None:
+    def __init__(self, engine: Engine, vocab_size: int, bytes_of: Mapping[str, int]) -> None:
+        self.steps: dict[StepCase, StepFeatures] = {}
+        self._bytes_of = bytes_of
         self._engine = engine
         self._vocab_size = vocab_size
         self._num_requests = 0
@@ -120,16 +127,20 @@ class _StepTimer:
             run_dry(self._engine)
             shots_s.append(time.perf_counter() - started)
             assert self._engine.stats().num_steps == steps_before + 1, "prompts of a case fit one step"
+        self._note(case, self._engine.landed)
         return undisturbed(shots_s)
 
     def _decodes_alone(self, case: StepCase) -> float:
-        self._add_decodes(case)
-        landings: list[float] = []
-        while self._engine.has_work():
-            if len(self._engine.step()) == case.num_decodes:
-                landings.append(time.perf_counter())
-        gaps = [later - sooner for sooner, later in pairwise(landings)]
-        return undisturbed(gaps[SETTLE_STEPS:] or gaps)
+        engine, request_ids = self._engine, self._add_decodes(case)
+        landings: list[tuple[float, StepPlan | None]] = []
+        while len(landings) < SETTLE_STEPS + TIMED_STEPS:
+            assert engine.has_work(), "requests of a case have tokens enough to say"
+            if len(engine.step()) == case.num_decodes:
+                landings.append((time.perf_counter(), engine.landed))
+        self._cancel(request_ids)
+        timed = landings[SETTLE_STEPS:]
+        self._note(case, timed[len(timed) // 2][1])
+        return undisturbed([later - sooner for (sooner, _), (later, _) in pairwise(timed)])
 
     def _joined(self, case: StepCase) -> float:
         """Prompts join requests that decode; the step that reads them is the one that yields their tokens."""
@@ -140,9 +151,9 @@ class _StepTimer:
         while len(shots_s) < _JOINED_SHOTS:
             engine.step()
             shots_s.append(self._join(case))
-        for request_id in request_ids:
-            engine.cancel(request_id)
-        run_dry(engine)
+            if len(shots_s) == 1 + _JOINED_SHOTS // 2:
+                self._note(case, engine.landed)
+        self._cancel(request_ids)
         return undisturbed(shots_s)
 
     def _join(self, case: StepCase) -> float:
@@ -157,6 +168,15 @@ class _StepTimer:
             if any(output.request_id in joined for output in outputs):
                 return now - landed
             landed = now
+
+    def _note(self, case: StepCase, plan: StepPlan | None) -> None:
+        assert plan is not None, "a step has landed"
+        self.steps[case] = step_features(plan.chunks, self._bytes_of.__getitem__)
+
+    def _cancel(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._engine.cancel(request_id)
+        run_dry(self._engine)
 
     def _add_decodes(self, case: StepCase) -> list[str]:
         requests = [

@@ -14,7 +14,6 @@ from random import Random
 from statistics import NormalDist
 from typing import Final
 
-from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.work import StepWork
 
 _SHORT: Final = 16
@@ -52,12 +51,12 @@ class StepCase:
 
     @property
     def decode_tokens(self) -> int:
-        """What each decoding request has to say for one measurement."""
+        """What each decoding request has to say for one measurement, at the most."""
         return SETTLE_STEPS + TIMED_STEPS + -(-sum(self.contexts) // _SLOWEST_PREFILL)
 
     @property
     def num_tokens(self) -> int:
-        """In the KV cache at the end of a measurement."""
+        """In the KV cache at the end of a measurement, at the most."""
         return sum(self.contexts) + self.num_decodes * self.decode_tokens + sum(self.prompts)
 
     @property
@@ -67,22 +66,6 @@ class StepCase:
 
     def adapter_of(self, index: int) -> StepAdapter | None:
         return self.adapters[index % len(self.adapters)] if self.adapters else None
-
-    def features(self) -> StepFeatures:
-        """Of the step in the middle of those that are timed."""
-        tokens_of = [1] * self.num_decodes + list(self.prompts)
-        used = [(n, adapter) for i, n in enumerate(tokens_of) if (adapter := self.adapter_of(i)) is not None]
-        distinct = {adapter.version: adapter.num_bytes for _, adapter in used}
-        return StepFeatures(
-            num_decodes=self.num_decodes,
-            num_prompts=len(self.prompts),
-            num_prompt_tokens=sum(self.prompts),
-            decode_positions=sum(self.contexts) + self.num_decodes * (self.decode_tokens - TIMED_STEPS / 2),
-            prompt_pairs=sum(n * n / 2 for n in self.prompts),
-            num_adapters=len(distinct),
-            adapter_bytes=sum(distinct.values()),
-            row_adapter_bytes=sum(n * adapter.num_bytes for n, adapter in used),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

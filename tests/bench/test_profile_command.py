@@ -19,7 +19,7 @@ from loraplex.bench.alternating import at_usual_pace, time_alternating, undistur
 from loraplex.bench.profile_reads import _pinned_reader, _plain_reader, _saved, _seconds
 from loraplex.bench.profile_scenarios import ProfileOptions, Progress
 from loraplex.bench.profile_serving import measure_serving
-from loraplex.bench.profile_steps import StepSamples, fit_steps
+from loraplex.bench.profile_steps import StepCases, StepSamples, fit_steps, measure_steps
 from loraplex.bench.random_engine import (
     RandomEngineOptions,
     build_random_engine,
@@ -46,6 +46,8 @@ from loraplex.perf.held_out import HeldOut
 from loraplex.perf.least_squares import quality_of
 from loraplex.perf.profile_json import read_profile
 from loraplex.perf.step_cost import StepFeatures, StepSample
+from loraplex.scheduling.plan import Chunk
+from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
 
 TINY = config_of_shape("tiny").shape
@@ -190,13 +192,24 @@ ADAPTERS = [
 ]
 
 
+def features_of(case: StepCase) -> StepFeatures:
+    """Of the step in which prompts join requests that have said nothing yet."""
+    tokens = [(n, 1) for n in case.contexts] + [(0, n) for n in case.prompts]
+    used = [case.adapter_of(index) for index in range(len(tokens))]
+    chunks = [
+        Chunk("", None if adapter is None else adapter.version, start, [0] * count, [], True)
+        for (start, count), adapter in zip(tokens, used, strict=True)
+    ]
+    return step_features(chunks, {each.version: each.num_bytes for each in case.adapters}.__getitem__)
+
+
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_cases_fit_the_engine_and_tell_every_cost_apart(on_gpu: bool) -> None:
     work = StepWork(max_tokens=2048, position_cost=4e-5)
     cases = step_cases(ADAPTERS, CaseLimits(on_gpu=on_gpu, max_context=2048, max_tokens=40_000, work=work))
     assert all(case.max_context <= 2048 and case.num_tokens <= 40_000 for case in cases)
     assert all(sum(work.cost(0, n) for n in case.prompts) <= work.max_tokens for case in cases)
-    features = [case.features() for case in cases]
+    features = [features_of(case) for case in cases]
     base = [step for step in features if step.num_adapters == 0]
     assert len({step.decode_positions / step.num_decodes for step in base if step.num_decodes}) > 2
     assert len({step.num_prompts for step in base}) > 2
@@ -214,13 +227,35 @@ def test_requests_that_decode_have_contexts_of_all_lengths_about_the_mean() -> N
     assert max(limits.contexts(200, 400)) == 384
 
 
-def test_the_features_of_a_case_count_each_adapter_once() -> None:
-    case = StepCase(contexts=(100, 90, 110), prompts=(10,), adapters=tuple(ADAPTERS[:2]))
-    step = case.features()
-    assert (step.num_adapters, step.adapter_bytes) == (2, 1600)
-    assert step.row_adapter_bytes == (3 + 10) * 800
-    assert (step.num_decodes, step.num_prompts, step.num_prompt_tokens, step.prompt_pairs) == (3, 1, 10, 50)
-    assert 300 < step.decode_positions < 3 * case.max_context
+def test_a_sample_has_what_was_in_the_step_that_was_timed() -> None:
+    """Prompts are read in two steps, and those read first decode in the second already: contexts are what
+    the engine has them at, not what the case asks for."""
+    options = RandomEngineOptions(shape="tiny", device="cpu", dtype=torch.float32, max_step_tokens=600)
+    engine = build_random_engine(options)
+    specs = random_specs("timed", "tiny", num_adapters=2, ranks=(8,), modules="q,k,v")
+    adapters = tuple(StepAdapter(version=v, rank=8, num_bytes=800) for v in register(engine, specs))
+    cases = StepCases(
+        fitted=[StepCase(contexts=(300, 300, 300), adapters=adapters)],
+        decodes=[StepCase(contexts=(100, 90, 110), prompts=(10,), adapters=adapters)],
+        prompts=[StepCase(prompts=(10, 20), adapters=adapters[:1])],
+    )
+    found = measure_steps(engine, cases, vocab_size=TINY.vocab_size, repeats=2, report=lambda done: None)
+    engine.close()
+    [(decodes, _)], [(joined, _)], [(prompts, _)] = found
+    # In the second step, the first that yields three tokens, the third prompt is read. It and three more
+    # settle; of the eight timed, the fifth is in the middle, and the tenth of all.
+    assert decodes.decode_positions == 2 * (300 + 9) + (300 + 8)
+    assert (decodes.num_decodes, decodes.num_prompts, decodes.num_adapters) == (3, 0, 2)
+    assert (joined.num_adapters, joined.adapter_bytes) == (2, 1600)
+    assert joined.row_adapter_bytes == (3 + 10) * 800
+    assert (joined.num_decodes, joined.num_prompts, joined.num_prompt_tokens, joined.prompt_pairs) == (
+        3,
+        1,
+        10,
+        50,
+    )
+    assert 300 < joined.decode_positions < 300 + 3 * 10
+    assert (prompts.num_prompts, prompts.num_prompt_tokens, prompts.prompt_pairs) == (2, 30, 250)
 
 
 def test_things_are_timed_in_turn_and_the_first_time_does_not_count() -> None:
@@ -269,7 +304,7 @@ def test_cases_held_out_are_others_than_those_fitted(on_gpu: bool) -> None:
     assert all(case.num_decodes == 0 and min(case.prompts) > 1 for case in prompts)
     assert len({case.num_decodes for case in decodes}) > 8
     for cases in (decodes, prompts):
-        assert len({case.features().num_adapters for case in cases}) > 2
+        assert len({features_of(case).num_adapters for case in cases}) > 2
 
 
 def test_steps_of_serving_are_timed_from_one_request_to_many() -> None:
@@ -303,7 +338,7 @@ def test_a_fit_to_serving_as_well_is_between_the_two_and_knows_no_pauses() -> No
     real = default_cost_model(subject_of(TINY, "cpu", torch.float32), TINY, element_bytes=4, num_cores=2).step
 
     def measured(cases: list[StepCase], slower: float = 1.0) -> list[StepSample]:
-        return [StepSample(case.features(), real.seconds(case.features()) * slower) for case in cases]
+        return [StepSample(features_of(case), real.seconds(features_of(case)) * slower) for case in cases]
 
     decodes, prompts = held_out_decodes(ADAPTERS, limits, 24), held_out_prompts(ADAPTERS, limits, 24)
     samples = StepSamples(measured(step_cases(ADAPTERS, limits)), measured(decodes), measured(prompts))
