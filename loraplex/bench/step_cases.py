@@ -20,8 +20,9 @@ _SHORT: Final = 16
 """Tokens behind a request, on the mean, that hardly cost anything."""
 SPREAD: Final = 0.8
 """Of log-normal lengths."""
-SETTLE_STEPS: Final = 4
-TIMED_STEPS: Final = 8
+SETTLE_STEPS: Final = 8
+"""After the last prompt was read: the first find little of theirs in a processor's caches."""
+TIMED_STEPS: Final = 16
 _SLOWEST_PREFILL: Final = 512
 """Prompt tokens that a step reads at the least while others decode: the first must not end before the last
 has begun."""

@@ -242,9 +242,9 @@ def test_a_sample_has_what_was_in_the_step_that_was_timed() -> None:
     found = measure_steps(engine, cases, vocab_size=TINY.vocab_size, repeats=2, report=lambda done: None)
     engine.close()
     [(decodes, _)], [(joined, _)], [(prompts, _)] = found
-    # In the second step, the first that yields three tokens, the third prompt is read. It and three more
-    # settle; of the eight timed, the fifth is in the middle, and the tenth of all.
-    assert decodes.decode_positions == 2 * (300 + 9) + (300 + 8)
+    # In the second step, the first that yields three tokens, the third prompt is read. It and seven more
+    # settle; of the sixteen timed, the ninth is in the middle, and the eighteenth of all.
+    assert decodes.decode_positions == 2 * (300 + 17) + (300 + 16)
     assert (decodes.num_decodes, decodes.num_prompts, decodes.num_adapters) == (3, 0, 2)
     assert (joined.num_adapters, joined.adapter_bytes) == (2, 1600)
     assert joined.row_adapter_bytes == (3 + 10) * 800
