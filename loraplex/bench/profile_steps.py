@@ -147,6 +147,8 @@ class _StepTimer:
         engine, request_ids = self._engine, self._add_decodes(case)
         while len(engine.step()) < case.num_decodes:
             pass
+        for _ in range(SETTLE_STEPS):
+            engine.step()
         shots_s: list[float] = []
         while len(shots_s) < _JOINED_SHOTS:
             engine.step()
