@@ -254,7 +254,8 @@ def test_a_sample_has_what_was_in_the_step_that_was_timed() -> None:
         10,
         50,
     )
-    assert 300 < joined.decode_positions < 300 + 3 * 10
+    # One step reads them and eight settle; then a step without and one with a prompt, three times.
+    assert joined.decode_positions == 300 + 3 * 12
     assert (prompts.num_prompts, prompts.num_prompt_tokens, prompts.prompt_pairs) == (2, 30, 250)
 
 
