@@ -19,6 +19,7 @@ from loraplex.bench.profile_serving import measure_serving
 from loraplex.bench.profile_steps import MeasuredSteps, StepCases, fit_steps, measure_steps
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_spec
 from loraplex.bench.step_cases import (
+    BLOCK_SIZE,
     CaseLimits,
     StepAdapter,
     held_out_decodes,
@@ -51,8 +52,6 @@ _GPU_REPEATS: Final = 3
 _CPU_REPEATS: Final = 25
 _READ_REPEATS: Final = 12
 """Of files on a GPU's machine: that is its host's work, which is less steady."""
-_BLOCK_SIZE: Final = 16
-"""Tokens of a KV block of a random engine."""
 _MAX_SERVED_EACH: Final = 40
 """Steps of serving with each number of requests."""
 _SHARES: Final = {
@@ -144,7 +143,7 @@ def _profile_engine(
         limits = CaseLimits(
             on_gpu=on_gpu,
             max_context=engine.max_model_len,
-            max_tokens=stats.num_kv_blocks * _BLOCK_SIZE * 3 // 4,
+            max_tokens=stats.num_kv_blocks * BLOCK_SIZE * 15 // 16,
             work=engine.step_work,
         )
         fitted = _add_adapters(engine, options, _RANKS, memory_bytes // 2, most_each=128 if on_gpu else 16)
@@ -185,9 +184,9 @@ def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
     return EngineMemory(
         max_context=engine.max_model_len,
         token_bytes=2 * shape.num_layers * shape.kv_size * element_bytes,
-        block_tokens=_BLOCK_SIZE,
+        block_tokens=BLOCK_SIZE,
         arena_bytes=stats.device_arena_bytes if on_gpu else None,
-        kv_tokens=None if on_gpu else stats.num_kv_blocks * _BLOCK_SIZE,
+        kv_tokens=None if on_gpu else stats.num_kv_blocks * BLOCK_SIZE,
         # Random adapters share their weights on the host of a GPU, so this engine's own budget says nothing.
         host_bytes=default_host_bytes() if on_gpu else stats.host_adapter_budget_bytes,
         table_bytes=table_bytes(shape) if on_gpu else 0,

@@ -17,7 +17,7 @@ from loraplex.bench.alternating import time_alternating, undisturbed
 from loraplex.bench.engine_scenarios import bring_in, new_request, run_dry
 from loraplex.bench.profile_host import Report
 from loraplex.bench.profile_serving import without_pauses
-from loraplex.bench.step_cases import SETTLE_STEPS, TIMED_STEPS, StepCase
+from loraplex.bench.step_cases import JOINED_SHOTS, SETTLE_STEPS, TIMED_STEPS, StepCase
 from loraplex.core.request import EngineRequest
 from loraplex.engine.core import Engine
 from loraplex.perf.least_squares import FitQuality, quality_of
@@ -33,8 +33,6 @@ _NUM_SERVED: Final = 300
 """Steps of serving to fit to: about three for each that was measured by itself."""
 _IDLE_S: Final = 0.02
 """Before a prompt that finds the engine idle: its caches are not what they were at once after another."""
-_JOINED_SHOTS: Final = 3
-"""Of prompts that join others: no more than those have tokens left for."""
 
 
 class StepCases(NamedTuple):
@@ -150,10 +148,10 @@ class _StepTimer:
         for _ in range(SETTLE_STEPS):
             engine.step()
         shots_s: list[float] = []
-        while len(shots_s) < _JOINED_SHOTS:
+        while len(shots_s) < JOINED_SHOTS:
             engine.step()
             shots_s.append(self._join(case))
-            if len(shots_s) == 1 + _JOINED_SHOTS // 2:
+            if len(shots_s) == 1 + JOINED_SHOTS // 2:
                 self._note(case, engine.landed)
         self._cancel(request_ids)
         return undisturbed(shots_s)

@@ -23,6 +23,10 @@ SPREAD: Final = 0.8
 SETTLE_STEPS: Final = 8
 """After the last prompt was read: the first find little of theirs in a processor's caches."""
 TIMED_STEPS: Final = 16
+JOINED_SHOTS: Final = 3
+"""Of prompts that join others, one in three steps where the engine runs ahead."""
+BLOCK_SIZE: Final = 16
+"""Tokens of a KV block of a random engine."""
 _SLOWEST_PREFILL: Final = 512
 """Prompt tokens that a step reads at the least while others decode: the first must not end before the last
 has begun."""
@@ -53,17 +57,20 @@ class StepCase:
     @property
     def decode_tokens(self) -> int:
         """What each decoding request has to say for one measurement, at the most."""
-        return SETTLE_STEPS + TIMED_STEPS + -(-sum(self.contexts) // _SLOWEST_PREFILL)
+        timed = 4 * JOINED_SHOTS if self.prompts else TIMED_STEPS
+        return SETTLE_STEPS + timed + -(-sum(self.contexts) // _SLOWEST_PREFILL)
 
     @property
     def num_tokens(self) -> int:
-        """In the KV cache at the end of a measurement, at the most."""
-        return sum(self.contexts) + self.num_decodes * self.decode_tokens + sum(self.prompts)
+        """That the blocks of the KV cache have room for at the end of a measurement, at the most."""
+        return sum(-(-n // BLOCK_SIZE) * BLOCK_SIZE for n in self._lengths())
 
     @property
     def max_context(self) -> int:
-        lengths = [n + self.decode_tokens for n in self.contexts] + [n + 1 for n in self.prompts]
-        return max(lengths, default=0)
+        return max(self._lengths(), default=0)
+
+    def _lengths(self) -> list[int]:
+        return [n + self.decode_tokens for n in self.contexts] + [n + 1 for n in self.prompts]
 
     def adapter_of(self, index: int) -> StepAdapter | None:
         return self.adapters[index % len(self.adapters)] if self.adapters else None
@@ -112,6 +119,15 @@ class CaseLimits:
         drawn = (exp(spread.inv_cdf((index + 0.5) / number)) for index in range(number))
         return tuple(min(max(round(each), 2), self.max_context * 3 // 4) for each in drawn)
 
+    def most(self, number: int, mean: int, prompts: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The same about the mean, or about a lower one, if the engine does not hold as many beside these
+        prompts."""
+        while mean > _SHORT and not self.fits(
+            StepCase(contexts=self.contexts(number, mean), prompts=prompts)
+        ):
+            mean = mean * 9 // 10
+        return self.contexts(number, mean)
+
     def fits(self, case: StepCase) -> bool:
         if case.max_context > self.max_context or case.num_tokens > self.max_tokens:
             return False
@@ -128,7 +144,7 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
     """What to fit to: the base model by rows and by context, then what adapters add, then both kinds of rows
     in one step."""
     decodes, prompts = limits.decodes, limits.prompts
-    several = (8, 32, 64, 128) if limits.on_gpu else (4, 16, 48, 128)
+    several = (8, 32, 64, 128) if limits.on_gpu else (4, 16, 48, 96, 128)
     less, more = limits.mean_contexts
     short = partial(limits.contexts, mean=_SHORT)
     by_rank: dict[int, tuple[StepAdapter, ...]] = {}
@@ -137,6 +153,7 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
     cases = [
         *(StepCase(contexts=short(n)) for n in decodes),
         *(StepCase(contexts=limits.contexts(n, mean)) for n in (1, *several[:3]) for mean in (less, more)),
+        StepCase(contexts=limits.most(several[3], less)),
         *(StepCase(prompts=limits.prompts_of(n)) for n in prompts),
         *(StepCase(prompts=_parts(n, parts)) for n in prompts[3::2] for parts in (2, 4)),
     ]
@@ -150,8 +167,9 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
         # Rows of prompts beside them, where the curve of all rows has a knot.
         knots = [rows for rows in prompts if rows > n + 8]
         for mean, rows in ((_SHORT, knots[0]), (_SHORT, knots[3]), (less, knots[1])):
-            cases.append(StepCase(contexts=limits.contexts(n, mean), prompts=(rows - n,)))
-        cases.append(StepCase(contexts=limits.contexts(n, less), prompts=_parts(knots[2] - n, 3)))
+            cases.append(StepCase(contexts=limits.most(n, mean, (rows - n,)), prompts=(rows - n,)))
+        parts = _parts(knots[2] - n, 3)
+        cases.append(StepCase(contexts=limits.most(n, less, parts), prompts=parts))
         cases.append(StepCase(contexts=short(n), prompts=(knots[1] - n,), adapters=largest[: n + 1]))
         cases.append(StepCase(contexts=short(n), prompts=_parts(knots[2] - n, 3), adapters=largest[:8]))
     return [case for case in dict.fromkeys(cases) if limits.fits(case)]
