@@ -17,9 +17,8 @@ from loraplex.bench.profile_host import Predicted, Report, measure_assist, measu
 from loraplex.bench.profile_reads import measure_reads
 from loraplex.bench.profile_serving import measure_serving
 from loraplex.bench.profile_steps import MeasuredSteps, StepCases, fit_steps, measure_steps
-from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_spec
+from loraplex.bench.random_engine import BLOCK_SIZE, RandomEngineOptions, build_random_engine, random_spec
 from loraplex.bench.step_cases import (
-    BLOCK_SIZE,
     CaseLimits,
     StepAdapter,
     held_out_decodes,
@@ -51,7 +50,7 @@ _MODULES: Final = ("q_proj", "k_proj", "v_proj")
 _GPU_REPEATS: Final = 3
 _CPU_REPEATS: Final = 25
 _READ_REPEATS: Final = 12
-"""Of files on a GPU's machine: that is its host's work, which is less steady."""
+"""Of files on a GPU's machine, by which every cold start is told: its host is less steady than the device."""
 _MAX_SERVED_EACH: Final = 40
 """Steps of serving with each number of requests."""
 _SHARES: Final = {
@@ -139,15 +138,19 @@ def _profile_engine(
     try:
         # Half of the memory for each side: whatever were evicted would be loaded again within a step's time.
         stats = engine.stats()
-        memory_bytes = max(stats.device_arena_bytes, stats.host_adapter_budget_bytes) // 2
+        memory_bytes = (stats.device_arena_bytes or stats.host_adapter_budget_bytes) // 2
+        fitted = _add_adapters(engine, options, _RANKS, memory_bytes // 2, most_each=128 if on_gpu else 16)
+        others = _add_adapters(engine, options, _HELD_OUT_RANKS, memory_bytes // 2, most_each=16)
+        # On a GPU they share the memory. A little of it is left free.
+        shared = sum(adapter.num_bytes for adapter in (*fitted, *others)) if on_gpu else 0
+        num_tokens = stats.num_kv_blocks * BLOCK_SIZE - shared // _token_bytes(options)
         limits = CaseLimits(
             on_gpu=on_gpu,
             max_context=engine.max_model_len,
-            max_tokens=stats.num_kv_blocks * BLOCK_SIZE * 15 // 16,
+            max_tokens=num_tokens * 15 // 16,
             work=engine.step_work,
         )
-        fitted = _add_adapters(engine, options, _RANKS, memory_bytes // 2, most_each=128 if on_gpu else 16)
-        others = _add_adapters(engine, options, _HELD_OUT_RANKS, memory_bytes // 2, most_each=16)
+        limits.check()
         engine.warm_up()  # with adapters known: no graph is captured in the middle of serving
         vocab_size, held_out = config.shape.vocab_size, [*fitted[::4], *others]
         samples = measure_steps(
@@ -178,12 +181,18 @@ def _profile_engine(
         engine.close()
 
 
+def _token_bytes(options: ProfileOptions) -> int:
+    """Of a token in the KV cache."""
+    shape = options.config.shape
+    return 2 * shape.num_layers * shape.kv_size * options.dtype.itemsize
+
+
 def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
     shape, element_bytes, stats = options.config.shape, options.dtype.itemsize, engine.stats()
     on_gpu = options.device == "cuda"
     return EngineMemory(
         max_context=engine.max_model_len,
-        token_bytes=2 * shape.num_layers * shape.kv_size * element_bytes,
+        token_bytes=_token_bytes(options),
         block_tokens=BLOCK_SIZE,
         arena_bytes=stats.device_arena_bytes if on_gpu else None,
         kv_tokens=None if on_gpu else stats.num_kv_blocks * BLOCK_SIZE,

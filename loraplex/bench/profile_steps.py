@@ -18,7 +18,7 @@ from loraplex.bench.engine_scenarios import bring_in, new_request, run_dry
 from loraplex.bench.profile_host import Report
 from loraplex.bench.profile_serving import without_pauses
 from loraplex.bench.step_cases import JOINED_SHOTS, SETTLE_STEPS, TIMED_STEPS, StepCase
-from loraplex.core.request import EngineRequest
+from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.engine.core import Engine
 from loraplex.perf.least_squares import FitQuality, quality_of
 from loraplex.perf.step_cost import StepCost, StepFeatures, StepSample, fit_step_cost
@@ -67,10 +67,11 @@ def measure_steps(
     every = [case for each in cases for case in each]
     bytes_of = {adapter.version: adapter.num_bytes for case in every for adapter in case.adapters}
     bring_in(engine, sorted(bytes_of), vocab_size)
-    timer = _StepTimer(engine, vocab_size, bytes_of)
+    timer, preempted_before = _StepTimer(engine, vocab_size, bytes_of), engine.stats().num_preemptions
     took_s = time_alternating(
         [partial(timer.seconds, case) for case in every], repeats=repeats, report=report
     )
+    assert engine.stats().num_preemptions == preempted_before, "cases fit the engine's memory"
     samples = iter([StepSample(timer.steps[case], each) for case, each in zip(every, took_s, strict=True)])
     return StepSamples(*([*islice(samples, len(each))] for each in cases))
 
@@ -132,8 +133,7 @@ class _StepTimer:
         engine, request_ids = self._engine, self._add_decodes(case)
         landings: list[tuple[float, StepPlan | None]] = []
         while len(landings) < SETTLE_STEPS + TIMED_STEPS:
-            assert engine.has_work(), "requests of a case have tokens enough to say"
-            if len(engine.step()) == case.num_decodes:
+            if len(self._step()) == case.num_decodes:
                 landings.append((time.perf_counter(), engine.landed))
         self._cancel(request_ids)
         timed = landings[SETTLE_STEPS:]
@@ -143,13 +143,13 @@ class _StepTimer:
     def _joined(self, case: StepCase) -> float:
         """Prompts join requests that decode; the step that reads them is the one that yields their tokens."""
         engine, request_ids = self._engine, self._add_decodes(case)
-        while len(engine.step()) < case.num_decodes:
+        while len(self._step()) < case.num_decodes:
             pass
         for _ in range(SETTLE_STEPS):
-            engine.step()
+            self._step()
         shots_s: list[float] = []
         while len(shots_s) < JOINED_SHOTS:
-            engine.step()
+            self._step()
             shots_s.append(self._join(case))
             if len(shots_s) == 1 + JOINED_SHOTS // 2:
                 self._note(case, engine.landed)
@@ -163,11 +163,15 @@ class _StepTimer:
         for request in prompts:
             self._engine.add_request(request)
         while True:
-            outputs = self._engine.step()
+            outputs = self._step()
             now = time.perf_counter()
             if any(output.request_id in joined for output in outputs):
                 return now - landed
             landed = now
+
+    def _step(self) -> Sequence[EngineOutput]:
+        assert self._engine.has_work(), "requests of a case have tokens enough to say"
+        return self._engine.step()
 
     def _note(self, case: StepCase, plan: StepPlan | None) -> None:
         assert plan is not None, "a step has landed"

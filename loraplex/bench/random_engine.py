@@ -36,7 +36,7 @@ from loraplex.scheduling.work import StepWork
 
 _CPU_BLOCKS = 512
 _CPU_ADAPTER_BYTES = 1 << 30
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 _HOST_BYTES = 4 << 30
 _COUNTED_HOST_BYTES = 1 << 40
 
@@ -48,7 +48,7 @@ class RandomEngineOptions:
     gigabyte, or what a GPU has. `padded_to`: on a GPU, pad adapters to the largest rank of their batch, up to
     this one. `compiled`: on a CPU, the kernels that `serve` has, not plain torch.
     `from_files`: adapters are read from their files. `cpu_workers`: processes that compute LoRA beside a
-    GPU, for adapters from files."""
+    GPU, for adapters from files. `runs_ahead`: on a CPU, as a GPU does; nothing is gained by it."""
 
     shape: str
     device: str
@@ -61,6 +61,7 @@ class RandomEngineOptions:
     compiled: bool = False
     from_files: bool = False
     cpu_workers: int | None = None
+    runs_ahead: bool = False
 
 
 def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None = None) -> Engine:
@@ -99,16 +100,17 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
         ),
         memory=SeparateMemory(
             num_blocks=_CPU_BLOCKS,
-            block_size=_BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
             adapter_bytes=options.memory_bytes or _CPU_ADAPTER_BYTES,
         ),
         executor=TorchExecutor(
             decoder=Decoder(config, weights, kernels, shape.max_position),
             caches=[
-                KVCache.zeros(shape, _CPU_BLOCKS, _BLOCK_SIZE, options.dtype) for _ in range(shape.num_layers)
+                KVCache.zeros(shape, _CPU_BLOCKS, BLOCK_SIZE, options.dtype) for _ in range(shape.num_layers)
             ],
-            builder=BatchBuilder(kernels, _BLOCK_SIZE),
+            builder=BatchBuilder(kernels, BLOCK_SIZE),
             dtype=options.dtype,
+            runs_ahead=options.runs_ahead,
             read=None if options.from_files else lambda spec: _random_weights(spec, shape, options.dtype),
         ),
     )

@@ -14,6 +14,8 @@ from random import Random
 from statistics import NormalDist
 from typing import Final
 
+from loraplex.bench.random_engine import BLOCK_SIZE
+from loraplex.core.errors import CapacityError
 from loraplex.scheduling.work import StepWork
 
 _SHORT: Final = 16
@@ -23,10 +25,12 @@ SPREAD: Final = 0.8
 SETTLE_STEPS: Final = 8
 """After the last prompt was read: the first find little of theirs in a processor's caches."""
 TIMED_STEPS: Final = 16
+"""That only decode."""
 JOINED_SHOTS: Final = 3
-"""Of prompts that join others, one in three steps where the engine runs ahead."""
-BLOCK_SIZE: Final = 16
-"""Tokens of a KV block of a random engine."""
+"""Of prompts that join others."""
+_STEPS_A_SHOT: Final = 3
+"""Where the engine runs ahead: one without prompts, the one that they join, and one that is under way by the
+time that one lands."""
 _SLOWEST_PREFILL: Final = 512
 """Prompt tokens that a step reads at the least while others decode: the first must not end before the last
 has begun."""
@@ -56,13 +60,14 @@ class StepCase:
 
     @property
     def decode_tokens(self) -> int:
-        """What each decoding request has to say for one measurement, at the most."""
-        timed = 4 * JOINED_SHOTS if self.prompts else TIMED_STEPS
-        return SETTLE_STEPS + timed + -(-sum(self.contexts) // _SLOWEST_PREFILL)
+        """What each decoding request has to say for one measurement, at the most; in the first step after the
+        last prompt was read, and in one more that is under way at the end, as well."""
+        timed = JOINED_SHOTS * _STEPS_A_SHOT if self.prompts else TIMED_STEPS
+        return SETTLE_STEPS + timed + 2 + -(-sum(self.contexts) // _SLOWEST_PREFILL)
 
     @property
     def num_tokens(self) -> int:
-        """That the blocks of the KV cache have room for at the end of a measurement, at the most."""
+        """Room in the KV cache, in whole blocks, that a measurement takes at the most."""
         return sum(-(-n // BLOCK_SIZE) * BLOCK_SIZE for n in self._lengths())
 
     @property
@@ -119,14 +124,22 @@ class CaseLimits:
         drawn = (exp(spread.inv_cdf((index + 0.5) / number)) for index in range(number))
         return tuple(min(max(round(each), 2), self.max_context * 3 // 4) for each in drawn)
 
-    def most(self, number: int, mean: int, prompts: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The same about the mean, or about a lower one, if the engine does not hold as many beside these
-        prompts."""
+    def contexts_held(self, number: int, mean: int, prompts: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Contexts about this mean, or about a lower one if the engine does not hold as many beside these
+        prompts. Whether it holds short ones is for the caller to see."""
         while mean > _SHORT and not self.fits(
             StepCase(contexts=self.contexts(number, mean), prompts=prompts)
         ):
-            mean = mean * 9 // 10
+            mean = max(mean * 9 // 10, _SHORT)
         return self.contexts(number, mean)
+
+    def check(self) -> None:
+        """That anything can be measured at all."""
+        if not self.fits(StepCase(contexts=(_SHORT,))):
+            raise CapacityError(
+                f"a KV cache for {self.max_tokens} tokens is too small to measure one request; free some "
+                "memory, or take a smaller model"
+            )
 
     def fits(self, case: StepCase) -> bool:
         if case.max_context > self.max_context or case.num_tokens > self.max_tokens:
@@ -144,7 +157,8 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
     """What to fit to: the base model by rows and by context, then what adapters add, then both kinds of rows
     in one step."""
     decodes, prompts = limits.decodes, limits.prompts
-    several = (8, 32, 64, 128) if limits.on_gpu else (4, 16, 48, 96, 128)
+    several = (8, 32, 64, 128) if limits.on_gpu else (4, 16, 48, 128)
+    many = 128 if limits.on_gpu else 96  # the cache of a small CPU engine holds no more with anything behind
     less, more = limits.mean_contexts
     short = partial(limits.contexts, mean=_SHORT)
     by_rank: dict[int, tuple[StepAdapter, ...]] = {}
@@ -153,7 +167,7 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
     cases = [
         *(StepCase(contexts=short(n)) for n in decodes),
         *(StepCase(contexts=limits.contexts(n, mean)) for n in (1, *several[:3]) for mean in (less, more)),
-        StepCase(contexts=limits.most(several[3], less)),
+        StepCase(contexts=limits.contexts_held(many, less)),
         *(StepCase(prompts=limits.prompts_of(n)) for n in prompts),
         *(StepCase(prompts=_parts(n, parts)) for n in prompts[3::2] for parts in (2, 4)),
     ]
@@ -163,13 +177,13 @@ def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[Step
         cases += [StepCase(prompts=limits.prompts_of(n), adapters=mine[:1]) for n in prompts[2::3]]
         cases += [StepCase(prompts=_parts(n, 4), adapters=mine[:4]) for n in (prompts[5], prompts[-3])]
     largest = by_rank[max(by_rank)]
-    for n in (1, *several):
+    for n in sorted({1, *several, many}):
         # Rows of prompts beside them, where the curve of all rows has a knot.
         knots = [rows for rows in prompts if rows > n + 8]
         for mean, rows in ((_SHORT, knots[0]), (_SHORT, knots[3]), (less, knots[1])):
-            cases.append(StepCase(contexts=limits.most(n, mean, (rows - n,)), prompts=(rows - n,)))
+            cases.append(StepCase(contexts=limits.contexts_held(n, mean, (rows - n,)), prompts=(rows - n,)))
         parts = _parts(knots[2] - n, 3)
-        cases.append(StepCase(contexts=limits.most(n, less, parts), prompts=parts))
+        cases.append(StepCase(contexts=limits.contexts_held(n, less, parts), prompts=parts))
         cases.append(StepCase(contexts=short(n), prompts=(knots[1] - n,), adapters=largest[: n + 1]))
         cases.append(StepCase(contexts=short(n), prompts=_parts(knots[2] - n, 3), adapters=largest[:8]))
     return [case for case in dict.fromkeys(cases) if limits.fits(case)]

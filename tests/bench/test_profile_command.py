@@ -36,8 +36,9 @@ from loraplex.bench.step_cases import (
     step_cases,
 )
 from loraplex.cli.main import app
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import CapacityError, LoraplexError
 from loraplex.engine.adapter_loader import resident_bytes
+from loraplex.engine.cuda.step_sizes import DECODE_ROWS
 from loraplex.engine.profile_subject import profile_path, subject_of
 from loraplex.model.shapes import config_of_shape
 from loraplex.perf.cost_model import CostModel
@@ -215,6 +216,20 @@ def test_cases_fit_the_engine_and_tell_every_cost_apart(on_gpu: bool) -> None:
     assert len({step.num_prompts for step in base}) > 2
     assert len({step.num_adapters for step in features}) > 4
     assert any(step.num_decodes and step.num_prompts and step.num_adapters for step in features)
+    if on_gpu:
+        alone = {step.num_decodes for step in base if not step.num_prompts}
+        assert alone == set(DECODE_ROWS), "the curve has a size for every graph"
+
+
+def test_cases_of_many_requests_have_behind_them_what_a_small_cache_holds() -> None:
+    limits = CaseLimits(on_gpu=False, max_context=512, max_tokens=7680, work=StepWork(max_tokens=2048))
+    assert limits.contexts_held(16, 64) == limits.contexts(16, 64)
+    held = limits.contexts_held(96, 64)
+    assert 64 * 96 > sum(held) > 30 * 96
+    assert not limits.fits(StepCase(contexts=limits.contexts(96, 64)))
+    assert held in {case.contexts for case in step_cases(ADAPTERS, limits)}
+    with pytest.raises(CapacityError, match="a KV cache for 16 tokens is too small to measure one request"):
+        replace(limits, max_tokens=16).check()
 
 
 def test_requests_that_decode_have_contexts_of_all_lengths_about_the_mean() -> None:
@@ -227,11 +242,15 @@ def test_requests_that_decode_have_contexts_of_all_lengths_about_the_mean() -> N
     assert max(limits.contexts(200, 400)) == 384
 
 
-def test_a_sample_has_what_was_in_the_step_that_was_timed() -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_sample_has_what_was_in_the_step_that_was_timed(runs_ahead: bool) -> None:
     """Prompts are read in two steps, and those read first decode in the second already: contexts are what
     the engine has them at, not what the case asks for."""
-    options = RandomEngineOptions(shape="tiny", device="cpu", dtype=torch.float32, max_step_tokens=600)
-    engine = build_random_engine(options)
+    engine = build_random_engine(
+        RandomEngineOptions(
+            shape="tiny", device="cpu", dtype=torch.float32, max_step_tokens=600, runs_ahead=runs_ahead
+        )
+    )
     specs = random_specs("timed", "tiny", num_adapters=2, ranks=(8,), modules="q,k,v")
     adapters = tuple(StepAdapter(version=v, rank=8, num_bytes=800) for v in register(engine, specs))
     cases = StepCases(
@@ -243,7 +262,7 @@ def test_a_sample_has_what_was_in_the_step_that_was_timed() -> None:
     engine.close()
     [(decodes, _)], [(joined, _)], [(prompts, _)] = found
     # In the second step, the first that yields three tokens, the third prompt is read. It and seven more
-    # settle; of the sixteen timed, the ninth is in the middle, and the eighteenth of all.
+    # settle; of the sixteen after them the ninth is in the middle, and the eighteenth of all.
     assert decodes.decode_positions == 2 * (300 + 17) + (300 + 16)
     assert (decodes.num_decodes, decodes.num_prompts, decodes.num_adapters) == (3, 0, 2)
     assert (joined.num_adapters, joined.adapter_bytes) == (2, 1600)
@@ -254,8 +273,9 @@ def test_a_sample_has_what_was_in_the_step_that_was_timed() -> None:
         10,
         50,
     )
-    # One step reads them and eight settle; then a step without and one with a prompt, three times.
-    assert joined.decode_positions == 300 + 3 * 12
+    # One step reads them and eight settle. Then come one without a prompt, one with, and where the engine
+    # runs ahead one that was under way: the second with a prompt is the thirteenth, or the fifteenth.
+    assert joined.decode_positions == 300 + 3 * (14 if runs_ahead else 12)
     assert (prompts.num_prompts, prompts.num_prompt_tokens, prompts.prompt_pairs) == (2, 30, 250)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
@@ -57,7 +56,8 @@ def noisy(share: float, seed: int = 0) -> Callable[[float], float]:
 
 
 def h200_model() -> CostModel:
-    curve = RowCurve(rows=(1, 32, 64, 128, 2048), seconds_at=(4.3e-3, 5.4e-3, 6.4e-3, 7.4e-3, 60e-3))
+    rows, seconds_at = (1, 32, 64, 128, 2048), (4.3e-3, 5.4e-3, 6.4e-3, 7.4e-3, 60e-3)
+    curve = RowCurve(rows=rows, seconds_at=seconds_at, stepped=True)
     return CostModel(
         subject=SUBJECT,
         measured=True,
@@ -66,7 +66,7 @@ def h200_model() -> CostModel:
         disk=Line(latency_s=1e-3, unit_s=1 / 2e9),
         step=StepCost(
             decodes=curve,
-            prompts=replace(curve, stepped=True),
+            prompts=curve,
             terms=StepTerms(decode_position_s=1e-8, prompt_pair_s=1e-10, adapter_byte_s=1 / 4e12),
         ),
         assist=AssistCost(
