@@ -29,6 +29,7 @@ from loraplex.core.modules import MODULES
 from loraplex.core.paths import cache_dir
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_block import table_bytes
+from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.host_memory import default_host_bytes
 from loraplex.engine.machine import num_cores
 from loraplex.engine.profile_subject import subject_of
@@ -50,7 +51,7 @@ _MODULES: Final = ("q_proj", "k_proj", "v_proj")
 _GPU_REPEATS: Final = 3
 _CPU_REPEATS: Final = 25
 _READ_REPEATS: Final = 12
-"""Of files on a GPU's machine, by which every cold start is told: its host is less steady than the device."""
+"""Of files on a GPU's machine: its host is less steady than the device."""
 _MAX_SERVED_EACH: Final = 40
 """Steps of serving with each number of requests."""
 _SHARES: Final = {
@@ -143,11 +144,11 @@ def _profile_engine(
         others = _add_adapters(engine, options, _HELD_OUT_RANKS, memory_bytes // 2, most_each=16)
         # On a GPU they share the memory. A little of it is left free.
         shared = sum(adapter.num_bytes for adapter in (*fitted, *others)) if on_gpu else 0
-        num_tokens = stats.num_kv_blocks * BLOCK_SIZE - shared // _token_bytes(options)
+        num_blocks = stats.num_kv_blocks - shared // page_bytes(config.shape, BLOCK_SIZE, options.dtype)
         limits = CaseLimits(
             on_gpu=on_gpu,
             max_context=engine.max_model_len,
-            max_tokens=num_tokens * 15 // 16,
+            max_tokens=num_blocks * BLOCK_SIZE * 15 // 16,
             work=engine.step_work,
         )
         limits.check()
@@ -181,18 +182,12 @@ def _profile_engine(
         engine.close()
 
 
-def _token_bytes(options: ProfileOptions) -> int:
-    """Of a token in the KV cache."""
-    shape = options.config.shape
-    return 2 * shape.num_layers * shape.kv_size * options.dtype.itemsize
-
-
 def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
     shape, element_bytes, stats = options.config.shape, options.dtype.itemsize, engine.stats()
     on_gpu = options.device == "cuda"
     return EngineMemory(
         max_context=engine.max_model_len,
-        token_bytes=_token_bytes(options),
+        token_bytes=page_bytes(shape, 1, options.dtype),
         block_tokens=BLOCK_SIZE,
         arena_bytes=stats.device_arena_bytes if on_gpu else None,
         kv_tokens=None if on_gpu else stats.num_kv_blocks * BLOCK_SIZE,
