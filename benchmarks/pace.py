@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from statistics import fmean
+from statistics import harmonic_mean
 from typing import Final
 
 from benchmarks.twin_loads import Setting, requests, see_sizes, specs_of, vocab_size_of
 from loraplex.bench.engine_scenarios import new_request
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, register
+from loraplex.core.request import EngineRequest
 from loraplex.perf.cost_model import CostModel
 from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.plan import Chunk, StepPlan
@@ -20,14 +21,14 @@ from loraplex.scheduling.step_features import step_features
 from loraplex.twin.times import CostModelTimes, Repeats
 
 LOOK_EVERY_S: Final = 0.25
-_SETTLE_STEPS: Final = 3
+_SETTLE_STEPS: Final = 8
 _LOOK_STEPS: Final = 12
 _FIRST_LOOKS: Final = 25
 """Before a replay: what the load is set by."""
-_NEIGHBOURS: Final = 2
-"""Looks before and after a moment by which its pace is told."""
-_LOOKED_AT: Final = (2, 6, 12, 24, 48)
-"""Requests that decode, one number at a time."""
+_NEIGHBOURS: Final = 3
+"""Looks before and after a moment by which its pace is told: every number of requests is among them."""
+_LOOKED_AT: Final = (2, 6, 12, 24, 48, 96)
+"""Requests that decode, one number at a time; about as many as the KV cache holds at the most."""
 
 
 class Pace:
@@ -47,12 +48,12 @@ class Pace:
         self._bytes = {spec.version: spec.num_params * setting.dtype.itemsize for spec in specs}
         self._versions = register(self._engine, specs)
         see_sizes(self._engine, self._versions, self._vocab_size)
-        self._coming = enumerate(requests(replace(setting, duration_s=inf), 1.0, seed=97))
+        self._coming = self._requests(setting)
         self._running: list[str] = []
         self._num_looks = 0
         for _ in _LOOKED_AT:  # what is done at first use only
             self._take_steps()
-        self.at_first = fmean(self._take_steps() for _ in range(_FIRST_LOOKS))
+        self.at_first = harmonic_mean(self._take_steps() for _ in range(_FIRST_LOOKS))
         self._began_s: float | None = None
         self._seen_s = 0.0
         self._at_s: list[float] = []
@@ -66,9 +67,9 @@ class Pace:
         return {"at_s": self._at_s, "times_the_profile": self._ratios}
 
     def at(self, moment_s: float) -> float:
-        """By the looks before and after it."""
+        """By the looks before and after it, as a mean of speeds: in a slow moment less work is done."""
         place = bisect_left(self._at_s, moment_s)
-        return fmean(self._ratios[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS + 1])
+        return harmonic_mean(self._ratios[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS + 1])
 
     def look(self) -> float:
         """Unless the last time was just now; the seconds that it took."""
@@ -91,9 +92,11 @@ class Pace:
             self._engine.cancel(self._running.pop())
         took_s = predicted_s = 0.0
         for number in range(_SETTLE_STEPS + _LOOK_STEPS):
+            coming = [next(self._coming) for _ in range(level - len(self._running))]
             begun_s = time.perf_counter()
-            while len(self._running) < level:
-                self._add()
+            for request in coming:
+                self._engine.add_request(request)
+                self._running.append(request.request_id)
             for output in self._engine.step():
                 if output.finish_reason is not None:
                     self._running.remove(output.request_id)
@@ -104,19 +107,16 @@ class Pace:
                 predicted_s += self._profile.step_s(features)
         return took_s / predicted_s
 
-    def _add(self) -> None:
-        number, request = next(self._coming)
-        version = self._versions[request.adapter]
-        new = new_request(
-            str(number),
-            request.prompt_tokens,
-            request.output_tokens,
-            version,
-            vocab_size=self._vocab_size,
-            seed=number,
-        )
-        self._engine.add_request(new)
-        self._running.append(new.request_id)
+    def _requests(self, setting: Setting) -> Iterator[EngineRequest]:
+        for number, request in enumerate(requests(replace(setting, duration_s=inf), 1.0, seed=97)):
+            yield new_request(
+                str(number),
+                request.prompt_tokens,
+                request.output_tokens,
+                self._versions[request.adapter],
+                vocab_size=self._vocab_size,
+                seed=number,
+            )
 
 
 class PacedTimes(CostModelTimes):
