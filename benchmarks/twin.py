@@ -165,7 +165,7 @@ def fleet() -> dict[str, Any]:
         start_s = time.process_time()
         outcome = replay_fleet(GPU, workload, options, num_engines=FLEET_ENGINES)
         took_s.append(time.process_time() - start_s)
-    summary = outcome.summary()
+    summary = outcome.all.summary()
     return {
         "num_engines": FLEET_ENGINES,
         "num_adapters": FLEET_ADAPTERS,

@@ -181,7 +181,7 @@ def run_twin(
     while not simulator.is_idle():
         times.slower = pace.at(simulator.now_s)
         simulator.advance(simulator.now_s + LOOK_EVERY_S)
-    return simulator.recorder.outcome(simulator.now_s)
+    return simulator.outcome(simulator.now_s)
 
 
 def figures_of_twin(outcome: Outcome) -> dict[str, float]:

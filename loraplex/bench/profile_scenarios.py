@@ -27,7 +27,9 @@ from loraplex.bench.step_cases import (
 )
 from loraplex.core.modules import MODULES
 from loraplex.core.paths import cache_dir
+from loraplex.engine.build import EngineOptions
 from loraplex.engine.core import Engine
+from loraplex.engine.cpu_build import plan_cpu
 from loraplex.engine.cuda.adapter_block import table_bytes
 from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.host_memory import default_host_bytes
@@ -183,17 +185,22 @@ def _profile_engine(
 
 
 def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
-    shape, element_bytes, stats = options.config.shape, options.dtype.itemsize, engine.stats()
-    on_gpu = options.device == "cuda"
+    """Of the engine that serves: on a CPU, where the one that is measured is small, as it would be planned
+    now."""
+    shape, element_bytes, on_gpu = options.config.shape, options.dtype.itemsize, options.device == "cuda"
+    plan = None if on_gpu else plan_cpu(EngineOptions(model=""), options.config, options.dtype)
+    work = engine.step_work if plan is None else plan.work
     return EngineMemory(
-        max_context=engine.max_model_len,
+        max_context=engine.max_model_len if plan is None else plan.max_model_len,
         token_bytes=page_bytes(shape, 1, options.dtype),
         block_tokens=BLOCK_SIZE,
-        arena_bytes=stats.device_arena_bytes if on_gpu else None,
-        kv_tokens=None if on_gpu else stats.num_kv_blocks * BLOCK_SIZE,
+        arena_bytes=engine.stats().device_arena_bytes if plan is None else None,
+        kv_tokens=None if plan is None else plan.num_blocks * BLOCK_SIZE,
         # Random adapters share their weights on the host of a GPU, so this engine's own budget says nothing.
-        host_bytes=default_host_bytes() if on_gpu else stats.host_adapter_budget_bytes,
+        host_bytes=default_host_bytes() if plan is None else plan.adapter_bytes,
         table_bytes=table_bytes(shape) if on_gpu else 0,
+        step_tokens=work.max_tokens,
+        position_cost=work.position_cost,
         rank_bytes={
             module: shape.num_layers
             * (shape.in_features(module) + shape.out_features(module))

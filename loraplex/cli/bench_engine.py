@@ -151,13 +151,18 @@ def serve(
     from rich.console import Console
 
     from loraplex.bench.engine_scenarios import replay
+    from loraplex.bench.random_engine import BLOCK_SIZE
     from loraplex.bench.report import render, summarize
     from loraplex.workload.jsonl import read_workload
 
     requests = read_workload(workload)
     bench = set_up(locals(), num_adapters=num_adapters)
     check_lengths(requests, workload, bench.engine.max_model_len)
-    bench.parameters["workload"] = workload.name
+    bench.parameters.update(
+        workload=workload.name,
+        kv_tokens=bench.engine.stats().num_kv_blocks * BLOCK_SIZE,
+        position_cost=bench.engine.step_work.position_cost,
+    )
     started = time.perf_counter()
     if warm_up:
         bench.engine.warm_up()
@@ -201,6 +206,7 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
             device=options["device"],
             dtype=DTYPES[options["dtype"]],
             max_step_tokens=options.get("max_step_tokens", 2048),
+            compiled=True,
             padded_to=padded_rank(max(ranks)) if padded else None,
             from_files=options.get("from_files", False),
             cpu_workers=options.get("cpu_workers"),

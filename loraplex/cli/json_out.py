@@ -29,13 +29,17 @@ def check_writable(path: Path | None, option: str = "--json", *, inputs: tuple[P
             param_hint=option,
         ) from None
     if not existed:
-        path.unlink()
+        path.resolve().unlink()  # of a link, what it stands for: the link was there
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Replaces the file in one go, or leaves it as it is."""
+    """Replaces the file in one go, or leaves it as it is. Pipes and devices stay what they are."""
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     try:
-        write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_whole(path.resolve(), text)  # the file that a link stands for is written, not the link
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be written ({error.strerror}); make room, or name another"
@@ -43,10 +47,10 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     typer.echo(f"wrote {path}")
 
 
-def check_picture(path: Path | None, option: str = "--plot") -> None:
+def check_picture(path: Path | None, option: str = "--plot", *, inputs: tuple[Path, ...] = ()) -> None:
     """The same of a PNG: by other names it would be drawn as something else, or not at all."""
     if path is None:
         return
     if path.suffix.lower() != ".png":
         raise typer.BadParameter(f"{path.name} is no .png; name one", param_hint=option)
-    check_writable(path, option)
+    check_writable(path, option, inputs=inputs)

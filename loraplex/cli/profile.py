@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 _POOR_R_SQUARED: Final = 0.5
+_MODEL_FILES: Final = ("config.json", "generation_config.json")
+"""What is read of a model's folder."""
 
 app = typer.Typer(help="What things cost: measured on this machine, or fitted to recorded runs.")
 
@@ -64,7 +66,8 @@ def profile(
 
     if model is not None and shape is not None:
         raise typer.BadParameter("give --model or --shape, not both", param_hint="--shape")
-    check_writable(json_out)
+    folder = Path(model or "").expanduser()
+    check_writable(json_out, inputs=() if model is None else tuple(folder / name for name in _MODEL_FILES))
     config, device, chosen = _resolve(model, shape, device, dtype)
     with _told(_short_name(model) or shape or "a random model") as progress:
         found = profile_machine(
@@ -93,7 +96,7 @@ def fit(
     from loraplex.twin.recorded_runs import read_runs
     from loraplex.twin.validate import fit as fit_profiles
 
-    check_writable(out, "--out")
+    check_writable(out, "--out", inputs=tuple(runs))
     files = [read_runs(path) for path in runs]
     models = sorted({setup.model for file in files for setup in file.setups})
     if model is None and len(models) != 1:
@@ -101,10 +104,8 @@ def fit(
             raise UserError("no run says at which rates requests came: there is nothing to fit to")
         raise UserError(f"runs of {len(models)} models: {', '.join(models)}; choose one with --model")
     typer.echo("fitting takes minutes", err=True)
-    with _bar(model or models[0], "fitting") as progress:
-        fitted = fit_profiles(
-            files, [model or models[0]], hardware=hardware, progress=lambda text: progress(text, 0.0)
-        )
+    with _spinner(model or models[0]) as progress:
+        fitted = fit_profiles(files, [model or models[0]], hardware=hardware, progress=progress)
     found = fitted.profiles[model or models[0]]
     for name, value in found.quality.items():
         typer.echo(f"{name:32} {value:8.3f}")
@@ -152,7 +153,7 @@ def _told(name: str) -> Iterator[Callable[[str, float], None]]:
 
 
 @contextmanager
-def _bar(name: str, doing: str = "measuring") -> Iterator[Callable[[str, float], None]]:
+def _bar(name: str) -> Iterator[Callable[[str, float], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -163,8 +164,20 @@ def _bar(name: str, doing: str = "measuring") -> Iterator[Callable[[str, float],
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
-        task = bar.add_task(f"{doing} {name}", total=1.0)
-        yield lambda phase, done: bar.update(task, description=f"{doing} {name}: {phase}", completed=done)
+        task = bar.add_task(f"measuring {name}", total=1.0)
+        yield lambda phase, done: bar.update(task, description=f"measuring {name}: {phase}", completed=done)
+
+
+@contextmanager
+def _spinner(name: str) -> Iterator[Callable[[str], None]]:
+    """Of a fit, which ends when it gets no better: what it is at, and since when, but no share of it."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task(f"fitting {name}", total=None)
+        yield lambda text: line.update(task, description=f"fitting {text}")  # which begins with the name
 
 
 def _phase_lines(name: str) -> Callable[[str, float], None]:

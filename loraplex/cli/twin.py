@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -19,6 +19,7 @@ from loraplex.core.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from loraplex.twin.compare import LiveEngine
     from loraplex.twin.fleet import EngineFigures
     from loraplex.twin.outcome import Outcome
     from loraplex.twin.replay import ReplayOptions
@@ -45,8 +46,12 @@ _AdapterMib = Annotated[
     float | None,
     typer.Option(help="Size of each adapter (our own engine); default: by its rank, as the profile has it."),
 ]
-_Modules = Annotated[str, typer.Option(help="What adapters are on (our own engine): q,k,v or all.")]
-_MaxRunning = Annotated[int, typer.Option(min=1, help="Requests in a step at most (our own engine).")]
+_Modules = Annotated[
+    str | None, typer.Option(help="What adapters are on (our own engine): q,k,v (default) or all.")
+]
+_MaxRunning = Annotated[
+    int | None, typer.Option(min=1, help="Requests in a step at most (our own engine); default: 256.")
+]
 _Engines = Annotated[
     int | None,
     typer.Option(help="A fleet of so many (our own engine), behind a router; default: one, without."),
@@ -69,8 +74,8 @@ class _Options(NamedTuple):
     slots: int | None
     kv_tokens: int | None
     adapter_mib: float | None
-    modules: str
-    max_running: int
+    modules: str | None
+    max_running: int | None
     seconds: float | None = None
 
 
@@ -85,8 +90,8 @@ def run(
     seconds: _Seconds = None,
     kv_tokens: _KvTokens = None,
     adapter_mib: _AdapterMib = None,
-    modules: _Modules = "q,k,v",
-    max_running: _MaxRunning = 256,
+    modules: _Modules = None,
+    max_running: _MaxRunning = None,
     engines: _Engines = None,
     routing: _Routing = None,
     json_out: _Json = None,
@@ -131,12 +136,18 @@ def compare(
     slots: _Slots = None,
     kv_tokens: _KvTokens = None,
     adapter_mib: _AdapterMib = None,
-    modules: _Modules = "q,k,v",
-    max_running: _MaxRunning = 256,
+    modules: _Modules = None,
+    max_running: _MaxRunning = None,
     json_out: _Json = None,
 ) -> None:
-    """Hold a simulation against a run of the engine itself."""
-    from loraplex.twin.replay import compare as compare_figures
+    """Hold a simulation against a run of the engine itself.
+
+    A file of `bench engine serve` tells of its adapters, memory and steps, and options only say otherwise.
+    Of a server's engine nothing is known but the profile: say what it was started with.
+    """
+    from loraplex.twin.compare import compare as compare_figures
+    from loraplex.twin.compare import engine_of
+    from loraplex.twin.replay import read_any_profile, replay
 
     check_writable(json_out, inputs=(profile, workload, live))
     try:
@@ -144,9 +155,9 @@ def compare(
     except (OSError, ValueError) as error:
         raise UserError(f"{live}: cannot be read ({error})") from error
     options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running)
-    outcome = _replay(profile, workload, model, options)
     try:
-        figures = compare_figures(outcome.summary(), measured)
+        requests, chosen = _read(workload, options, engine_of(measured))
+        figures = compare_figures(replay(read_any_profile(profile, model), requests, chosen), measured)
     except UserError as error:
         raise UserError(f"{live}: {error}") from error
     for name, row in figures.items():
@@ -178,9 +189,10 @@ def validate(
     fitted = fit_for(asked.setups, [read_runs(path) for path in fit], progress=_progress)
     predictions = predict(fitted, asked.setups)
     _progress("")
-    for model, reason in fitted.left_out.items():
-        typer.echo(f"runs of {model} are not predicted: {reason}")
     found = report(predictions, asked.measured)
+    if found["num_not_predicted"]:
+        why = "; ".join(f"{count}: {reason}" for reason, count in found["not_predicted"].items())
+        typer.echo(f"{found['num_not_predicted']} of {len(predictions)} runs are not predicted ({why})")
     for name, percent in found["smape"].items():
         typer.echo(f"{name:18} SMAPE {percent:6.2f}%")
     typer.echo(
@@ -220,7 +232,10 @@ def _replay_fleet(
     return fleet.all, fleet.engines
 
 
-def _read(workload: Path, options: _Options) -> tuple[list[WorkloadRequest], ReplayOptions]:
+def _read(
+    workload: Path, options: _Options, engine: LiveEngine | None = None
+) -> tuple[list[WorkloadRequest], ReplayOptions]:
+    """`engine`: what holds where no option says otherwise."""
     from loraplex.core.modules import module_names
     from loraplex.twin.replay import ReplayOptions
     from loraplex.workload.jsonl import WorkloadFile
@@ -240,10 +255,26 @@ def _read(workload: Path, options: _Options) -> tuple[list[WorkloadRequest], Rep
         until_s=math.inf if options.seconds is None else options.seconds,
         kv_tokens=options.kv_tokens,
         adapter_bytes=None if mib is None else max(int(mib * (1 << 20)), 1),
-        modules=module_names(options.modules),
+        modules=None if options.modules is None else module_names(options.modules),
         max_running=options.max_running,
     )
-    return requests, chosen
+    if engine is None:
+        return requests, chosen
+    chosen = _as_live(chosen, options, engine)
+    wrapped = (replace(each, adapter=each.adapter % max(chosen.num_adapters, 1)) for each in requests)
+    return list(wrapped), chosen
+
+
+def _as_live(chosen: ReplayOptions, options: _Options, engine: LiveEngine) -> ReplayOptions:
+    return replace(
+        chosen,
+        num_adapters=options.adapters or engine.num_adapters,
+        ranks=chosen.ranks if options.ranks else engine.ranks,
+        modules=chosen.modules or engine.modules,
+        kv_tokens=chosen.kv_tokens or engine.kv_tokens,
+        work=engine.work,
+        staged=True,
+    )
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -262,13 +293,19 @@ def _show(summary: dict[str, Any]) -> None:
         f"{summary['duration_s']:.1f} simulated seconds, {summary['num_steps']} steps"
     )
     typer.echo(f"{summary['output_tok_s']:,.1f} output tok/s, {summary['input_tok_s']:,.1f} input tok/s")
-    for name in ("ttft_s", "tpt_s", "e2e_s"):
-        row = summary[name]
+    typer.echo(f"{summary['num_loads']:,} loads of adapters, {summary['num_preemptions']:,} preemptions")
+    itl_s = None if summary["itl_s"] is None else {"mean": summary["itl_mean_s"], **summary["itl_s"]}
+    for name, row in (
+        ("TTFT", summary["ttft_s"]),
+        ("ITL", itl_s),
+        ("TPT", summary["tpt_s"]),
+        ("E2E", summary["e2e_s"]),
+    ):
         if row is not None:
             cells = "  ".join(f"{key} {value * 1e3:,.1f}" for key, value in row.items())
-            typer.echo(f"{name[:-2].upper():5} ms  {cells}")
-    if summary["itl_mean_s"] is not None:
-        typer.echo(f"ITL   ms  mean {summary['itl_mean_s'] * 1e3:,.2f}")
+            typer.echo(f"{name:5} ms  {cells}")
+    if summary["num_lost"]:
+        typer.echo(f"{summary['num_lost']:,} requests were lost: their client had no connection left")
     if summary["starved"]:
         typer.echo("overloaded: it serves less than 90% of what is asked for")
 
@@ -297,6 +334,7 @@ def _rows(outcome: Outcome) -> list[dict[str, Any]]:
             "first_token_s": each.first_token_s,
             "finish_s": each.finish_s,
             "failed": each.failed,
+            "lost": each.lost,
         }
         for each in outcome.requests
     ]

@@ -5,7 +5,6 @@ Imports of numpy and matplotlib wait until a command runs, so that `--help` answ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from loraplex.cli import workload_options as options
-from loraplex.cli.json_out import check_picture, check_writable
+from loraplex.cli.json_out import check_picture, check_writable, write_json
 
 if TYPE_CHECKING:
     from loraplex.workload.recipe import RecipeError
@@ -72,13 +71,12 @@ def describe(
     """Rates, burstiness, lengths, adapters and how skewed they are."""
     from loraplex.workload.summary import summarize
 
-    check_writable(json_out)
+    check_writable(json_out, inputs=(file,))
     counts = _counted(file)
     summary = summarize(counts)
     _show(file, counts, summary)
     if json_out is not None:
-        json_out.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-        typer.echo(f"wrote {json_out}")
+        write_json(json_out, asdict(summary))
 
 
 @app.command()
@@ -87,7 +85,7 @@ def plot(
     out: Annotated[Path, typer.Argument(help="The PNG to write.", show_default=False)],
 ) -> None:
     """Draw arrivals over time, lengths, and popularity."""
-    check_picture(out, "OUT")
+    check_picture(out, "OUT", inputs=(file,))
     counts = _counted(file)
     from loraplex.bench.workload_plots import plot_workload
 
@@ -99,8 +97,9 @@ def _made(given: dict[str, Any]) -> Workload:
     from loraplex.workload.build import make_workload
     from loraplex.workload.recipe import Recipe, RecipeError
 
-    check_writable(given["out"], "OUT")
     source, trace = given["from_"] or (None, None)
+    files = (trace, given["replay"], given["popularity_file"], given["lengths_file"])
+    check_writable(given["out"], "OUT", inputs=tuple(file for file in files if file is not None))
     asked = {name: value for name, value in given.items() if name not in ("out", "from_")}
     try:
         return make_workload(Recipe(source=source, trace=trace, **asked))

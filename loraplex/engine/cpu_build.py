@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -48,14 +48,36 @@ _MIN_STEP_TOKENS: Final = 32
 _MAX_STEP_TOKENS: Final = 2048
 
 
+class CpuPlan(NamedTuple):
+    """What an engine on this machine gets, each process of it: KV blocks, the longest context, bytes for
+    adapters, and the work of a step."""
+
+    num_blocks: int
+    max_model_len: int
+    adapter_bytes: int
+    work: StepWork
+
+
+def plan_cpu(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> CpuPlan:
+    """`config`: of a process's part of the model."""
+    num_blocks, max_model_len = _plan_memory(options, config, dtype)
+    budget = options.host_adapter_memory_bytes
+    if budget is None:
+        share = _DEFAULT_ADAPTER_SHARE / options.tensor_parallel
+        budget = min(int(available_bytes() * share), _MAX_DEFAULT_ADAPTER_BYTES)
+    work = _plan_work(options, config.shape, _threads_of_each(options))
+    return CpuPlan(num_blocks, max_model_len, budget, work)
+
+
 def build_cpu_engine(
     options: EngineOptions, config: ModelConfig, dtype: torch.dtype, report: Progress
 ) -> Engine:
     """`options.model` is a folder, and `config` the whole model's."""
     num_shards, num_threads = options.tensor_parallel, _threads_of_each(options)
-    local = Shard(index=0, count=num_shards).config(config)
-    num_blocks, max_model_len = _plan_memory(options, local, dtype)
-    build = partial(_build_shard, options, dtype, num_blocks=num_blocks, max_model_len=max_model_len)
+    plan = plan_cpu(options, Shard(index=0, count=num_shards).config(config), dtype)
+    build = partial(
+        _build_shard, options, dtype, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len
+    )
     executor: Executor
     if num_shards == 1:
         if options.num_threads is not None:
@@ -65,19 +87,17 @@ def build_cpu_engine(
         executor = start_parallel(
             build, count=num_shards, device="cpu", num_threads=num_threads, report=report
         )
-    budget = options.host_adapter_memory_bytes
-    if budget is None:
-        share = _DEFAULT_ADAPTER_SHARE / num_shards
-        budget = min(int(available_bytes() * share), _MAX_DEFAULT_ADAPTER_BYTES)
     return Engine(
         config=SchedulerConfig(
-            max_model_len=max_model_len,
-            work=_plan_work(options, local.shape, num_threads),
+            max_model_len=plan.max_model_len,
+            work=plan.work,
             max_running=options.max_running,
             cold_start=ColdStart.OVERLAP if options.cold_start is ColdStart.AUTO else options.cold_start,
             loads_popular=options.loads_popular,
         ),
-        memory=SeparateMemory(num_blocks=num_blocks, block_size=options.block_size, adapter_bytes=budget),
+        memory=SeparateMemory(
+            num_blocks=plan.num_blocks, block_size=options.block_size, adapter_bytes=plan.adapter_bytes
+        ),
         executor=executor,
     )
 

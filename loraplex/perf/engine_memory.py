@@ -1,5 +1,5 @@
-"""How much memory an engine has for KV tokens and adapters, how much each takes of it, and how long a request
-may be."""
+"""How much memory an engine has for KV tokens and adapters, how much each takes of it, how long a request may
+be, and how much a step may do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EngineMemory:
     `arena_bytes`: what KV blocks and adapters share on a device; None on a CPU, where they are apart, and the
     KV cache holds `kv_tokens` (None with an arena). `host_bytes`: the budget for adapters in host memory.
     `table_bytes`: what an adapter takes beside its weights. `rank_bytes`: by module, of one rank of its A and
-    B in all layers.
+    B in all layers. `step_tokens`, `position_cost`: as `StepWork` has them.
     """
 
     max_context: int
@@ -26,6 +26,8 @@ class EngineMemory:
     host_bytes: int
     table_bytes: int
     rank_bytes: Mapping[str, int]
+    step_tokens: int = 2048
+    position_cost: float = 0.0
 
     def __post_init__(self) -> None:
         assert (self.arena_bytes is None) != (self.kv_tokens is None), "shared memory, or memory apart"

@@ -30,6 +30,17 @@ from loraplex.perf.step_cost import RowCurve, StepCost, StepTerms
 from loraplex.perf.subject import Subject
 
 VERSION: Final = 4
+_STEP_TOKENS: Final = 2048
+_UNITS: Final = {
+    "*_s": "seconds",
+    "*_byte_s": "seconds a byte",
+    "*_position_s, *_pair_s": "seconds a position",
+    "unit_s": "seconds a byte",
+    "weight_s, serial_s, shared_s": "seconds a weight, the last two for each token",
+    "*_bytes": "bytes",
+    "*_error": "shares of what was measured",
+}
+"""By the ends of names; for readers."""
 _MAX_FILE_BYTES: Final = 1 << 20
 
 
@@ -71,6 +82,7 @@ def profile_to_json(model: CostModel, environment: Mapping[str, Any] | None = No
     document = {
         "version": VERSION,
         **asdict(model),
+        "units": _UNITS,
         "environment": dict(environment or {}),
     }
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
@@ -102,7 +114,8 @@ def profile_from_json(text: str) -> CostModel:
         memory=None if (memory := top.optional("memory")) is None else _memory(memory),
         corrections=_corrections(top.child("corrections")),
     )
-    top.child("environment")
+    for told in ("environment", *(["units"] if "units" in top.names else [])):
+        top.child(told)
     top.end()
     return model
 
@@ -233,6 +246,9 @@ def _memory(found: JsonObject) -> EngineMemory:
         host_bytes=found.count("host_bytes"),
         table_bytes=_count(found.take("table_bytes"), "memory: table_bytes", least=0),
         rank_bytes={module: ranks.count(module) for module in MODULES},
+        # Older profiles say nothing of a step's work.
+        step_tokens=found.count("step_tokens") if "step_tokens" in found.names else _STEP_TOKENS,
+        position_cost=found.number("position_cost") if "position_cost" in found.names else 0.0,
     )
     for each in (ranks, found):
         each.end()

@@ -80,6 +80,10 @@ class SlotProfile:
     spare_share: float = 0.01
     quality: Mapping[str, float] = field(default_factory=dict)
 
+    def spare_blocks(self, num_blocks: int) -> int:
+        """Of so many; one at the least."""
+        return max(int(self.spare_share * num_blocks), 1)
+
 
 def slot_profile_to_json(profile: SlotProfile, environment: Mapping[str, Any] | None = None) -> str:
     document = {

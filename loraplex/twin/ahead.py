@@ -29,7 +29,6 @@ class _Flight(NamedTuple):
     """A step under way, or behind one that is."""
 
     plan: StepPlan
-    num_waiting: int
     end_s: float
 
 
@@ -86,22 +85,15 @@ class AheadSimulator(Simulator):
     def _launch(self, plan: StepPlan) -> None:
         if plan.chunks:
             begin_s = max(self.now_s, self._flights[-1].end_s if self._flights else -math.inf)
-            num_waiting = self.scheduler.num_waiting
-            self._flights.append(_Flight(plan, num_waiting, self._end_s(plan, num_waiting, begin_s)))
+            self._flights.append(_Flight(plan, self._end_s(plan, self.scheduler.num_waiting, begin_s)))
 
     def _land(self, keep: int) -> None:
         while len(self._flights) > keep:
-            plan, num_waiting, end_s = self._flights.popleft()
+            plan, end_s = self._flights.popleft()
             self.now_s = max(self.now_s, end_s)
             sampled = {chunk.request_id: ANY_TOKEN for chunk in plan.chunks if chunk.samples}
             updates = self.scheduler.update(plan, sampled)
-            self.recorder.stepped(
-                self.now_s,
-                num_running=self.scheduler.num_running,
-                num_waiting=num_waiting,
-                num_tokens=len(updates),
-            )
-            self.recorder.updated(updates, self.now_s)
+            self.recorder.stepped(self.now_s, updates, num_running=len(plan.chunks), num_tokens=len(updates))
 
     # ---- gliding
 
@@ -125,7 +117,7 @@ class AheadSimulator(Simulator):
         """The step that was known when they came."""
         group = self.scheduler.group
         assert group is not None
-        self._take_leap(group, 1, self._times.repeats(group, 0).first_s)
+        self._take_leap(group, 1, self._times.repeats(group, 0))
         self._joining, self._due = self._due, self._joining
 
     def _join(self) -> bool:
@@ -144,7 +136,8 @@ class AheadSimulator(Simulator):
         group = self.scheduler.group
         if not is_read or len(self._ends) > 1 or self._due or self._joining or group is None:
             return False
-        step_s = self._times.repeats(group, 0).first_s
+        repeats = self._times.repeats(group, 0)
+        step_s = repeats.first_s
         load_s = self._times.load_s(AdapterLoad(version=version, source=0))
         if self.now_s + step_s >= next_s or load_s > step_s or self._bus_free_s > self.now_s:
             return False
@@ -154,7 +147,7 @@ class AheadSimulator(Simulator):
         self._bus_free_s = self.now_s + load_s
         self.num_loads += 1
         self.scheduler.load_beside(version)
-        self._take_leap(group, num_steps=1, sum_s=step_s)
+        self._take_leap(group, 1, repeats)
         stepped = self._step_beside(sure=True)
         self._glides = self.scheduler.num_running > 0
         return stepped

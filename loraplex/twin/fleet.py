@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from loraplex.core.errors import UserError
 from loraplex.perf.slot_profile import SlotProfile
@@ -123,14 +123,6 @@ class FleetOutcome:
     all: Outcome
     engines: Sequence[EngineFigures]
 
-    def summary(self) -> dict[str, Any]:
-        """As an engine's; requests that run and wait are those of all engines."""
-        return {**self.all.summary(), "num_engines": len(self.engines), "num_loads": self.num_loads}
-
-    @property
-    def num_loads(self) -> int:
-        return sum(each.num_loads for each in self.engines)
-
 
 class Fleet:
     """Engines that are all alike. An adapter is made known to an engine with its first request there."""
@@ -155,7 +147,7 @@ class Fleet:
         simulators = [engine.at(self._until_s) for engine in self._engines]
         end_s = max(simulator.now_s for simulator in simulators)
         duration_s = end_s if self._until_s == math.inf else self._until_s
-        parts = [simulator.recorder.outcome(duration_s) for simulator in simulators]
+        parts = [simulator.outcome(duration_s) for simulator in simulators]
         of_engine = [iter(part.requests) for part in parts]
         # One that came when its engine was beyond the end already is in no engine's books.
         found = (next(of_engine[number], None) for number in chosen)
@@ -163,6 +155,8 @@ class Fleet:
             requests=[outcome for outcome in found if outcome is not None],
             duration_s=duration_s,
             num_steps=sum(part.num_steps for part in parts),
+            num_loads=sum(part.num_loads for part in parts),
+            num_preemptions=sum(part.num_preemptions for part in parts),
             mean_running=sum(part.mean_running for part in parts),
             mean_waiting=sum(part.mean_waiting for part in parts),
             gaps=[gap for part in parts for gap in part.gaps],
@@ -179,7 +173,7 @@ def _figures(engine: Engine, simulator: Simulator, outcome: Outcome) -> EngineFi
         num_requests=len(outcome.requests),
         num_served=sum(each.finish_s is not None and not each.failed for each in outcome.requests),
         num_adapters=len(engine.adapters),
-        num_loads=simulator.num_loads,
+        num_loads=outcome.num_loads,
         num_steps=outcome.num_steps,
         mean_running=outcome.mean_running,
         mean_waiting=outcome.mean_waiting,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from loraplex.core.request import FinishReason
 from loraplex.scheduling.plan import TokenUpdate
+from loraplex.twin.times import Repeats
 from loraplex.workload.jsonl import WorkloadRequest
 
 Floats = npt.NDArray[np.float64]
@@ -21,12 +22,24 @@ STARVED_BELOW: Final = 0.9
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Seconds on the run's clock; None: that did not happen."""
+    """Seconds on the run's clock; None: that did not happen. `lost`: its client had no connection left, and
+    the engine never heard of it."""
 
     request: WorkloadRequest
     first_token_s: float | None = None
     finish_s: float | None = None
     failed: bool = False
+    lost: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.request.prompt_tokens + self.request.output_tokens
+
+
+Gaps = tuple[float, float, int, int]
+"""Between tokens of the same requests: the seconds of the first of some steps that follow each other, how
+much longer each is than the one before it, how many steps these are, and how many tokens came with each that
+were not a request's first."""
 
 
 class Recorder:
@@ -35,21 +48,26 @@ class Recorder:
     def __init__(self) -> None:
         self.requests: list[RequestOutcome] = []
         self._open: dict[str, RequestOutcome] = {}
-        self._gaps: list[tuple[float, int]] = []
+        self._gaps: list[Gaps] = []
         self._last_s = 0.0
         self.num_steps = 0
         self.running_s = 0.0
         self.waiting_s = 0.0
 
     def arrived(self, request_id: str, request: WorkloadRequest) -> RequestOutcome:
+        if self._open:
+            # Up to the end of the last step it was not counted, or will be from then on: put right.
+            self.waiting_s += self._last_s - request.arrival_s
+        else:
+            self._last_s = request.arrival_s
         outcome = self._open[request_id] = RequestOutcome(request)
         self.requests.append(outcome)
-        if self._last_s == 0.0:
-            self._last_s = request.arrival_s
         return outcome
 
-    def updated(self, updates: Iterable[TokenUpdate], now_s: float) -> None:
-        """Each of these requests has a token more, or has ended, or both."""
+    def updated(self, updates: Iterable[TokenUpdate], now_s: float) -> int:
+        """Each of these requests has a token more, or has ended, or both. Returns how many tokens were the
+        first of theirs."""
+        num_first = 0
         for update in updates:
             outcome, reason = self._open[update.request_id], update.finish_reason
             if reason is not None:
@@ -58,22 +76,48 @@ class Recorder:
                 outcome.failed = reason is FinishReason.ERROR
             if outcome.first_token_s is None and not outcome.failed:
                 outcome.first_token_s = now_s
+                num_first += 1
+        return num_first
+
+    def passed(self, now_s: float, num_running: int) -> float:
+        """It has come to be now, and so many requests were in steps meanwhile; all others that are there
+        waited. Returns the seconds."""
+        passed_s, self._last_s = now_s - self._last_s, now_s
+        self.running_s += passed_s * num_running
+        self.waiting_s += passed_s * (len(self._open) - num_running)
+        return passed_s
 
     def stepped(
-        self, now_s: float, *, num_running: int, num_waiting: int, num_tokens: int, num_steps: int = 1
+        self, now_s: float, updates: Iterable[TokenUpdate], num_running: int, num_tokens: int
     ) -> None:
-        """So many steps, all of them alike, that ended now; `num_tokens`: of all."""
-        passed_s, self._last_s = now_s - self._last_s, now_s
-        self._gaps.append((passed_s / num_steps, num_tokens))
-        self.num_steps += num_steps
-        self.running_s += passed_s * num_running
-        self.waiting_s += passed_s * num_waiting
+        """A step of so many requests has ended, and brought so many tokens. `updates`: of all at least that
+        have their first one now or have ended."""
+        passed_s = self.passed(now_s, num_running)
+        self._gaps.append((passed_s, 0.0, 1, num_tokens - self.updated(updates, now_s)))
+        self.num_steps += 1
 
-    def outcome(self, end_s: float) -> Outcome:
+    def leapt(
+        self, now_s: float, ended: Sequence[TokenUpdate], num_running: int, num_steps: int, took: Repeats
+    ) -> None:
+        """The same requests have decoded in so many steps; `ended`: with the last of them."""
+        self.passed(now_s, num_running)
+        first_s, growth_s, once_s = took
+        if once_s == 0.0:
+            self._gaps.append((first_s, growth_s, num_steps, num_running))
+        else:
+            self._gaps.append((first_s + once_s, 0.0, 1, num_running))
+            self._gaps.append((first_s + growth_s, growth_s, num_steps - 1, num_running))
+        self.num_steps += num_steps
+        if ended:
+            self.updated(ended, now_s)
+
+    def outcome(self, end_s: float, *, num_loads: int, num_preemptions: int) -> Outcome:
         return Outcome(
             requests=self.requests,
             duration_s=end_s,
             num_steps=self.num_steps,
+            num_loads=num_loads,
+            num_preemptions=num_preemptions,
             mean_running=self.running_s / end_s if end_s else 0.0,
             mean_waiting=self.waiting_s / end_s if end_s else 0.0,
             gaps=self._gaps,
@@ -82,28 +126,37 @@ class Recorder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """`gaps`: (seconds between steps, tokens that came with the later one)."""
+    """`num_loads`: of adapters to the device. `gaps`: between tokens, in the order of time; where a request
+    was preempted in between, only the step counts that brought the later token."""
 
     requests: Sequence[RequestOutcome]
     duration_s: float
     num_steps: int
+    num_loads: int
+    num_preemptions: int
     mean_running: float
     mean_waiting: float
-    gaps: Sequence[tuple[float, int]]
+    gaps: Sequence[Gaps]
 
     def timeline(self, num_points: int = 200) -> dict[str, list[float]]:
-        """Requests that run and that wait, at as many moments."""
-        arrivals_s = np.sort(_seconds(each.request.arrival_s for each in self.requests))
-        firsts_s = np.sort(_seconds(s for each in self.requests if (s := each.first_token_s) is not None))
-        ends_s = np.sort(_seconds(s for each in self.requests if (s := each.finish_s) is not None))
+        """Requests that run and that wait, at as many moments. One waits up to its first token, unless it
+        fails before that."""
+        known = [each for each in self.requests if not each.lost]
+        begun = [each for each in known if each.first_token_s is not None]
         at_s = np.linspace(0.0, self.duration_s, num_points)
-        came, began, ended = (
-            np.searchsorted(times, at_s, "right") for times in (arrivals_s, firsts_s, ends_s)
-        )
+
+        def by_then(moments: Iterable[float | None]) -> npt.NDArray[np.int64]:
+            happened = np.sort(_seconds(each for each in moments if each is not None))
+            return np.searchsorted(happened, at_s, "right")
+
+        came = by_then(each.request.arrival_s for each in known)
+        began = by_then(each.first_token_s for each in begun)
+        ended = by_then(each.finish_s for each in begun)
+        gave_up = by_then(each.finish_s for each in known if each.first_token_s is None)
         return {
             "at_s": at_s.tolist(),
             "running": (began - ended).tolist(),
-            "waiting": (came - began).tolist(),
+            "waiting": (came - began - gave_up).tolist(),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -114,29 +167,51 @@ class Outcome:
         finish_s = _seconds(each.finish_s for each in served)
         outputs = np.array([each.request.output_tokens for each in served], np.float64)
         num_input = sum(each.request.prompt_tokens for each in served)
-        offered_s = max((each.request.arrival_s for each in self.requests), default=0.0)
-        offered = sum(each.request.prompt_tokens + each.request.output_tokens for each in self.requests)
         num_gaps = float((outputs - 1).sum())
-        served_tok_s = (num_input + float(outputs.sum())) / self.duration_s if self.duration_s else 0.0
-        offered_tok_s = offered / max(offered_s, 1e-9) if offered_s else served_tok_s
+        duration_s = self.duration_s or 1.0
         return {
             "duration_s": self.duration_s,
             "num_requests": len(self.requests),
             "num_served": len(served),
             "num_failed": sum(each.failed for each in self.requests),
+            "num_lost": sum(each.lost for each in self.requests),
             "num_steps": self.num_steps,
-            "input_tok_s": num_input / self.duration_s if self.duration_s else 0.0,
-            "output_tok_s": float(outputs.sum()) / self.duration_s if self.duration_s else 0.0,
-            "offered_tok_s": offered_tok_s,
-            "starved": served_tok_s < STARVED_BELOW * offered_tok_s,
+            "num_loads": self.num_loads,
+            "num_preemptions": self.num_preemptions,
+            "input_tok_s": num_input / duration_s,
+            "output_tok_s": float(outputs.sum()) / duration_s,
+            "offered_tok_s": self._num_offered / (self._offered_s or duration_s),
+            "starved": self._is_starved(),
             "itl_mean_s": float((finish_s - first_s).sum()) / num_gaps if num_gaps else None,
             "ttft_s": _percentiles(first_s - arrivals_s),
             "tpt_s": _percentiles((finish_s - arrivals_s) / outputs),
             "e2e_s": _percentiles(finish_s - arrivals_s),
-            "itl_s": _weighted_percentiles(self.gaps),
+            "itl_s": _gap_percentiles(self.gaps),
             "mean_running": self.mean_running,
             "mean_waiting": self.mean_waiting,
         }
+
+    @property
+    def _offered_s(self) -> float:
+        return max((each.request.arrival_s for each in self.requests), default=0.0)
+
+    @property
+    def _num_offered(self) -> int:
+        return sum(each.num_tokens for each in self.requests)
+
+    def _is_starved(self) -> bool:
+        """Whether less is served than 90% of what is asked for, by tokens over time: those of requests that
+        had their first one, up to the last of these moments. How long answers take after that, and how long
+        a first token takes at the least, is no matter of being late."""
+        begun = [(s, each) for each in self.requests if (s := each.first_token_s) is not None]
+        if not begun:
+            return bool(self.requests)
+        if self._offered_s == 0.0:  # all at once is no rate that anybody could keep up with
+            return False
+        num_begun = sum(each.num_tokens for _, each in begun)
+        least_wait_s = min(first_s - each.request.arrival_s for first_s, each in begun)
+        busy_s = max(max(first_s for first_s, _ in begun) - least_wait_s, self._offered_s)
+        return num_begun * self._offered_s < STARVED_BELOW * self._num_offered * busy_s
 
 
 def _seconds(values: Any) -> Floats:
@@ -150,14 +225,16 @@ def _percentiles(samples: Floats) -> dict[str, float] | None:
     return {"mean": float(samples.mean()), "p50": p50, "p95": p95, "p99": p99}
 
 
-def _weighted_percentiles(gaps: Sequence[tuple[float, int]]) -> dict[str, float] | None:
-    """Steps as long as their tokens are many."""
-    total = sum(weight for _, weight in gaps)
-    if total == 0:
+def _gap_percentiles(gaps: Sequence[Gaps]) -> dict[str, float] | None:
+    """Over tokens: a step counts as often as tokens came with it."""
+    if not any(num_tokens for *_, num_tokens in gaps):
         return None
-    seconds = np.array([gap for gap, _ in gaps])
-    weights = np.array([weight for _, weight in gaps], np.float64)
+    table = np.array(gaps, np.float64)
+    num_steps = table[:, 2].astype(np.int64)
+    first_s, growth_s, _, weights = np.repeat(table, num_steps, axis=0).T
+    place = np.arange(len(first_s)) - np.repeat(np.cumsum(num_steps) - num_steps, num_steps)
+    seconds = first_s + growth_s * place
     order = np.argsort(seconds)
-    reached = np.cumsum(weights[order]) / total
-    names = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-    return {name: float(seconds[order][np.searchsorted(reached, share)]) for name, share in names.items()}
+    reached = np.cumsum(weights[order])
+    at = np.searchsorted(reached, np.array((0.5, 0.95, 0.99)) * reached[-1])
+    return dict(zip(("p50", "p95", "p99"), seconds[order][at].tolist(), strict=True))

@@ -44,7 +44,7 @@ def predict_run(
     requests, mix = drawn or book.requests(setup)
     num_blocks = kv_tokens // BLOCK_SIZE
     longest = int((requests.prompt_tokens + requests.output_tokens).max())
-    spare_blocks = max(int(profile.spare_share * num_blocks), 1)
+    spare_blocks = profile.spare_blocks(num_blocks)
     if num_blocks < -(-longest // BLOCK_SIZE) + spare_blocks:
         return None
     limits = Limits(

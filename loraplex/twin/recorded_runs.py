@@ -81,8 +81,9 @@ class Measured:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvSample:
     """KV tokens that an engine of these slots said it had; it keeps room for the activations of `max_running`
-    requests too."""
+    requests too. `key`: of the run that it served."""
 
+    key: str
     model: str
     max_running: int
     num_slots: int
@@ -92,8 +93,8 @@ class KvSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunsFile:
-    """`setups`: runs that say at which rates requests came; `num_others`: lines that do not. `measured`: by
-    the setup's key, of runs that ended well."""
+    """`setups`: runs that say at which rates requests came, each with a key of its own; `num_others`: lines
+    that do not. `measured`: by the setup's key, of runs that ended well."""
 
     setups: tuple[RunSetup, ...]
     measured: Mapping[str, Measured]
@@ -106,6 +107,7 @@ def read_runs(path: Path) -> RunsFile:
     setups: list[RunSetup] = []
     measured: dict[str, Measured] = {}
     kv_samples: list[KvSample] = []
+    line_of: dict[str, int] = {}
     num_others = 0
     for line, row in _rows(path):
         try:
@@ -115,6 +117,8 @@ def read_runs(path: Path) -> RunsFile:
                 num_others += 1
                 continue
             setup = _setup(row)
+            if (first := line_of.setdefault(setup.key, line)) != line:
+                raise ValueError(f"the run of line {first} is called {setup.key!r} too")
             setups.append(setup)
             if (found := _measured(row, setup)) is not None:
                 measured[setup.key] = found
@@ -151,19 +155,23 @@ def _setup(row: Mapping[str, str]) -> RunSetup:
         raise ValueError(f"{len(values)} rate_values, but {len(counts)} rate_counts")
     if sum(counts) != _count("num_adapters", row["num_adapters"]):
         raise ValueError(f"rate_counts add up to {sum(counts)}, num_adapters is {row['num_adapters']}")
+    if not any(values):
+        raise ValueError("rate_values are all 0: no request ever comes")
     ranks = tuple(_count("adapter_ranks", each) for each in row["adapter_ranks"].split())
     if not ranks:
         raise ValueError("adapter_ranks is empty")
+    if not (key := _key(row)):
+        raise ValueError("the run has no name: key (or experiment) is empty")
     duration = row.get("total_time_s")
     max_running = row.get("max_num_seqs")
     return RunSetup(
-        key=_key(row),
+        key=key,
         model=row["model"],
         ranks=ranks,
         num_slots=_count("max_loras_gpu_slots", row["max_loras_gpu_slots"]),
         max_rank=_count("max_lora_rank", row["max_lora_rank"]),
         rates=tuple(zip(values, counts, strict=True)),
-        duration_s=_number("total_time_s", duration) if duration else _DEFAULT_DURATION_S,
+        duration_s=_positive("total_time_s", duration) if duration else _DEFAULT_DURATION_S,
         max_running=_count("max_num_seqs", max_running) if max_running else _DEFAULT_MAX_RUNNING,
         dataset=row.get("dataset") or None,
     )
@@ -179,12 +187,12 @@ def _measured(row: Mapping[str, str], setup: RunSetup) -> Measured | None:
     completed = row.get("completed_requests")
     duration_s = row.get("duration_s")
     waiting = row.get("mean_waiting")
-    seconds = _number("duration_s", duration_s) if duration_s else setup.duration_s
+    seconds = _positive("duration_s", duration_s) if duration_s else setup.duration_s
     return Measured(
         input_tok_s=_number("input_tok_s", row["input_tok_s"]),
         output_tok_s=_number("output_tok_s", row["output_tok_s"]),
-        itl_s=_number("itl_mean_ms", row["itl_mean_ms"]) / 1e3,
-        ttft_s=_number("ttft_mean_ms", row["ttft_mean_ms"]) / 1e3,
+        itl_s=_positive("itl_mean_ms", row["itl_mean_ms"]) / 1e3,
+        ttft_s=_positive("ttft_mean_ms", row["ttft_mean_ms"]) / 1e3,
         completed_rps=_number("completed_requests", completed) / seconds if completed else None,
         num_waiting=_number("mean_waiting", waiting) if waiting else None,
     )
@@ -199,6 +207,7 @@ def _kv_sample(row: Mapping[str, str]) -> KvSample | None:
     ):
         return None
     return KvSample(
+        key=_key(row),
         model=row["model"],
         max_running=_count("max_num_seqs", running),
         num_slots=_count("max_loras_gpu_slots", slots),
@@ -217,6 +226,13 @@ def _number(column: str, text: str) -> float:
     return value
 
 
+def _positive(column: str, text: str) -> float:
+    value = _number(column, text)
+    if value == 0:
+        raise ValueError(f"{column} is {text!r}, not more than 0")
+    return value
+
+
 def _count(column: str, text: str) -> int:
     value = _number(column, text)
     if value != int(value) or value < 1:
@@ -225,11 +241,11 @@ def _count(column: str, text: str) -> int:
 
 
 def without(runs: RunsFile, keys: Sequence[str]) -> RunsFile:
-    """As if the runs of these keys had never been recorded."""
+    """As if the runs of these keys had never been recorded: not even what memory they had is left."""
     gone = set(keys)
     return RunsFile(
         setups=tuple(setup for setup in runs.setups if setup.key not in gone),
         measured={key: found for key, found in runs.measured.items() if key not in gone},
-        kv_samples=runs.kv_samples,
+        kv_samples=tuple(sample for sample in runs.kv_samples if sample.key not in gone),
         num_others=runs.num_others,
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from loraplex.twin.times import CostModelTimes, StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
 
 Profile = SlotProfile | CostModel
-_BLOCK_SIZE = 16
+_MODULES: Final = GROUPS["qkv"]
+_MAX_RUNNING: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,8 @@ class ReplayOptions:
     """`ranks`: of the adapters, one after the other, over and over. `num_slots`: of an engine that has them;
     None for as many as there are adapters. For our own engine: `adapter_bytes`, of each adapter, or
     `rank_bytes`, of each by its rank; None of both for what adapters on `modules` take by the profile.
-    `work`, in a step at most. `cold_start`, None for what an engine does on the profile's device."""
+    `work`, in a step at most, None for the profile's. `cold_start`, None for what an engine does on the
+    profile's device. `staged`: adapters are in the host's memory when time begins."""
 
     num_adapters: int
     ranks: tuple[int, ...] = (16,)
@@ -47,11 +49,12 @@ class ReplayOptions:
     kv_tokens: int | None = None
     adapter_bytes: int | None = None
     rank_bytes: int | None = None
-    modules: tuple[str, ...] = GROUPS["qkv"]
+    modules: tuple[str, ...] | None = None
     host_memory: int | None = None
-    max_running: int = 256
-    work: StepWork = field(default_factory=StepWork)
+    max_running: int | None = None
+    work: StepWork | None = None
     cold_start: ColdStart | None = None
+    staged: bool = False
     seed: int = 0
 
 
@@ -72,7 +75,7 @@ def read_any_profile(path: Path, model: str | None = None) -> Profile:
 def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) -> None:
     """Raises what no twin could run, with the request that asks for it."""
     for number, request in enumerate(workload, start=1):
-        if request.adapter >= options.num_adapters:
+        if request.adapter >= max(options.num_adapters, 1):  # with none, all are for the base model
             raise UserError(
                 f"request {number} of the workload is on adapter {request.adapter}; there are "
                 f"{options.num_adapters}, counted from 0; give more --adapters"
@@ -81,8 +84,17 @@ def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) 
 
 def check_options(profile: Profile, options: ReplayOptions) -> None:
     """Raises UserError for one that has no effect on this kind of engine."""
-    if isinstance(profile, CostModel) and options.num_slots is not None:
-        raise UserError("the profile is of an engine without slots; leave --slots out")
+    if isinstance(profile, CostModel):
+        if options.num_slots is not None:
+            raise UserError("the profile is of an engine without slots; leave --slots out")
+        return
+    for name, value in (
+        ("--max-running", options.max_running),
+        ("--modules", options.modules),
+        ("--adapter-mib", options.adapter_bytes),
+    ):
+        if value is not None:
+            raise UserError(f"the profile is of an engine with slots, which it says all of; leave {name} out")
 
 
 def replay(profile: Profile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
@@ -99,6 +111,8 @@ def _on_ours(profile: CostModel, workload: Sequence[WorkloadRequest], options: R
     simulator = engines.make()
     for number in range(options.num_adapters):
         engines.register(simulator, number)
+    if options.staged:
+        simulator.stage_all()
     return simulator.run(workload, options.until_s)
 
 
@@ -130,8 +144,9 @@ class OwnEngines:
         self._kind = AheadSimulator if on_gpu else Simulator
         self._config = SchedulerConfig(
             max_model_len=self._has.max_context,
-            max_running=options.max_running,
-            work=options.work,
+            max_running=options.max_running or _MAX_RUNNING,
+            work=options.work
+            or StepWork(max_tokens=self._has.step_tokens, position_cost=self._has.position_cost),
             cold_start=options.cold_start or (ColdStart.AUTO if on_gpu else ColdStart.OVERLAP),
         )
         if longest > self._has.max_context:
@@ -139,7 +154,7 @@ class OwnEngines:
                 f"the engine's context holds {self._has.max_context} tokens, too few for a request "
                 f"of {longest} (prompt and answer); shorten it in the workload"
             )
-        largest = max(self.adapter_bytes.values())
+        largest = max(self.adapter_bytes.values(), default=0)
         room = self._memory().max_tokens(largest)
         if longest > room:
             raise CapacityError(
@@ -167,7 +182,7 @@ class OwnEngines:
             return options.rank_bytes * rank
         if options.adapter_bytes is not None:
             return options.adapter_bytes
-        return self._has.adapter_bytes(rank, options.modules)
+        return self._has.adapter_bytes(rank, options.modules or _MODULES)
 
     def _memory(self) -> Memory:
         has, kv_tokens, host_bytes = self._has, self._options.kv_tokens, self._options.host_memory
@@ -193,12 +208,12 @@ class OwnEngines:
 
 def _on_slots(profile: SlotProfile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
     from loraplex.twin.slot_engine import run_slot_engine
-    from loraplex.twin.slot_state import Limits, Requests
+    from loraplex.twin.slot_state import BLOCK_SIZE, Limits, Requests
 
     num_slots = options.num_slots or options.num_adapters
     max_rank = max(options.ranks)
     kv_tokens = options.kv_tokens or profile.memory.predict(num_slots=num_slots, max_rank=max_rank)
-    num_blocks = kv_tokens // _BLOCK_SIZE
+    num_blocks = kv_tokens // BLOCK_SIZE
     requests = Requests(
         arrival_s=np.array([each.arrival_s for each in workload], np.float64),
         prompt_tokens=np.array([each.prompt_tokens for each in workload], np.int64),
@@ -209,7 +224,7 @@ def _on_slots(profile: SlotProfile, workload: Sequence[WorkloadRequest], options
         num_slots=num_slots,
         max_rank=max_rank,
         num_blocks=num_blocks,
-        spare_blocks=int(profile.spare_share * num_blocks),
+        spare_blocks=profile.spare_blocks(num_blocks),
         max_running=profile.max_running,
         max_step_tokens=profile.max_step_tokens,
         max_open=profile.client.max_open,
@@ -224,54 +239,19 @@ def _on_slots(profile: SlotProfile, workload: Sequence[WorkloadRequest], options
             request=request,
             first_token_s=None if math.isnan(first_s) else first_s + latency_s,
             finish_s=None if math.isnan(finish_s) else finish_s + latency_s,
+            lost=lost,
         )
-        for request, first_s, finish_s in zip(
-            workload, run.first_s.tolist(), run.finish_s.tolist(), strict=True
+        for request, first_s, finish_s, lost in zip(
+            workload, run.first_s.tolist(), run.finish_s.tolist(), run.is_lost.tolist(), strict=True
         )
     ]
     return Outcome(
         requests=outcomes,
         duration_s=min(run.duration_s + latency_s, options.until_s),
         num_steps=run.num_steps,
+        num_loads=run.num_loads,
+        num_preemptions=run.num_preemptions,
         mean_running=run.mean_running,
         mean_waiting=run.mean_waiting,
-        gaps=(),
+        gaps=[(gap_s, 0.0, 1, number) for gap_s, number in run.gaps],
     )
-
-
-def compare(summary: dict[str, Any], live: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Measures of a twin's summary beside those of a live run's report, and their SMAPE."""
-    from loraplex.twin.scores import smape
-
-    if not isinstance(live, dict):
-        raise UserError("the live result is no JSON object; give a file of `loraplex bench serve --json`")
-    result = live.get("result", live.get("results", live))
-    asked = summary["num_requests"]
-    if isinstance(result, dict) and result.get("num_requests", asked) != asked:
-        raise UserError(
-            f"the live result is of {result['num_requests']} requests, the workload has {asked}; give a run "
-            "of the same workload"
-        )
-    pairs: dict[str, tuple[float, float]] = {}
-    for name, predicted, measured in (
-        ("output_tok_s", summary["output_tok_s"], _take(result, "output_tokens_per_s")),
-        ("itl_s", summary["itl_mean_s"], _take(result, "itl_ms", "mean") / 1e3),
-        ("ttft_s", (summary["ttft_s"] or {}).get("mean"), _take(result, "ttft_ms", "mean") / 1e3),
-    ):
-        if predicted is not None:
-            pairs[name] = (predicted, measured)
-    return {name: {"twin": p, "live": m, "smape": smape([(p, m)])} for name, (p, m) in pairs.items()}
-
-
-def _take(result: Any, *names: str) -> float:
-    for name in names:
-        if not isinstance(result, dict) or name not in result:
-            raise UserError(
-                f"the live result has no {'.'.join(names)}; give a file of `loraplex bench serve`"
-            )
-        result = result[name]
-    if isinstance(result, bool) or not isinstance(result, int | float) or not 0 <= result < math.inf:
-        raise UserError(
-            f"the live result's {'.'.join(names)} is {result!r}, not a number that can be measured"
-        )
-    return float(result)

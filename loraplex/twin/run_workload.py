@@ -56,6 +56,7 @@ class WorkloadBook:
             lengths = Lengths(
                 found.input_tok_s / found.completed_rps, found.output_tok_s / found.completed_rps
             )
+            self._lengths.setdefault(setup.model, []).append(lengths)
             self._lengths.setdefault((setup.model, setup.duration_s), []).append(lengths)
             if found.num_waiting is None or found.num_waiting > _MAX_WAITING:
                 continue
@@ -63,14 +64,17 @@ class WorkloadBook:
             self._lengths.setdefault((setup.model, setup.rates, setup.duration_s), []).append(lengths)
 
     def lengths(self, setup: RunSetup) -> Lengths:
-        """Of the same requests if they are known, else what is usual with this model."""
-        known = self._lengths.get((setup.model, setup.rates, setup.duration_s)) or self._lengths.get(
-            (setup.model, setup.duration_s)
+        """Of the same requests if they are known, else what is usual with this model: in runs as long as this
+        one if there are any, else in all."""
+        known = (
+            self._lengths.get((setup.model, setup.rates, setup.duration_s))
+            or self._lengths.get((setup.model, setup.duration_s))
+            or self._lengths.get(setup.model)
         )
         if not known:
             raise UserError(
-                f"no run of {setup.model} over {setup.duration_s:g} s to learn from how long requests are; "
-                "give one to --fit"
+                f"no run of {setup.model} says how many requests it served (completed_requests), "
+                "from which to learn how long they are; give one that does"
             )
         prompt, output = (float(mean) for mean in np.mean(known, axis=0))
         return Lengths(prompt, output)

@@ -22,7 +22,7 @@ from loraplex.scheduling.leaping import ANY_TOKEN, LeapingScheduler
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan
 from loraplex.twin.outcome import Outcome, Recorder, RequestOutcome
-from loraplex.twin.times import StepTimes
+from loraplex.twin.times import Repeats, StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
 
 
@@ -83,7 +83,12 @@ class Simulator:
                 break
             self.offer(request)
         self.advance(until_s)
-        return self.recorder.outcome(self.now_s if until_s == math.inf else until_s)
+        return self.outcome(self.now_s if until_s == math.inf else until_s)
+
+    def outcome(self, end_s: float) -> Outcome:
+        """Of all that was, as of then."""
+        num_preemptions = self.scheduler.stats(self.recorder.num_steps).num_preemptions
+        return self.recorder.outcome(end_s, num_loads=self.num_loads, num_preemptions=num_preemptions)
 
     # ---- what comes
 
@@ -152,6 +157,7 @@ class Simulator:
             self.now_s = max(self.now_s, min(self._ends[0][0], next_s))
         elif next_s < math.inf and not plan.adapter_evictions:
             self.now_s = max(self.now_s, next_s)
+        self.recorder.passed(self.now_s, num_running=0)
 
     def _end_s(self, plan: StepPlan, num_waiting: int, begin_s: float) -> float:
         """Of a step that begins then; each layer waits for its own weights."""
@@ -167,16 +173,9 @@ class Simulator:
         return begin_s + step_s
 
     def _compute(self, plan: StepPlan) -> None:
-        num_waiting = self.scheduler.num_waiting
-        self.now_s = self._end_s(plan, num_waiting, self.now_s)
+        self.now_s = self._end_s(plan, self.scheduler.num_waiting, self.now_s)
         updates = self.scheduler.update(plan, {c.request_id: ANY_TOKEN for c in plan.chunks if c.samples})
-        self.recorder.stepped(
-            self.now_s,
-            num_running=self.scheduler.num_running,
-            num_waiting=num_waiting,
-            num_tokens=len(updates),
-        )
-        self.recorder.updated(updates, self.now_s)
+        self.recorder.stepped(self.now_s, updates, num_running=len(plan.chunks), num_tokens=len(updates))
 
     def _step_beside(self, *, sure: bool = False) -> bool:
         """A step of decodes that new requests join with their whole prompts. `sure`: that can be done."""
@@ -185,10 +184,9 @@ class Simulator:
         if chunks is None or group is None:
             return False
         now_s = self.now_s = self.now_s + self._times.beside_s(group, chunks)
-        num_tokens = len(group) + len(chunks)
+        num_running = len(group) + len(chunks)
         updates = scheduler.end_beside()
-        self.recorder.stepped(now_s, num_running=scheduler.num_running, num_waiting=0, num_tokens=num_tokens)
-        self.recorder.updated(updates, now_s)
+        self.recorder.stepped(now_s, updates, num_running=num_running, num_tokens=num_running)
         return True
 
     def _leap(self, next_s: float) -> bool:
@@ -201,23 +199,14 @@ class Simulator:
         if group is None:
             return False
         repeats = self._times.repeats(group, scheduler.num_waiting)
-        num_steps = repeats.steps_until(next_s - now_s, most)
-        self._take_leap(group, num_steps, repeats.sum_s(num_steps))
+        self._take_leap(group, repeats.steps_until(next_s - now_s, most), repeats)
         return True
 
-    def _take_leap(self, group: DecodeGroup, num_steps: int, sum_s: float) -> None:
-        now_s = self.now_s = self.now_s + sum_s
-        num_waiting, num_running = self.scheduler.num_waiting, len(group)
+    def _take_leap(self, group: DecodeGroup, num_steps: int, repeats: Repeats) -> None:
+        now_s = self.now_s = self.now_s + repeats.sum_s(num_steps)
+        num_running = len(group)
         ended = self.scheduler.leap(num_steps)
-        self.recorder.stepped(
-            now_s,
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_tokens=num_steps * num_running,
-            num_steps=num_steps,
-        )
-        if ended:
-            self.recorder.updated(ended, now_s)
+        self.recorder.leapt(now_s, ended, num_running, num_steps, repeats)
 
     # ---- loads
 

@@ -25,6 +25,7 @@ from loraplex.twin.slot_state import (
     NUM_PREEMPTIONS,
     NUM_RUNNING,
     NUM_WAITING,
+    Flags,
     Floats,
     Ints,
     Limits,
@@ -32,6 +33,8 @@ from loraplex.twin.slot_state import (
     admit,
     batch_of_all,
     enqueue,
+    gap_place,
+    gap_seconds,
     grow,
     new_state,
     stop,
@@ -42,28 +45,27 @@ from loraplex.twin.slot_state import (
 _NOW_S: Final = 0
 _RUNNING_S: Final = 1
 _WAITING_S: Final = 2
-_KV_TOKENS_S: Final = 3
-_NUM_STEPS: Final = 4
-_NUM_TAKEN: Final = 5
-_NUM_TOTALS: Final = 6
+_NUM_STEPS: Final = 3
+_NUM_TOTALS: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRun:
-    """What became of a run. `first_s`, `finish_s`: by request, NaN if that did not happen.
-    `num_taken`: requests that were not lost for want of a connection. Means are over time."""
+    """What became of a run. `first_s`, `finish_s`: by request, NaN if that did not happen. `is_lost`: by
+    request, for want of a connection. `gaps`: (seconds between two tokens of a request, how many of these),
+    to within a per cent. Means are over time."""
 
     requests: Requests
     first_s: Floats
     finish_s: Floats
+    is_lost: Flags
+    gaps: list[tuple[float, int]]
     duration_s: float
-    num_taken: int
     num_steps: int
     num_loads: int
     num_preemptions: int
     mean_running: float
     mean_waiting: float
-    mean_kv_tokens: float
 
 
 def run_slot_engine(
@@ -72,10 +74,11 @@ def run_slot_engine(
     """`ranks`: by adapter. `order`: in which the engine goes through the adapters of a batch."""
     if len(requests.arrival_s) > 0:
         longest = int((requests.prompt_tokens + requests.output_tokens).max())
-        if -(-longest // BLOCK_SIZE) + limits.spare_blocks > limits.num_blocks:
+        room = max(limits.num_blocks - limits.spare_blocks, 0) * BLOCK_SIZE
+        if longest > room:
             raise CapacityError(
-                f"KV memory holds {limits.num_blocks * BLOCK_SIZE} tokens beside the adapters, "
-                f"too few for a request of {longest}"
+                f"KV memory holds {room} tokens beside the adapters and what is kept free, too few for a "
+                f"request of {longest}; give fewer --slots, or more --kv-tokens"
             )
     state = new_state(requests, limits, ranks, order)
     totals = np.zeros(_NUM_TOTALS)
@@ -85,14 +88,14 @@ def run_slot_engine(
         requests=requests,
         first_s=state.first_s,
         finish_s=state.finish_s,
+        is_lost=state.is_lost,
+        gaps=[(gap_seconds(place), int(state.gaps[place])) for place in np.flatnonzero(state.gaps).tolist()],
         duration_s=duration_s,
-        num_taken=int(totals[_NUM_TAKEN]),
         num_steps=int(totals[_NUM_STEPS]),
         num_loads=int(state.counts[NUM_LOADS]),
         num_preemptions=int(state.counts[NUM_PREEMPTIONS]),
         mean_running=float(totals[_RUNNING_S]) / duration_s,
         mean_waiting=float(totals[_WAITING_S]) / duration_s,
-        mean_kv_tokens=float(totals[_KV_TOKENS_S]) / duration_s,
     )
 
 
@@ -104,7 +107,8 @@ def _simulate(state, requests, limits, costs, totals):  # type: ignore[no-untype
         while coming < num_requests and arrival_s[coming] <= now_s:
             if counts[NUM_WAITING] + counts[NUM_RUNNING] < limits.max_open:
                 enqueue(state, requests, coming)
-                totals[_NUM_TAKEN] += 1
+            else:
+                state.is_lost[coming] = True
             coming += 1
         if counts[NUM_WAITING] == 0 and counts[NUM_RUNNING] == 0:
             if coming == num_requests:
@@ -126,7 +130,6 @@ def _simulate(state, requests, limits, costs, totals):  # type: ignore[no-untype
         step_s = _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, loads)
         totals[_RUNNING_S] += counts[NUM_RUNNING] * step_s
         totals[_WAITING_S] += counts[NUM_WAITING] * step_s
-        totals[_KV_TOKENS_S] += counts[KV_TOKENS] * step_s
         totals[_NUM_STEPS] += 1
         now_s += step_s
         _sample(state, requests, num_before, now_s)
@@ -168,12 +171,19 @@ def _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, 
 def _sample(state, requests, first, now_s):  # type: ignore[no-untyped-def]
     """A token for every running request from `first` on; those that have all theirs end."""
     counts, kept = state.counts, first
+    last_s, place = np.nan, 0
     for index in range(first, counts[NUM_RUNNING]):
         request = state.running[index]
         state.generated[request] += 1
         counts[KV_TOKENS] += 1
         if np.isnan(state.first_s[request]):
             state.first_s[request] = now_s
+        else:
+            if state.last_s[request] != last_s:  # of most it is the same
+                last_s = state.last_s[request]
+                place = gap_place(now_s - last_s)
+            state.gaps[place] += 1
+        state.last_s[request] = now_s
         if state.generated[request] >= requests.output_tokens[request]:
             state.finish_s[request] = now_s
             stop(state, requests, request)

@@ -7,6 +7,7 @@ them in `front`, the last one first.
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 import numba
@@ -19,6 +20,10 @@ Flags = npt.NDArray[np.bool_]
 
 BLOCK_SIZE: Final = 16
 NOBODY: Final = -1
+_SHORTEST_GAP_S: Final = 1e-5
+_GAPS_AN_E: Final = 100
+"""Places of gaps that differ by a factor of e: neighbours differ by a per cent."""
+_NUM_GAPS: Final = 2000
 
 # Places in `State.counts`.
 NUM_RUNNING: Final = 0
@@ -61,7 +66,8 @@ class Limits(NamedTuple):
 
 
 class State(NamedTuple):
-    """By request: `generated` to `finish_s`. By adapter: `head` to `position`."""
+    """By request: `generated` to `is_lost`; `last_s`: of its last token. By adapter: `head` to `position`.
+    `gaps`: how many there were, by `gap_place`."""
 
     counts: Ints
     running: Ints
@@ -71,7 +77,9 @@ class State(NamedTuple):
     generated: Ints
     blocks: Ints
     first_s: Floats
+    last_s: Floats
     finish_s: Floats
+    is_lost: Flags
     head: Ints
     tail: Ints
     num_running_of: Ints
@@ -81,6 +89,7 @@ class State(NamedTuple):
     rank: Floats
     order: Ints
     position: Ints
+    gaps: Ints
 
 
 def new_state(requests: Requests, limits: Limits, ranks: Floats, order: Ints) -> State:
@@ -99,7 +108,9 @@ def new_state(requests: Requests, limits: Limits, ranks: Floats, order: Ints) ->
         generated=np.zeros(num_requests, np.int64),
         blocks=np.zeros(num_requests, np.int64),
         first_s=np.full(num_requests, np.nan),
+        last_s=np.full(num_requests, np.nan),
         finish_s=np.full(num_requests, np.nan),
+        is_lost=np.zeros(num_requests, np.bool_),
         head=np.full(num_adapters, NOBODY, np.int64),
         tail=np.full(num_adapters, NOBODY, np.int64),
         num_running_of=np.zeros(num_adapters, np.int64),
@@ -109,7 +120,19 @@ def new_state(requests: Requests, limits: Limits, ranks: Floats, order: Ints) ->
         rank=ranks,
         order=order,
         position=position,
+        gaps=np.zeros(_NUM_GAPS, np.int64),
     )
+
+
+@numba.njit(cache=True, nogil=True)
+def gap_place(gap_s):  # type: ignore[no-untyped-def]
+    """In `State.gaps`."""
+    return min(max(int(_GAPS_AN_E * math.log(gap_s / _SHORTEST_GAP_S)), 0), _NUM_GAPS - 1)
+
+
+def gap_seconds(place: int) -> float:
+    """In the middle of those that have this place."""
+    return _SHORTEST_GAP_S * math.exp((place + 0.5) / _GAPS_AN_E)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -74,7 +74,7 @@ class StepTimes(Protocol):
         ...
 
     def read_s(self, version: str) -> float:
-        """Of reading an adapter from disk to the host's memory."""
+        """Of reading an adapter's file to the host's memory."""
         ...
 
 
@@ -149,6 +149,7 @@ class CostModelTimes:
         return self._model.read_s(num_bytes) + self._model.copy_s(num_bytes)
 
     def read_s(self, version: str) -> float:
+        """The page cache holds the file."""
         return self._model.read_s(self._bytes(version))
 
 

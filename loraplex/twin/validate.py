@@ -5,6 +5,7 @@ Runs that are among those to be predicted are taken out of those to fit to, what
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -25,16 +26,18 @@ MEASURES: Final = {
     "itl": "itl_s",
     "ttft": "ttft_s",
 }
+_NO_MEMORY: Final = "the slots leave too little memory for the longest request"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
     """Of one run; `predicted`: None if its slots are predicted to leave no memory to run in, or if there is
-    no profile of its model."""
+    no profile of its model. `reason`: which of these it is."""
 
     setup: RunSetup
     predicted: Predicted | None
     offered_tok_s: float
+    reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,25 +101,33 @@ def predict(fitted: Fitted, setups: Sequence[RunSetup]) -> list[Prediction]:
     for model, profile in fitted.profiles.items():
         own = [setup for setup in setups if setup.model == model]
         found.update(zip((s.key for s in own), predict_all(profile, fitted.book, own), strict=True))
-    return [
-        Prediction(
-            setup=setup,
-            predicted=found.get(setup.key),
-            offered_tok_s=fitted.book.offered_tok_s(setup) if setup.key in found else 0.0,
-        )
-        for setup in setups
-    ]
+    return [_prediction(fitted, setup, found.get(setup.key)) for setup in setups]
+
+
+def _prediction(fitted: Fitted, setup: RunSetup, predicted: Predicted | None) -> Prediction:
+    if setup.model not in fitted.profiles:
+        why = fitted.left_out.get(setup.model, f"there is no profile of {setup.model}")
+        return Prediction(setup=setup, predicted=None, offered_tok_s=0.0, reason=why)
+    return Prediction(
+        setup=setup,
+        predicted=predicted,
+        offered_tok_s=fitted.book.offered_tok_s(setup),
+        reason=_NO_MEMORY if predicted is None else None,
+    )
 
 
 def report(predictions: Sequence[Prediction], measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """Scores over all runs that were measured and predicted, and every row."""
+    """Scores over all runs that were measured and predicted, and every row. `not_predicted`: how many runs
+    are in no score for which reason, measured or not."""
+    not_predicted = Counter(each.reason for each in predictions if each.reason is not None)
     pairs = [
         (each, each.predicted, measured[each.setup.key])
         for each in predictions
         if each.predicted is not None and each.setup.key in measured
     ]
     if not pairs:
-        raise UserError("none of the runs to predict has figures to compare with")
+        why = "".join(f"; {count} not predicted: {reason}" for reason, count in not_predicted.items())
+        raise UserError(f"none of the runs to predict has figures to compare with{why}")
     starved = [(p.is_starved, m.total_tok_s < STARVED_BELOW * each.offered_tok_s) for each, p, m in pairs]
     return {
         "smape": {
@@ -126,6 +137,8 @@ def report(predictions: Sequence[Prediction], measured: Mapping[str, Measured]) 
         "starvation_f1": macro_f1(starved),
         "num_compared": len(pairs),
         "num_starved": sum(m for _, m in starved),
+        "num_not_predicted": not_predicted.total(),
+        "not_predicted": dict(not_predicted),
         "rows": [_row(each, measured.get(each.setup.key)) for each in predictions],
     }
 
@@ -136,6 +149,7 @@ def _row(each: Prediction, found: Measured | None) -> dict[str, Any]:
         "model": each.setup.model,
         "offered_tok_s": each.offered_tok_s,
         "predicted": None if each.predicted is None else asdict(each.predicted),
+        "reason": each.reason,
         "measured": None if found is None else asdict(found),
     }
 

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.core.errors import LoraplexError
+from loraplex.scheduling.work import StepWork
+from loraplex.twin.compare import engine_of
 from loraplex.workload.jsonl import WorkloadRequest, write_workload
 
 CPU = ("--device", "cpu", "--shape", "tiny", "--dtype", "float32")
@@ -53,10 +55,16 @@ def test_serve_replays_every_request(tmp_path: Path) -> None:
         "serve", *CPU, "--workload", str(file), "--num-adapters", "4", "--ranks", "1,8", "--json", str(out)
     )
     assert result.exit_code == 0, result.output
-    found = json.loads(out.read_text())["results"]
+    document = json.loads(out.read_text())
+    found = document["results"]
     assert (found["num_requests"], found["num_failed"], found["output_tokens"]) == (6, 0, 18)
     assert {"ttft_ms", "tpt_ms", "itl_ms", "e2e_ms"} <= found.keys()
     assert found["tpt_ms"]["mean"] == pytest.approx(found["e2e_ms"]["mean"] / 3, rel=0.01)
+    # Enough for a twin of it.
+    engine = engine_of(document)
+    assert engine is not None
+    assert (engine.num_adapters, engine.ranks, engine.kv_tokens) == (4, (1, 8), 512 * 16)
+    assert engine.work == StepWork(max_tokens=2048)
 
 
 @pytest.mark.parametrize(

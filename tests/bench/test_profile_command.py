@@ -38,6 +38,8 @@ from loraplex.bench.step_cases import (
 from loraplex.cli.main import app
 from loraplex.core.errors import CapacityError, LoraplexError
 from loraplex.engine.adapter_loader import resident_bytes
+from loraplex.engine.build import EngineOptions
+from loraplex.engine.cpu_build import plan_cpu
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
 from loraplex.engine.profile_subject import profile_path, subject_of
 from loraplex.model.shapes import config_of_shape
@@ -88,7 +90,11 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
     assert memory is not None
     assert memory.max_context == 512
     assert (memory.token_bytes, memory.block_tokens) == (2 * 2 * 32 * 4, 16)
-    assert (memory.arena_bytes, memory.kv_tokens, memory.host_bytes) == (None, 512 * 16, 1 << 30)
+    # Of the engine that would serve here, not of the small one that was measured.
+    plan = plan_cpu(EngineOptions(model=""), config_of_shape("tiny"), torch.float32)
+    assert (memory.arena_bytes, memory.kv_tokens) == (None, plan.num_blocks * 16)
+    assert memory.host_bytes > 0
+    assert (memory.step_tokens, memory.position_cost) == (plan.work.max_tokens, plan.work.position_cost)
     spec = random_spec("one", TINY, 16, ("q_proj", "down_proj"))
     in_memory = resident_bytes(spec, TINY, torch.float32)
     assert memory.adapter_bytes(16, ("q_proj", "down_proj")) == in_memory
@@ -153,6 +159,17 @@ def test_on_a_narrow_terminal_the_phase_is_seen(
     save_model(folder)
     result = profile("--device", "cpu", "--model", str(folder))
     assert "measuring my-model: disk" in result.stderr
+
+
+def test_the_configuration_of_a_model_is_not_written_over(measured: list[CostModel], tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    save_model(folder)
+    for name in ("config.json", "generation_config.json"):
+        before = (folder / name).read_bytes()
+        result = profile("--device", "cpu", "--model", str(folder), "--json", str(folder / name))
+        assert result.exit_code == 2
+        assert "is read here, and would be lost" in " ".join(result.output.replace("│", " ").split())
+        assert (folder / name).read_bytes() == before
 
 
 @pytest.mark.parametrize(

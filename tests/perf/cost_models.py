@@ -32,6 +32,8 @@ SUBJECT = Subject(
 )
 
 H200_MEMORY = EngineMemory(
+    step_tokens=1024,
+    position_cost=4e-5,
     max_context=4096,
     token_bytes=32 * 2 * 4096 * 2,
     block_tokens=16,

@@ -30,6 +30,18 @@ def test_a_model_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
 
 
+def test_an_older_profile_says_nothing_of_a_steps_work(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    document = json.loads(profile_to_json(h200_model()))
+    assert document.pop("units")["*_s"] == "seconds"
+    for name in ("step_tokens", "position_cost"):
+        del document["memory"][name]
+    path.write_text(json.dumps(document))
+    memory = read_profile(path).memory
+    assert memory is not None
+    assert (memory.step_tokens, memory.position_cost) == (2048, 0.0)
+
+
 Change = Callable[[dict[str, Any]], object]
 
 

@@ -40,8 +40,9 @@ def test_every_request_is_served_by_one_engine(routing: Routing, num_engines: in
     assert [each.request for each in outcome.all.requests] == WORKLOAD
     assert all(each.finish_s is not None and not each.failed for each in outcome.all.requests)
     assert sum(each.num_requests for each in outcome.engines) == len(WORKLOAD)
-    assert sum(each.num_served for each in outcome.engines) == outcome.summary()["num_served"] == 300
-    assert sum(weight for _, weight in outcome.all.gaps) == sum(each.output_tokens for each in WORKLOAD)
+    assert sum(each.num_served for each in outcome.engines) == outcome.all.summary()["num_served"] == 300
+    num_gaps = sum(num_steps * num_tokens for _, _, num_steps, num_tokens in outcome.all.gaps)
+    assert num_gaps == sum(each.output_tokens - 1 for each in WORKLOAD)
 
 
 @pytest.mark.parametrize("until_s", [float("inf"), 4.0])
@@ -85,7 +86,7 @@ def test_looking_at_engines_changes_nothing_but_where_requests_go() -> None:
     maker = OwnEngines(imagined_machine(), OPTIONS, longest=longest_of(WORKLOAD))
     outcome = Fleet(maker, 3, Lookout()).run(WORKLOAD)
     assert [each.request for each in outcome.all.requests] == WORKLOAD
-    assert outcome.summary()["num_served"] == 300
+    assert outcome.all.summary()["num_served"] == 300
     # With one engine to choose from, there is nothing to choose.
     watched, alone = Fleet(maker, 1, Lookout()).run(WORKLOAD), replay(imagined_machine(), WORKLOAD, OPTIONS)
     assert list(watched.all.requests) == list(alone.requests)

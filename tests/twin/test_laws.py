@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from twins import own_twin, random_workload, slot_twin
@@ -47,22 +49,37 @@ def test_tokens_are_conserved(make: Callable[..., Simulator], seed: int) -> None
     assert summary["input_tok_s"] * outcome.duration_s == pytest.approx(
         sum(each.prompt_tokens for each in workload)
     )
-    # Every token comes of a step, and of a leap as many as it has steps.
-    assert sum(weight for _, weight in outcome.gaps) == sum(each.output_tokens for each in workload)
+    # Every token but a request's first comes some time after another, and of a leap as many as it has steps.
+    num_gaps = sum(num_steps * num_tokens for _, _, num_steps, num_tokens in outcome.gaps)
+    assert num_gaps == sum(each.output_tokens - 1 for each in workload)
 
 
-@pytest.mark.parametrize("make", TWINS)
-@pytest.mark.parametrize("seed", range(5))
-def test_littles_law(make: Callable[..., Simulator], seed: int) -> None:
-    """Requests inside, on average, are the rate they come at times the time they stay."""
-    workload = random_workload(seed, num_requests=400, rps=10.0)
-    outcome = run(make, workload)
+@pytest.mark.parametrize("make", [own_twin, slot_twin, partial(own_twin, ahead=True)])
+@pytest.mark.parametrize("rps", [0.5, 10.0, 100.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_littles_law(make: Callable[..., Simulator], rps: float, seed: int) -> None:
+    """Requests inside, on average, are the rate they come at times the time they stay; they are counted by
+    steps, from idle to overload."""
+    outcome = run(make, random_workload(seed, num_requests=200, rps=rps))
     stays_s = sum((each.finish_s or 0.0) - each.request.arrival_s for each in outcome.requests)
     inside = outcome.mean_running + outcome.mean_waiting
-    # Counted by steps: one that comes within a step is inside before the next one begins.
-    step_s = outcome.duration_s / outcome.num_steps
-    slack = 2 * len(workload) * step_s / outcome.duration_s
-    assert inside == pytest.approx(stays_s / outcome.duration_s, rel=0.02, abs=slack)
+    assert inside == pytest.approx(stays_s / outcome.duration_s, rel=1e-6)
+    assert outcome.mean_waiting > -1e-9
+
+
+@pytest.mark.parametrize("make", [own_twin, partial(own_twin, ahead=True)])
+def test_an_engine_that_is_idle_runs_nothing(make: Callable[..., Simulator]) -> None:
+    """Requests a minute apart: each runs from the step that reads its prompt to its end, and no longer."""
+    workload = [
+        WorkloadRequest(arrival_s=60.0 * (number + 1), prompt_tokens=50, output_tokens=40, adapter=0)
+        for number in range(5)
+    ]
+    outcome = run(make, workload)
+    answers_s = sum((each.finish_s or 0.0) - (each.first_token_s or 0.0) for each in outcome.requests)
+    assert answers_s < outcome.mean_running * outcome.duration_s < 1.5 * answers_s
+    summary = outcome.summary()
+    assert summary["itl_s"]["p99"] < 0.1
+    assert not summary["starved"]
 
 
 @pytest.mark.parametrize("make", TWINS)
@@ -83,7 +100,17 @@ def test_an_overloaded_twin_ends_and_says_so(make: Callable[..., Simulator]) -> 
     summary = outcome.summary()
     assert outcome.duration_s == 20.0
     assert summary["starved"]
+    assert outcome.timeline()["waiting"][-1] > 1000
     assert 0 < summary["num_served"] < 2000
+
+
+@pytest.mark.parametrize("make", TWINS)
+@pytest.mark.parametrize("until_s", [math.inf, 5.0])
+def test_a_short_run_that_keeps_up_is_not_starved(make: Callable[..., Simulator], until_s: float) -> None:
+    """Though its last answers, or those under way when it is cut off, weigh much in it."""
+    workload = random_workload(5, num_requests=8, rps=1.5)
+    simulator = make(num_blocks=90)
+    assert not simulator.run(workload, until_s).summary()["starved"]
 
 
 @pytest.mark.parametrize("make", TWINS)

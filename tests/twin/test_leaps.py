@@ -50,8 +50,24 @@ def times_of(outcome: Outcome) -> Any:
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:
-    assert one.num_steps == other.num_steps
+    for name in ("num_steps", "num_loads", "num_preemptions"):
+        assert getattr(one, name) == getattr(other, name)
     np.testing.assert_allclose(times_of(one), times_of(other), rtol=1e-9)
+    means = [(each.mean_running, each.mean_waiting) for each in (one, other)]
+    np.testing.assert_allclose(*means, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(gaps_of(one), gaps_of(other), rtol=1e-6, atol=1e-9)
+
+
+def gaps_of(outcome: Outcome) -> Any:
+    """Of every token, in rising order."""
+    return np.sort(
+        [
+            first_s + place * growth_s
+            for first_s, growth_s, num_steps, num_tokens in outcome.gaps
+            for place in range(num_steps)
+            for _ in range(num_tokens)
+        ]
+    )
 
 
 @QUICK
@@ -107,5 +123,7 @@ def test_the_compiled_engine_decides_as_the_scheduler_does(
 def test_a_memory_too_small_for_one_request_is_refused() -> None:
     workload = [WorkloadRequest(arrival_s=0.0, prompt_tokens=100, output_tokens=200, adapter=0)]
     engine = {"num_adapters": 1, "num_slots": 1, "num_blocks": 18, "max_running": 4, "max_step_tokens": 512}
-    with pytest.raises(CapacityError, match="288 tokens beside the adapters, too few for a request of 300"):
+    with pytest.raises(
+        CapacityError, match=r"holds 288 tokens beside the adapters .* a request of 300; give fewer --slots"
+    ):
         compiled(workload, engine)

@@ -14,6 +14,8 @@ from recorded import TRUTH
 from twins import imagined_machine, random_workload
 from typer.testing import CliRunner
 
+from loraplex.bench.records import RequestRecord
+from loraplex.bench.report import summarize
 from loraplex.cli.main import app
 from loraplex.core.errors import CapacityError, LoraplexError
 from loraplex.core.modules import MODULES
@@ -87,33 +89,77 @@ def test_ranks_are_those_that_the_workload_names(workload: Path, tmp_path: Path)
 def test_an_overload_is_said(profile: Path, tmp_path: Path) -> None:
     path = tmp_path / "much.jsonl"
     write_workload(path, random_workload(1, num_requests=3000, rps=500.0))
-    result = twin("run", profile, path, "--seconds", "6", "--max-running", "8", "--kv-tokens", "4000")
+    result = twin("run", profile, path, "--seconds", "6", "--kv-tokens", "4000")
     assert result.exit_code == 0, result.output
     assert "overloaded: it serves less than 90% of what is asked for" in result.output
 
 
 def test_a_live_run_is_compared(profile: Path, workload: Path, tmp_path: Path) -> None:
+    """With what a live run would write that went just so, but a fiftieth slower."""
     out, live = tmp_path / "out.json", tmp_path / "live.json"
     assert twin("run", profile, workload, "--json", str(out)).exit_code == 0
-    summary = json.loads(out.read_text())["summary"]
-    result = {
-        "output_tokens_per_s": summary["output_tok_s"] * 1.02,
-        "itl_ms": {"mean": summary["itl_mean_s"] * 1e3},
-        "ttft_ms": {"mean": summary["ttft_s"]["mean"] * 1e3},
-    }
-    live.write_text(json.dumps({"result": result}))
+    report = summarize([slower(each) for each in json.loads(out.read_text())["requests"]]).as_json()
+    live.write_text(json.dumps({"result": report}))
     compared = tmp_path / "compared.json"
     done = twin("compare", profile, workload, "--live", str(live), "--json", str(compared))
     assert done.exit_code == 0, done.output
     figures = json.loads(compared.read_text())
-    assert figures["output_tok_s"]["smape"] == pytest.approx(1.98, abs=0.01)
-    assert figures["itl_s"]["smape"] == pytest.approx(0.0, abs=1e-6)
-    live.write_text(json.dumps({"results": result}))  # as `bench engine serve` has it
+    for name in ("output_tok_s", "itl_s", "ttft_s"):
+        assert figures[name]["smape"] == pytest.approx(1.98, abs=0.02)
+    live.write_text(json.dumps({"results": report}))  # as `bench engine serve` has it
     assert (
         twin("compare", profile, workload, "--live", str(live)).output == done.output.rpartition("wrote")[0]
     )
     live.write_text(json.dumps({"result": {"output_tokens_per_s": 1.0}}))
     assert "has no itl_ms.mean" in error_of(twin("compare", profile, workload, "--live", str(live)))
+
+
+def slower(row: dict[str, Any]) -> RequestRecord:
+    """Every moment comes at 1.02 times its time."""
+    arrival_s, first_s, finish_s = (1.02 * row[name] for name in ("arrival_s", "first_token_s", "finish_s"))
+    num_tokens = row["output_tokens"]
+    gap_s = (finish_s - first_s) / max(num_tokens - 1, 1)
+    return RequestRecord(
+        model="",
+        prompt_tokens=row["prompt_tokens"],
+        output_tokens=num_tokens,
+        arrival_s=arrival_s,
+        token_times_s=tuple(first_s + place * gap_s for place in range(num_tokens)),
+        finish_s=finish_s,
+    )
+
+
+def test_a_live_run_tells_of_its_engine(workload: Path, tmp_path: Path) -> None:
+    """Its adapters, memory and steps are the twin's unless options say otherwise."""
+    profile, live = tmp_path / "profile.json", tmp_path / "live.json"
+    write_profile(profile, imagined_machine())
+    report = {"output_tokens_per_s": 1.0, "itl_ms": {"mean": 1.0}, "ttft_ms": {"mean": 1.0}}
+    told = {
+        "num_adapters": 2,
+        "ranks": "64,8",
+        "modules": "all",
+        "kv_tokens": 4096,
+        "max_step_tokens": 64,
+        "position_cost": 0.01,
+    }
+
+    def ttft_s(parameters: dict[str, Any], *args: str) -> float:
+        live.write_text(json.dumps({"results": report, "parameters": parameters}))
+        out = tmp_path / "compared.json"
+        done = twin("compare", profile, workload, "--live", str(live), "--json", str(out), *args)
+        assert done.exit_code == 0, done.output
+        return float(json.loads(out.read_text())["ttft_s"]["twin"])
+
+    as_told = ttft_s(told)
+    assert as_told != ttft_s({})
+    for name, other in (("ranks", "8"), ("modules", "q"), ("kv_tokens", 1024), ("max_step_tokens", 512)):
+        assert ttft_s({**told, name: other}) != as_told
+    assert ttft_s({**told, "num_adapters": 0}) < as_told
+    assert ttft_s({**told, "kv_tokens": 1024}, "--kv-tokens", "4096") == as_told
+    del told["max_step_tokens"]
+    live.write_text(json.dumps({"results": report, "parameters": told}))
+    message = error_of(twin("compare", profile, workload, "--live", str(live)))
+    assert "the live result's parameters cannot be read ('max_step_tokens')" in message
 
 
 def test_a_live_run_of_another_workload_is_refused(profile: Path, workload: Path, tmp_path: Path) -> None:
@@ -255,9 +301,48 @@ def test_a_live_result_that_is_none_is_refused(
     assert "the live result" in error_of(twin("compare", profile, workload, "--live", str(path)))
 
 
+@pytest.mark.parametrize("profile", ["ours"], indirect=True)
 def test_modules_are_named_as_elsewhere(profile: Path, workload: Path) -> None:
     assert twin("run", profile, workload, "--modules", "all").exit_code == 0
     assert "unknown module 'w'" in error_of(twin("run", profile, workload, "--modules", "q,w"))
+
+
+@pytest.mark.parametrize("profile", ["slots"], indirect=True)
+@pytest.mark.parametrize(
+    "option",
+    [("--modules", "all"), ("--max-running", "8"), ("--adapter-mib", "25")],
+    ids=lambda option: option[0],
+)
+def test_options_that_slots_do_not_have_are_refused(
+    option: tuple[str, str], profile: Path, workload: Path
+) -> None:
+    message = error_of(twin("run", profile, workload, *option))
+    assert message == (f"the profile is of an engine with slots, which it says all of; leave {option[0]} out")
+
+
+def test_lost_requests_are_told_of(workload: Path, tmp_path: Path) -> None:
+    """A client with two connections; those whom it loses neither wait nor run."""
+    profile, out = tmp_path / "slots.json", tmp_path / "out.json"
+    write_slot_profile(profile, replace(TRUTH, client=replace(TRUTH.client, max_open=2)))
+    result = twin("run", profile, workload, "--json", str(out))
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    num_lost = found["summary"]["num_lost"]
+    assert 0 < num_lost == sum(each["lost"] for each in found["requests"])
+    assert found["summary"]["num_served"] == 50 - num_lost
+    assert f"{num_lost} requests were lost" in result.output
+    assert max(found["timeline"]["waiting"]) <= 2
+    assert found["timeline"]["waiting"][-1] == 0
+
+
+def test_gaps_between_tokens_are_told(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = twin("run", profile, workload, "--json", str(out))
+    summary = json.loads(out.read_text())["summary"]
+    assert 0 < summary["itl_s"]["p50"] <= summary["itl_s"]["p95"] <= summary["itl_s"]["p99"]
+    assert summary["itl_s"]["p50"] == pytest.approx(summary["itl_mean_s"], rel=0.5)
+    assert "ITL   ms  mean" in result.output
+    assert f"{summary['num_loads']} loads of adapters" in result.output
 
 
 def test_a_profile_of_another_model_is_refused(profile: Path, workload: Path) -> None:

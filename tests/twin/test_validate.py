@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import Result
@@ -17,6 +21,7 @@ from loraplex.perf.slot_profile import read_slot_profile
 from loraplex.twin import calibrate as calibration
 from loraplex.twin import validate as validation
 from loraplex.twin.recorded_runs import RunsError, read_runs, without
+from loraplex.twin.run_workload import WorkloadBook
 from loraplex.twin.scores import macro_f1, smape
 
 DATA = Path(os.environ.get("LORAPLEX_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -44,6 +49,25 @@ def error_of(result: Result) -> str:
     return str(result.exception)
 
 
+def change_rows(source: Path, path: Path, changes: dict[int, dict[str, str]]) -> None:
+    """A copy of a file of runs with other cells in some rows, counted from 0."""
+    with source.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for place, cells in changes.items():
+        rows[place] |= cells
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def known_engine(runs_file: Path) -> validation.Fitted:
+    """What a perfect fit to these runs would have found."""
+    found = read_runs(runs_file)
+    runs = [(setup, found.measured[setup.key]) for setup in found.setups]
+    return validation.Fitted(profiles={MODEL: TRUTH}, book=WorkloadBook(runs), num_runs=len(runs))
+
+
 def test_scores() -> None:
     assert smape([(1.0, 1.0), (3.0, 1.0)]) == pytest.approx(50.0)
     assert smape([(0.0, 0.0)]) == 0.0
@@ -64,6 +88,7 @@ def test_runs_to_predict_are_left_out_of_the_fit(runs_file: Path, monkeypatch: p
     validation.fit_for(asked.setups[:5], [asked])
     assert {setup.key for setup in seen[0].setups} == {setup.key for setup in asked.setups[5:]}
     assert seen[0].measured.keys() == {setup.key for setup in asked.setups[5:]}
+    assert {sample.key for sample in seen[0].kv_samples} == {setup.key for setup in asked.setups[5:]}
 
 
 def test_other_runs_of_the_same_engine_are_predicted(runs_file: Path, tmp_path: Path) -> None:
@@ -96,6 +121,36 @@ def test_a_profile_is_fitted_and_read_again(runs_file: Path, tmp_path: Path) -> 
         read_slot_profile(out, "another")
 
 
+def test_runs_to_fit_to_are_not_written_over(
+    runs_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "fit", lambda *_, **__: SimpleNamespace(profiles={MODEL: TRUTH}))
+    before, files = runs_file.read_bytes(), (tmp_path / "runs.csv", tmp_path / "more.csv")
+    for path in files:
+        path.write_bytes(before)
+    for out in files:
+        result = invoke("profile", "fit", *(f"--runs={path}" for path in files), "--out", str(out))
+        assert result.exit_code == 2
+        assert "is read here, and would be lost" in " ".join(result.output.replace("│", " ").split())
+        assert out.read_bytes() == before
+
+
+def test_a_fit_says_what_it_is_at_and_no_share_that_it_does_not_know(
+    runs_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(*_: object, progress: Callable[[str], None], **__: object) -> SimpleNamespace:
+        progress(f"{MODEL}: step 3, loss 0.5")
+        return SimpleNamespace(profiles={MODEL: TRUTH})
+
+    monkeypatch.setattr(validation, "fit", fit)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    result = invoke("profile", "fit", "--runs", str(runs_file), "--out", str(tmp_path / "profile.json"))
+    assert result.exit_code == 0, result.output
+    assert f"fitting {MODEL}: step 3, loss 0.5" in result.stderr
+    assert "%" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -114,6 +169,88 @@ def test_a_file_with_something_wrong_is_refused(
     path.write_text(runs_file.read_text().replace(old, new, 1))
     with pytest.raises(RunsError, match=says):
         read_runs(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({0: {"total_time_s": "0"}}, "runs.csv:2: total_time_s is '0', not more than 0"),
+        ({0: {"duration_s": "0.0"}}, "runs.csv:2: duration_s is '0.0', not more than 0"),
+        ({1: {"itl_mean_ms": "0"}}, "runs.csv:3: itl_mean_ms is '0', not more than 0"),
+        ({1: {"ttft_mean_ms": "0"}}, "runs.csv:3: ttft_mean_ms is '0', not more than 0"),
+        ({0: {"rate_values": "0 0", "rate_counts": "8 8"}}, "runs.csv:2: rate_values are all 0"),
+        ({0: {"experiment": ""}}, r"runs.csv:2: the run has no name: key \(or experiment\) is empty"),
+        (
+            {0: {"experiment": "one"}, 2: {"experiment": "one"}},
+            "runs.csv:4: the run of line 2 is called 'one' too",
+        ),
+    ],
+)
+def test_a_run_without_time_requests_or_a_name_of_its_own_is_refused(
+    runs_file: Path, tmp_path: Path, changes: dict[int, dict[str, str]], says: str
+) -> None:
+    path = tmp_path / "runs.csv"
+    change_rows(runs_file, path, changes)
+    with pytest.raises(RunsError, match=says):
+        read_runs(path)
+
+
+def test_some_rates_may_be_zero_and_lines_without_rates_share_a_name(runs_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    other = {"experiment": "one", "rate_values": "", "itl_mean_ms": "0"}
+    change_rows(runs_file, path, {0: {"rate_values": "0 0.1", "rate_counts": "8 8"}, 1: other, 2: other})
+    found = read_runs(path)
+    assert found.setups[0].rates == ((0.0, 8), (0.1, 8))
+    assert found.num_others == 2
+    assert len(found.kv_samples) == len(setups())
+
+
+def test_runs_that_are_not_predicted_are_counted_with_the_reason(runs_file: Path) -> None:
+    fitted = replace(known_engine(runs_file), left_out={"left-out": "too few runs of left-out"})
+    usual = setups()[0]
+    asked = [
+        usual,
+        replace(usual, key="full", num_slots=1000),
+        replace(usual, key="left out", model="left-out"),
+        replace(usual, key="unheard of", model="unheard-of"),
+    ]
+    predictions, measured = validation.predict(fitted, asked), read_runs(runs_file).measured
+    found = validation.report(predictions, measured)
+    reasons = [
+        "the slots leave too little memory for the longest request",
+        "too few runs of left-out",
+        "there is no profile of unheard-of",
+    ]
+    assert [row["reason"] for row in found["rows"]] == [None, *reasons]
+    assert [row["predicted"] is None for row in found["rows"]] == [False, True, True, True]
+    assert found["num_compared"] == 1
+    assert found["num_not_predicted"] == 3
+    assert found["not_predicted"] == dict.fromkeys(reasons, 1)
+    with pytest.raises(UserError, match="to compare with; 1 not predicted: the slots leave too little"):
+        validation.report(predictions[1:2], measured)
+
+
+def test_the_command_tells_how_many_runs_are_not_predicted(
+    runs_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, out = tmp_path / "asked.csv", tmp_path / "out.json"
+    change_rows(runs_file, asked, {0: {"max_loras_gpu_slots": "1000"}})
+    monkeypatch.setattr(validation, "fit_for", lambda *_, **__: known_engine(runs_file))
+    args = ("twin", "validate", "--fit", str(runs_file), "--json", str(out), "--runs")
+    result = invoke(*args, str(asked))
+    assert result.exit_code == 0, result.output
+    assert "1 of 18 runs are not predicted (1: the slots leave too little memory" in result.output
+    assert json.loads(out.read_text())["num_not_predicted"] == 1
+    assert "not predicted" not in invoke(*args, str(runs_file)).output
+
+
+def test_a_run_of_a_length_that_none_to_learn_from_has_is_predicted(runs_file: Path) -> None:
+    fitted, usual = known_engine(runs_file), setups()[0]
+    longer = replace(usual, key="longer", duration_s=usual.duration_s * 2)
+    assert fitted.book.lengths(longer) == pytest.approx((100, 50), rel=0.1)
+    assert [each.reason for each in validation.predict(fitted, [longer, usual])] == [None, None]
+    with pytest.raises(UserError, match=r"no run of another says how many requests it served"):
+        fitted.book.lengths(replace(usual, model="another"))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

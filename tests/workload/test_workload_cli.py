@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
+from loraplex.core.errors import StorageError
 from loraplex.workload import WorkloadError, WorkloadFile
 
 MAF = "function,minute,count\nF0000,0,40\nF0001,0,7\nF0001,1,5\n"
+REQUEST = '{"arrival_s": 0.5, "prompt_tokens": 21, "output_tokens": 137, "adapter": 3}\n'
 
 
 def run(*args: object) -> Result:
     return CliRunner().invoke(app, ["workload", *map(str, args)], env={"COLUMNS": "200"})
+
+
+def flat(output: str) -> str:
+    """Without the frame and the ends of lines, wherever a long path made them."""
+    return " ".join(output.replace("│", " ").split())
 
 
 def test_make_describe_and_plot(tmp_path: Path) -> None:
@@ -85,7 +95,7 @@ def test_a_trace_becomes_a_workload(tmp_path: Path) -> None:
 
 def test_a_file_without_a_header_is_described(tmp_path: Path) -> None:
     path = tmp_path / "old.jsonl"
-    path.write_text('{"arrival_s": 0.5, "prompt_tokens": 21, "output_tokens": 137, "adapter": 3}\n')
+    path.write_text(REQUEST)
     described = run("describe", path)
     assert described.exit_code == 0, described.output
     assert "1 used" in described.output
@@ -136,6 +146,72 @@ def test_a_place_that_cannot_be_written_is_found_out_first(tmp_path: Path) -> No
         result = run(*command)
         assert result.exit_code == 2
         assert "cannot be written" in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        (MAF, ("--from", "maf")),
+        ("arrival_s\n0.5\n1.5\n", ("--arrivals", "replay", "--replay")),
+        (MAF, ("--popularity", "trace", "--popularity-file")),
+        ("prompt_tokens,output_tokens\n9,7\n", ("--lengths", "empirical", "--lengths-file")),
+    ],
+    ids=["from", "replay", "popularity-file", "lengths-file"],
+)
+def test_what_a_workload_is_made_of_is_not_written_over(
+    tmp_path: Path, content: str, options: tuple[str, ...]
+) -> None:
+    path, link, other = tmp_path / "table.csv", tmp_path / "link.csv", tmp_path / "w.jsonl"
+    path.write_text(content)
+    link.symlink_to(path)
+    for out in (path, link):
+        result = run("make", out, *options, path)
+        assert result.exit_code == 2
+        assert f"{out.name} is read here, and would be lost; name another" in flat(result.output)
+        assert path.read_text() == content
+    assert run("make", other, *options, path).exit_code == 0, "with another name it is made"
+
+
+def test_a_workload_that_is_looked_at_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "w.png"  # read by its contents; only a .png is drawn to
+    path.write_text(REQUEST)
+    for command in (("describe", path, "--json", path), ("plot", path, path)):
+        result = run(*command)
+        assert result.exit_code == 2
+        assert "w.png is read here, and would be lost; name another" in flat(result.output)
+        assert path.read_text() == REQUEST
+
+
+def test_a_disk_that_is_full_leaves_the_last_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, figures = tmp_path / "w.jsonl", tmp_path / "w.json"
+    path.write_text(REQUEST)
+    figures.write_text("the last ones")
+
+    def full(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text.encode()[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result = run("describe", path, "--json", figures)
+    assert isinstance(result.exception, StorageError)
+    assert "cannot be written (No space left on device); make room" in str(result.exception)
+    assert figures.read_text() == "the last ones"
+    assert not list(tmp_path.glob(".*")), "half of a file is left"
+
+
+def test_figures_go_through_links_and_pipes(tmp_path: Path) -> None:
+    path, figures, link, pipe = (tmp_path / name for name in ("w.jsonl", "w.json", "link", "pipe"))
+    path.write_text(REQUEST)
+    link.symlink_to(figures)
+    assert run("describe", path, "--json", link).exit_code == 0
+    assert link.is_symlink()
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # for both: nobody waits for another end
+    try:
+        assert run("describe", path, "--json", pipe).exit_code == 0
+        assert os.read(end, 1 << 16) == figures.read_bytes()
+    finally:
+        os.close(end)
 
 
 def test_a_picture_is_a_png(tmp_path: Path) -> None:

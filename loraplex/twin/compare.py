@@ -1,0 +1,89 @@
+"""A simulated run beside one of the engine itself, from the file that a benchmark wrote."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from loraplex.core.errors import UserError
+from loraplex.core.modules import module_names
+from loraplex.scheduling.work import StepWork
+from loraplex.twin.outcome import Outcome
+from loraplex.twin.scores import smape
+
+
+class LiveEngine(NamedTuple):
+    """What a file of `bench engine serve` says of its engine, whose adapters are in host memory when time
+    begins. `num_adapters`: 0 if there were none; a workload's are counted modulo theirs."""
+
+    num_adapters: int
+    ranks: tuple[int, ...]
+    modules: tuple[str, ...]
+    kv_tokens: int
+    work: StepWork
+
+
+def engine_of(live: Any) -> LiveEngine | None:
+    """None if the file is of another kind: nothing in it tells of the engine behind a server."""
+    told = live.get("parameters") if isinstance(live, dict) else None
+    if not isinstance(told, dict) or "kv_tokens" not in told:
+        return None
+    try:
+        ranks = str(told["ranks"] if "ranks" in told else told["rank"])
+        return LiveEngine(
+            num_adapters=int(told["num_adapters"]),
+            ranks=tuple(int(each) for each in ranks.split(",")),
+            modules=module_names(str(told["modules"])),
+            kv_tokens=int(told["kv_tokens"]),
+            work=StepWork(
+                max_tokens=int(told["max_step_tokens"]), position_cost=float(told["position_cost"])
+            ),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the live result's parameters cannot be read ({error}); give a file of `loraplex bench`"
+        ) from error
+
+
+def compare(outcome: Outcome, live: Any) -> dict[str, dict[str, float]]:
+    """Measures of a twin's run beside those of a live run's report, and their SMAPE."""
+    if not isinstance(live, dict):
+        raise UserError("the live result is no JSON object; give a file of `loraplex bench serve --json`")
+    summary, result = outcome.summary(), live.get("result", live.get("results", live))
+    asked = summary["num_requests"]
+    if isinstance(result, dict) and result.get("num_requests", asked) != asked:
+        raise UserError(
+            f"the live result is of {result['num_requests']} requests, the workload has {asked}; give a run "
+            "of the same workload"
+        )
+    pairs: dict[str, tuple[float, float]] = {}
+    for name, predicted, measured in (
+        ("output_tok_s", _output_tok_s(outcome), _take(result, "output_tokens_per_s")),
+        ("itl_s", summary["itl_mean_s"], _take(result, "itl_ms", "mean") / 1e3),
+        ("ttft_s", (summary["ttft_s"] or {}).get("mean"), _take(result, "ttft_ms", "mean") / 1e3),
+    ):
+        if predicted is not None:
+            pairs[name] = (predicted, measured)
+    return {name: {"twin": p, "live": m, "smape": smape([(p, m)])} for name, (p, m) in pairs.items()}
+
+
+def _output_tok_s(outcome: Outcome) -> float:
+    """From the first arrival to the last end, as a live run's report has it."""
+    served = [each for each in outcome.requests if each.finish_s is not None and not each.failed]
+    arrivals_s = [each.request.arrival_s for each in outcome.requests]
+    span_s = max((each.finish_s or 0.0 for each in served), default=0.0) - min(arrivals_s, default=0.0)
+    return sum(each.request.output_tokens for each in served) / span_s if span_s > 0 else 0.0
+
+
+def _take(result: Any, *names: str) -> float:
+    for name in names:
+        if not isinstance(result, dict) or name not in result:
+            raise UserError(
+                f"the live result has no {'.'.join(names)}; give a file of `loraplex bench serve`"
+            )
+        result = result[name]
+    if isinstance(result, bool) or not isinstance(result, int | float) or not 0 <= result < math.inf:
+        raise UserError(
+            f"the live result's {'.'.join(names)} is {result!r}, not a number that can be measured"
+        )
+    return float(result)
