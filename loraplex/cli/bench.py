@@ -5,7 +5,6 @@ Imports of the load client wait until a command runs, so that `--help` answers a
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex.cli import bench_cold, bench_engine, bench_kernels
-from loraplex.cli.json_out import check_picture, check_writable
+from loraplex.cli.json_out import check_picture, check_writable, write_json
 
 if TYPE_CHECKING:
     from loraplex.bench.records import RequestRecord
@@ -102,8 +101,9 @@ def serve(
     """
     _check_url(base_url)
     _check_loop(workload, requests, concurrency)
-    check_writable(json_out)
-    check_picture(plot)
+    inputs = () if workload is None else (workload,)
+    check_writable(json_out, inputs=inputs)
+    check_picture(plot, inputs=inputs)
     plan = _Plan(
         base_url=base_url,
         api_key=api_key,
@@ -262,8 +262,7 @@ def _publish(
     console.print(render(report, title=title))
     if json_out is not None:
         result = environment() | {"parameters": parameters, "result": report.as_json()}
-        json_out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        console.print(f"wrote {json_out}", highlight=False, markup=False)
+        write_json(json_out, result)
     if plot is not None:
         from loraplex.bench.plots import plot_cdfs
 

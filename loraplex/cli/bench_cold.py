@@ -56,7 +56,7 @@ def cold(
 
     if plot is not None and workload is None:
         raise typer.BadParameter("what is drawn comes of a --workload", param_hint="--plot")
-    check_picture(plot)
+    check_picture(plot, inputs=() if workload is None else (workload,))
     requests = None if workload is None else read_workload(workload)
     with ExitStack() as stack:
         on_gpu = shared.resolved(locals())["device"] == "cuda"

@@ -5,7 +5,6 @@ Imports of torch wait until a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraplex.cli.json_out import check_writable
+from loraplex.cli.json_out import check_writable, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -190,7 +189,8 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
     from loraplex.kernels.lora import padded_rank
     from loraplex.model.shapes import config_of_shape
 
-    check_writable(options["json_out"])
+    workload = options.get("workload")
+    check_writable(options["json_out"], inputs=() if workload is None else (workload,))
     options = options | resolved(options)
     _check_context(options, config_of_shape(options["shape"]).shape.max_position)
     if options["dtype"] not in DTYPES:
@@ -301,5 +301,4 @@ def write(bench: Bench, json_out: Path | None, results: dict[str, Any]) -> None:
         "build_s": round(bench.build_s, 2),
         "results": results,
     }
-    json_out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    typer.echo(f"wrote {json_out}")
+    write_json(json_out, document)

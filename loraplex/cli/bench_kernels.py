@@ -5,13 +5,12 @@ Imports of torch wait until the command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from loraplex.cli.json_out import check_writable
+from loraplex.cli.json_out import check_writable, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,5 +117,4 @@ def _write(path: Path, parameters: dict[str, Any], results: dict[str, Any]) -> N
     from loraplex.bench.environment import ENGINE_PACKAGES, environment
 
     document = environment(ENGINE_PACKAGES) | {"parameters": parameters, "results": results}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    typer.echo(f"wrote {path}")
+    write_json(path, document)

@@ -99,7 +99,7 @@ def run(
 ) -> None:
     """Simulate a workload on a profiled engine, or on a fleet of them."""
     check_writable(json_out, inputs=(profile, workload))
-    check_picture(plot)
+    check_picture(plot, inputs=(profile, workload))
     if engines is None and routing is not None:
         raise typer.BadParameter("has no effect without --engines", param_hint="--routing")
     options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)

@@ -67,6 +67,15 @@ def test_serve_replays_every_request(tmp_path: Path) -> None:
     assert engine.work == StepWork(max_tokens=2048)
 
 
+def test_a_workload_is_not_written_over(tmp_path: Path) -> None:
+    file = workload(tmp_path / "w.jsonl")
+    before = file.read_text()
+    result = bench("serve", *CPU, "--workload", str(file), "--json", str(file))
+    assert result.exit_code == 2
+    assert "would be lost; name another" in result.output
+    assert file.read_text() == before
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
