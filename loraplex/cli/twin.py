@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -17,12 +18,12 @@ from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.core.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from loraplex.twin.compare import LiveEngine
     from loraplex.twin.fleet import EngineFigures
     from loraplex.twin.outcome import Outcome
-    from loraplex.twin.replay import ReplayOptions
+    from loraplex.twin.replay import Profile, ReplayOptions
     from loraplex.workload.jsonl import WorkloadRequest
 
 app = typer.Typer(help="What an engine would do, simulated in seconds.", no_args_is_help=True)
@@ -64,6 +65,9 @@ _Json = Annotated[Path | None, typer.Option("--json", help="Write the figures he
 
 
 _DEFAULT_RANKS = (16,)
+_MOST_ADAPTERS = 1_000_000
+"""That a workload has unless somebody says so: each is known to the scheduler, used or not."""
+_POOR_ERROR = 0.15
 
 
 class _Options(NamedTuple):
@@ -99,7 +103,7 @@ def run(
 ) -> None:
     """Simulate a workload on a profiled engine, or on a fleet of them."""
     check_writable(json_out, inputs=(profile, workload))
-    check_picture(plot, inputs=(profile, workload))
+    check_picture(plot, inputs=(profile, workload, *([] if json_out is None else [json_out])))
     if engines is None and routing is not None:
         raise typer.BadParameter("has no effect without --engines", param_hint="--routing")
     options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
@@ -145,8 +149,8 @@ def compare(
     A file of `bench engine serve` tells of its adapters, memory and steps, and options only say otherwise.
     Of a server's engine nothing is known but the profile: say what it was started with.
     """
+    from loraplex.twin.compare import check_profile, engine_of
     from loraplex.twin.compare import compare as compare_figures
-    from loraplex.twin.compare import engine_of
     from loraplex.twin.replay import read_any_profile, replay
 
     check_writable(json_out, inputs=(profile, workload, live))
@@ -155,13 +159,25 @@ def compare(
     except (OSError, ValueError) as error:
         raise UserError(f"{live}: cannot be read ({error})") from error
     options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running)
-    try:
-        requests, chosen = _read(workload, options, engine_of(measured))
-        figures = compare_figures(replay(read_any_profile(profile, model), requests, chosen), measured)
-    except UserError as error:
-        raise UserError(f"{live}: {error}") from error
-    for name, row in figures.items():
-        typer.echo(f"{name:14} twin {row['twin']:10.4f}  live {row['live']:10.4f}  off {row['smape']:5.1f}%")
+    found = read_any_profile(profile, model)
+    with _of_file(live):
+        engine = engine_of(measured)
+        if engine is not None:
+            check_profile(found, engine)
+    _warn(found)
+    outcome = replay(found, *_read(workload, options, engine))
+    with _of_file(live):
+        figures = compare_figures(outcome, measured)
+    for name, words, factor in (
+        ("output_tok_s", "output tok/s", 1.0),
+        ("itl_s", "ITL ms", 1e3),
+        ("ttft_s", "TTFT ms", 1e3),
+    ):
+        if (row := figures.get(name)) is not None:
+            twin, measured_one = row["twin"] * factor, row["live"] * factor
+            typer.echo(
+                f"{words:13} twin {twin:12,.2f}  live {measured_one:12,.2f}  SMAPE {row['smape']:5.1f}%"
+            )
     if json_out is not None:
         write_json(json_out, figures)
 
@@ -209,11 +225,35 @@ def validate(
         )
 
 
+@contextmanager
+def _of_file(path: Path) -> Iterator[None]:
+    """What is wrong is wrong in this one."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _warn(profile: Profile) -> None:
+    """Of a profile that was measured badly: what comes of it is no better."""
+    held_out = getattr(profile, "held_out", None)
+    if held_out is None:
+        return
+    worst = max(held_out.decode.mean_error, held_out.prefill.mean_error)
+    if worst > _POOR_ERROR:
+        typer.echo(
+            f"the profile is off by {worst:.0%} on the mean for steps it was not fitted to; measure again "
+            "with `loraplex profile` while the machine does nothing else",
+            err=True,
+        )
+
+
 def _replay(profile: Path, workload: Path, model: str | None, options: _Options) -> Outcome:
     from loraplex.twin.replay import read_any_profile, replay
 
-    requests, chosen = _read(workload, options)
-    return replay(read_any_profile(profile, model), requests, chosen)
+    found = read_any_profile(profile, model)
+    _warn(found)
+    return replay(found, *_read(workload, options))
 
 
 def _replay_fleet(
@@ -225,10 +265,9 @@ def _replay_fleet(
     if num_engines < 1:
         raise typer.BadParameter(f"must be at least 1, not {num_engines}", param_hint="--engines")
     named = routing_of(routing)
-    requests, chosen = _read(workload, options)
-    fleet = replay_fleet(
-        read_any_profile(profile, model), requests, chosen, num_engines=num_engines, routing=named
-    )
+    found = read_any_profile(profile, model)
+    _warn(found)
+    fleet = replay_fleet(found, *_read(workload, options), num_engines=num_engines, routing=named)
     return fleet.all, fleet.engines
 
 
@@ -248,9 +287,16 @@ def _read(
     file = WorkloadFile(workload)
     requests, header = list(file), file.header
     named = max(request.adapter for request in requests) + 1
+    if header is None and options.adapters is None and named > _MOST_ADAPTERS:
+        raise UserError(
+            f"{workload}: a request is on adapter {named - 1}, counted from 0, so there would be {named:,}; "
+            "give --adapters if that is meant"
+        )
     chosen = ReplayOptions(
         num_adapters=options.adapters or (named if header is None else header.num_adapters),
-        ranks=_ranks(options.ranks) if options.ranks else _DEFAULT_RANKS if header is None else header.ranks,
+        ranks=(_DEFAULT_RANKS if header is None else header.ranks)
+        if options.ranks is None
+        else _ranks(options.ranks),
         num_slots=options.slots,
         until_s=math.inf if options.seconds is None else options.seconds,
         kv_tokens=options.kv_tokens,
@@ -269,7 +315,7 @@ def _as_live(chosen: ReplayOptions, options: _Options, engine: LiveEngine) -> Re
     return replace(
         chosen,
         num_adapters=options.adapters or engine.num_adapters,
-        ranks=chosen.ranks if options.ranks else engine.ranks,
+        ranks=engine.ranks if options.ranks is None else chosen.ranks,
         modules=chosen.modules or engine.modules,
         kv_tokens=chosen.kv_tokens or engine.kv_tokens,
         work=engine.work,
@@ -294,16 +340,13 @@ def _show(summary: dict[str, Any]) -> None:
     )
     typer.echo(f"{summary['output_tok_s']:,.1f} output tok/s, {summary['input_tok_s']:,.1f} input tok/s")
     typer.echo(f"{summary['num_loads']:,} loads of adapters, {summary['num_preemptions']:,} preemptions")
-    itl_s = None if summary["itl_s"] is None else {"mean": summary["itl_mean_s"], **summary["itl_s"]}
-    for name, row in (
-        ("TTFT", summary["ttft_s"]),
-        ("ITL", itl_s),
-        ("TPT", summary["tpt_s"]),
-        ("E2E", summary["e2e_s"]),
-    ):
+    for name in ("ttft_s", "itl_s", "tpt_s", "e2e_s"):
+        row = summary[name]
         if row is not None:
             cells = "  ".join(f"{key} {value * 1e3:,.1f}" for key, value in row.items())
-            typer.echo(f"{name:5} ms  {cells}")
+            typer.echo(f"{name[:-2].upper():5} ms  {cells}")
+    if summary["num_requests"] == 0:
+        typer.echo("no request comes before --seconds are over")
     if summary["num_lost"]:
         typer.echo(f"{summary['num_lost']:,} requests were lost: their client had no connection left")
     if summary["starved"]:

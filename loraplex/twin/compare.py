@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 from loraplex.core.errors import UserError
 from loraplex.core.modules import module_names
+from loraplex.perf.slot_profile import SlotProfile
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.outcome import Outcome
+from loraplex.twin.replay import Profile
 from loraplex.twin.scores import smape
 
 
@@ -16,6 +18,7 @@ class LiveEngine(NamedTuple):
     """What a file of `bench engine serve` says of its engine, whose adapters are in host memory when time
     begins. `num_adapters`: 0 if there were none; a workload's are counted modulo theirs."""
 
+    device: str
     num_adapters: int
     ranks: tuple[int, ...]
     modules: tuple[str, ...]
@@ -31,6 +34,7 @@ def engine_of(live: Any) -> LiveEngine | None:
     try:
         ranks = str(told["ranks"] if "ranks" in told else told["rank"])
         return LiveEngine(
+            device=str(told["device"]),
             num_adapters=int(told["num_adapters"]),
             ranks=tuple(int(each) for each in ranks.split(",")),
             modules=module_names(str(told["modules"])),
@@ -45,6 +49,17 @@ def engine_of(live: Any) -> LiveEngine | None:
         ) from error
 
 
+def check_profile(profile: Profile, engine: LiveEngine) -> None:
+    """Raises UserError if it is not of such an engine."""
+    if isinstance(profile, SlotProfile):
+        raise UserError("it is a run of our own engine, and the profile is of one with slots for adapters")
+    if profile.subject.device != engine.device:
+        raise UserError(
+            f"it is a run on {engine.device}, and the profile is of {profile.subject.device}; give one that "
+            "was measured there"
+        )
+
+
 def compare(outcome: Outcome, live: Any) -> dict[str, dict[str, float]]:
     """Measures of a twin's run beside those of a live run's report, and their SMAPE."""
     if not isinstance(live, dict):
@@ -56,6 +71,14 @@ def compare(outcome: Outcome, live: Any) -> dict[str, dict[str, float]]:
             f"the live result is of {result['num_requests']} requests, the workload has {asked}; give a run "
             "of the same workload"
         )
+    num_tokens = sum(each.request.prompt_tokens for each in outcome.requests)
+    if isinstance(result, dict) and not result.get("num_failed"):
+        found = result.get("prompt_tokens", num_tokens)
+        if found != num_tokens:
+            raise UserError(
+                f"the live result is of {found} prompt tokens, the workload has {num_tokens}; give a run of "
+                "the same workload"
+            )
     pairs: dict[str, tuple[float, float]] = {}
     for name, predicted, measured in (
         ("output_tok_s", _output_tok_s(outcome), _take(result, "output_tokens_per_s")),
@@ -79,7 +102,8 @@ def _take(result: Any, *names: str) -> float:
     for name in names:
         if not isinstance(result, dict) or name not in result:
             raise UserError(
-                f"the live result has no {'.'.join(names)}; give a file of `loraplex bench serve`"
+                f"the live result has no {'.'.join(names)}; give a file of `loraplex bench serve` or `bench "
+                "engine serve`"
             )
         result = result[name]
     if isinstance(result, bool) or not isinstance(result, int | float) or not 0 <= result < math.inf:

@@ -160,14 +160,17 @@ class Outcome:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Seconds, and tokens per second. Latencies are of requests that were served."""
-        served = [each for each in self.requests if each.finish_s is not None and not each.failed]
+        """Seconds, and tokens per second. First tokens, tokens and gaps between them are of all requests that
+        have begun; what is of whole answers (`itl_mean_s`, `tpt_s`, `e2e_s`) of those that were served."""
+        begun = [each for each in self.requests if each.first_token_s is not None]
+        served = [each for each in begun if each.finish_s is not None and not each.failed]
         arrivals_s = _seconds(each.request.arrival_s for each in served)
         first_s = _seconds(each.first_token_s for each in served)
         finish_s = _seconds(each.finish_s for each in served)
         outputs = np.array([each.request.output_tokens for each in served], np.float64)
-        num_input = sum(each.request.prompt_tokens for each in served)
         num_gaps = float((outputs - 1).sum())
+        num_output = len(begun) + sum(num_steps * num_tokens for _, _, num_steps, num_tokens in self.gaps)
+        waits_s = _seconds((each.first_token_s or 0.0) - each.request.arrival_s for each in begun)
         duration_s = self.duration_s or 1.0
         return {
             "duration_s": self.duration_s,
@@ -178,12 +181,12 @@ class Outcome:
             "num_steps": self.num_steps,
             "num_loads": self.num_loads,
             "num_preemptions": self.num_preemptions,
-            "input_tok_s": num_input / duration_s,
-            "output_tok_s": float(outputs.sum()) / duration_s,
+            "input_tok_s": sum(each.request.prompt_tokens for each in begun) / duration_s,
+            "output_tok_s": num_output / duration_s,
             "offered_tok_s": self._num_offered / (self._offered_s or duration_s),
             "starved": self._is_starved(),
             "itl_mean_s": float((finish_s - first_s).sum()) / num_gaps if num_gaps else None,
-            "ttft_s": _percentiles(first_s - arrivals_s),
+            "ttft_s": _percentiles(waits_s),
             "tpt_s": _percentiles((finish_s - arrivals_s) / outputs),
             "e2e_s": _percentiles(finish_s - arrivals_s),
             "itl_s": _gap_percentiles(self.gaps),
@@ -202,12 +205,14 @@ class Outcome:
     def _is_starved(self) -> bool:
         """Whether less is served than 90% of what is asked for, by tokens over time: those of requests that
         had their first one, up to the last of these moments. How long answers take after that, and how long
-        a first token takes at the least, is no matter of being late."""
+        a first token takes at the least, is no matter of being late. Requests that all come sooner than one
+        of them could be answered are no rate that anybody could keep up with."""
+        stays_s = (s - each.request.arrival_s for each in self.requests if (s := each.finish_s) is not None)
+        if self._offered_s < min(stays_s, default=self.duration_s):
+            return False
         begun = [(s, each) for each in self.requests if (s := each.first_token_s) is not None]
         if not begun:
             return bool(self.requests)
-        if self._offered_s == 0.0:  # all at once is no rate that anybody could keep up with
-            return False
         num_begun = sum(each.num_tokens for _, each in begun)
         least_wait_s = min(first_s - each.request.arrival_s for first_s, each in begun)
         busy_s = max(max(first_s for first_s, _ in begun) - least_wait_s, self._offered_s)
@@ -237,4 +242,5 @@ def _gap_percentiles(gaps: Sequence[Gaps]) -> dict[str, float] | None:
     order = np.argsort(seconds)
     reached = np.cumsum(weights[order])
     at = np.searchsorted(reached, np.array((0.5, 0.95, 0.99)) * reached[-1])
-    return dict(zip(("p50", "p95", "p99"), seconds[order][at].tolist(), strict=True))
+    mean = float(np.average(seconds, weights=weights))
+    return {"mean": mean, **dict(zip(("p50", "p95", "p99"), seconds[order][at].tolist(), strict=True))}

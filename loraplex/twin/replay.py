@@ -63,12 +63,18 @@ def read_any_profile(path: Path, model: str | None = None) -> Profile:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ProfileError(f"{path}: the profile cannot be read ({error})") from error
+        raise ProfileError(
+            f"{path}: the profile cannot be read ({error}); make one with `loraplex profile`, or with "
+            "`loraplex profile fit`"
+        ) from error
     if isinstance(document, dict) and document.get("kind") == KIND:
         return read_slot_profile(path, model)
     profile = read_profile(path)
     if model is not None and profile.subject.model != model:
-        raise ProfileError(f"{path}: it is of model {profile.subject.model!r}, not {model!r}")
+        raise ProfileError(
+            f"{path}: it is of model {profile.subject.model!r}, not {model!r}; give a profile of that model, "
+            "or leave --model out"
+        )
     return profile
 
 
@@ -152,14 +158,16 @@ class OwnEngines:
         if longest > self._has.max_context:
             raise CapacityError(
                 f"the engine's context holds {self._has.max_context} tokens, too few for a request "
-                f"of {longest} (prompt and answer); shorten it in the workload"
+                f"of {longest} (prompt and answer); shorten it in the workload, or make one by `loraplex "
+                "workload make` with a lower --max-prompt-tokens and --max-output-tokens"
             )
         largest = max(self.adapter_bytes.values(), default=0)
         room = self._memory().max_tokens(largest)
         if longest > room:
+            beside = f" beside an adapter of {largest >> 20} MiB" if self._has.arena_bytes is not None else ""
             raise CapacityError(
-                f"KV memory holds {max(room, 0)} tokens beside an adapter of {largest >> 20} MiB, too few "
-                f"for a request of {longest}; give more --kv-tokens, or smaller adapters"
+                f"KV memory holds {max(room, 0)} tokens{beside}, too few for a request of {longest}; give "
+                f"more --kv-tokens{', or smaller adapters' if beside else ''}"
             )
 
     def make(self, times: StepTimes | None = None) -> Simulator:
@@ -210,6 +218,7 @@ def _on_slots(profile: SlotProfile, workload: Sequence[WorkloadRequest], options
     from loraplex.twin.slot_engine import run_slot_engine
     from loraplex.twin.slot_state import BLOCK_SIZE, Limits, Requests
 
+    workload = [each for each in workload if each.arrival_s < options.until_s]
     num_slots = options.num_slots or options.num_adapters
     max_rank = max(options.ranks)
     kv_tokens = options.kv_tokens or profile.memory.predict(num_slots=num_slots, max_rank=max_rank)

@@ -68,7 +68,10 @@ def fit(
         own = [run for run in runs if run[0].model == model]
         try:
             if not own:
-                raise UserError(f"no run of {model} in the files to learn from; give one that has some")
+                raise UserError(
+                    f"there is no run of {model} to learn from; give a file with others than those to be "
+                    "predicted, that say at which rates requests came"
+                )
             memory = fit_memory(kv_samples, model, own[0][0].max_running)
             say = partial(_say_of, model, progress)
             profiles[model] = calibrate(own, book, memory, hardware=hardware, progress=say)

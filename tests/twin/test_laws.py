@@ -113,6 +113,14 @@ def test_a_short_run_that_keeps_up_is_not_starved(make: Callable[..., Simulator]
     assert not simulator.run(workload, until_s).summary()["starved"]
 
 
+def test_a_few_at_once_are_no_overload() -> None:
+    workload = [
+        WorkloadRequest(arrival_s=0.01 * number, prompt_tokens=20, output_tokens=80, adapter=0)
+        for number in range(3)
+    ]
+    assert not own_twin(num_blocks=90).run(workload).summary()["starved"]
+
+
 @pytest.mark.parametrize("make", TWINS)
 def test_the_same_workload_ends_the_same(make: Callable[..., Simulator]) -> None:
     workload = random_workload(7, num_requests=200)

@@ -20,10 +20,12 @@ from loraplex.cli.main import app
 from loraplex.core.errors import CapacityError, LoraplexError
 from loraplex.core.modules import MODULES
 from loraplex.perf.engine_memory import EngineMemory
+from loraplex.perf.held_out import HeldOut
+from loraplex.perf.least_squares import FitQuality
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of
-from loraplex.workload.jsonl import WorkloadHeader, read_workload, write_workload
+from loraplex.workload.jsonl import WorkloadHeader, WorkloadRequest, read_workload, write_workload
 
 
 @pytest.fixture
@@ -110,6 +112,10 @@ def test_a_live_run_is_compared(profile: Path, workload: Path, tmp_path: Path) -
     assert (
         twin("compare", profile, workload, "--live", str(live)).output == done.output.rpartition("wrote")[0]
     )
+    live.write_text(json.dumps({"result": {**report, "prompt_tokens": 7}}))
+    assert "of 7 prompt tokens, the workload has" in error_of(
+        twin("compare", profile, workload, "--live", str(live))
+    )
     live.write_text(json.dumps({"result": {"output_tokens_per_s": 1.0}}))
     assert "has no itl_ms.mean" in error_of(twin("compare", profile, workload, "--live", str(live)))
 
@@ -135,6 +141,7 @@ def test_a_live_run_tells_of_its_engine(workload: Path, tmp_path: Path) -> None:
     write_profile(profile, imagined_machine())
     report = {"output_tokens_per_s": 1.0, "itl_ms": {"mean": 1.0}, "ttft_ms": {"mean": 1.0}}
     told = {
+        "device": "cuda",
         "num_adapters": 2,
         "ranks": "64,8",
         "modules": "all",
@@ -156,6 +163,16 @@ def test_a_live_run_tells_of_its_engine(workload: Path, tmp_path: Path) -> None:
         assert ttft_s({**told, name: other}) != as_told
     assert ttft_s({**told, "num_adapters": 0}) < as_told
     assert ttft_s({**told, "kv_tokens": 1024}, "--kv-tokens", "4096") == as_told
+    live.write_text(json.dumps({"results": report, "parameters": {**told, "device": "cpu"}}))
+    message = error_of(twin("compare", profile, workload, "--live", str(live)))
+    assert (
+        message == f"{live}: it is a run on cpu, and the profile is of cuda; give one that was measured there"
+    )
+    slots = tmp_path / "slots.json"
+    write_slot_profile(slots, TRUTH)
+    live.write_text(json.dumps({"results": report, "parameters": told}))
+    message = error_of(twin("compare", slots, workload, "--live", str(live)))
+    assert "a run of our own engine, and the profile is of one with slots" in message
     del told["max_step_tokens"]
     live.write_text(json.dumps({"results": report, "parameters": told}))
     message = error_of(twin("compare", profile, workload, "--live", str(live)))
@@ -318,6 +335,62 @@ def test_options_that_slots_do_not_have_are_refused(
 ) -> None:
     message = error_of(twin("run", profile, workload, *option))
     assert message == (f"the profile is of an engine with slots, which it says all of; leave {option[0]} out")
+
+
+def test_a_run_may_end_before_any_request_does(profile: Path, tmp_path: Path) -> None:
+    out, path = tmp_path / "out.json", tmp_path / "long.jsonl"
+    write_workload(path, [WorkloadRequest(arrival_s=1.0, prompt_tokens=20, output_tokens=1000, adapter=0)])
+    result = twin("run", profile, path, "--seconds", "3", "--json", str(out))
+    assert result.exit_code == 0, result.output
+    summary = json.loads(out.read_text())["summary"]
+    assert summary["num_served"] == 0
+    assert summary["output_tok_s"] > 0
+    assert not summary["starved"]
+    assert "no request comes before" in twin("run", profile, path, "--seconds", "0.5").output
+
+
+def test_a_run_that_is_cut_off_counts_what_was_made_by_then(
+    profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    assert twin("run", profile, workload, "--json", str(out)).exit_code == 0
+    rows = json.loads(out.read_text())["requests"]
+    assert twin("run", profile, workload, "--seconds", "5", "--json", str(out)).exit_code == 0
+    summary = json.loads(out.read_text())["summary"]
+    assert summary["num_requests"] == sum(row["arrival_s"] < 5 for row in rows)
+    assert not summary["starved"]
+    made = sum(
+        (row["output_tokens"] - 1) * (min(row["finish_s"], 5) - row["first_token_s"])
+        / max(row["finish_s"] - row["first_token_s"], 1e-9) + 1
+        for row in rows
+        if row["first_token_s"] < 5
+    )  # fmt: skip
+    assert summary["output_tok_s"] * 5 == pytest.approx(made, rel=0.1)
+
+
+def test_an_adapter_far_beyond_the_others_is_asked_about(profile: Path, tmp_path: Path) -> None:
+    path = tmp_path / "far.jsonl"
+    write_workload(path, [replace(random_workload(1, num_requests=1)[0], adapter=10**9)])
+    assert "so there would be 1,000,000,001; give --adapters" in error_of(twin("run", profile, path))
+
+
+def test_figures_and_picture_are_two_files(profile: Path, workload: Path, tmp_path: Path) -> None:
+    both = str(tmp_path / "both.png")
+    result = twin("run", profile, workload, "--json", both, "--plot", both)
+    assert result.exit_code == 2
+    assert "--plot" in result.output
+
+
+def test_a_poor_profile_is_warned_of(workload: Path, tmp_path: Path) -> None:
+    path, poor = (
+        tmp_path / "poor.json",
+        FitQuality(num_samples=9, r_squared=0.2, mean_error=0.46, worst_error=1.0),
+    )
+    held_out = HeldOut(decode=poor, prefill=poor, serving=None, load=poor)
+    write_profile(path, replace(imagined_machine(), held_out=held_out))
+    assert "off by 46% on the mean" in twin("run", path, workload).output
+    write_profile(path, imagined_machine())
+    assert "off by" not in twin("run", path, workload).output
 
 
 def test_lost_requests_are_told_of(workload: Path, tmp_path: Path) -> None:

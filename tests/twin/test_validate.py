@@ -265,7 +265,7 @@ def test_too_few_runs_to_fit_to_are_refused(runs_file: Path) -> None:
     few = without(found, [setup.key for setup in found.setups[3:]])
     with pytest.raises(UserError, match="3 runs of some-7b to fit to"):
         validation.fit([few], [MODEL])
-    with pytest.raises(UserError, match="no run of another in the files"):
+    with pytest.raises(UserError, match="no run of another to learn from"):
         validation.fit([found], ["another"])
 
 
