@@ -29,7 +29,7 @@ from loraplex.core.modules import MODULES
 from loraplex.core.paths import cache_dir
 from loraplex.engine.build import EngineOptions
 from loraplex.engine.core import Engine
-from loraplex.engine.cpu_build import plan_cpu
+from loraplex.engine.cpu_build import plan_adapter_bytes, plan_cpu
 from loraplex.engine.cuda.adapter_block import table_bytes
 from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.host_memory import default_host_bytes
@@ -188,7 +188,8 @@ def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
     """Of the engine that serves: on a CPU, where the one that is measured is small, as it would be planned
     now."""
     shape, element_bytes, on_gpu = options.config.shape, options.dtype.itemsize, options.device == "cuda"
-    plan = None if on_gpu else plan_cpu(EngineOptions(model=""), options.config, options.dtype)
+    serving = EngineOptions(model="")
+    plan = None if on_gpu else plan_cpu(serving, options.config, options.dtype)
     work = engine.step_work if plan is None else plan.work
     return EngineMemory(
         max_context=engine.max_model_len if plan is None else plan.max_model_len,
@@ -197,7 +198,7 @@ def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
         arena_bytes=engine.stats().device_arena_bytes if plan is None else None,
         kv_tokens=None if plan is None else plan.num_blocks * BLOCK_SIZE,
         # Random adapters share their weights on the host of a GPU, so this engine's own budget says nothing.
-        host_bytes=default_host_bytes() if plan is None else plan.adapter_bytes,
+        host_bytes=default_host_bytes() if plan is None else plan_adapter_bytes(serving),
         table_bytes=table_bytes(shape) if on_gpu else 0,
         step_tokens=work.max_tokens,
         position_cost=work.position_cost,

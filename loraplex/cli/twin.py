@@ -151,7 +151,7 @@ def compare(
     """
     from loraplex.twin.compare import check_profile, engine_of
     from loraplex.twin.compare import compare as compare_figures
-    from loraplex.twin.replay import read_any_profile, replay
+    from loraplex.twin.replay import replay
 
     check_writable(json_out, inputs=(profile, workload, live))
     try:
@@ -159,12 +159,11 @@ def compare(
     except (OSError, ValueError) as error:
         raise UserError(f"{live}: cannot be read ({error})") from error
     options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running)
-    found = read_any_profile(profile, model)
+    found = _read_profile(profile, model)
     with _of_file(live):
         engine = engine_of(measured)
         if engine is not None:
             check_profile(found, engine)
-    _warn(found)
     outcome = replay(found, *_read(workload, options, engine))
     with _of_file(live):
         figures = compare_figures(outcome, measured)
@@ -174,10 +173,8 @@ def compare(
         ("ttft_s", "TTFT ms", 1e3),
     ):
         if (row := figures.get(name)) is not None:
-            twin, measured_one = row["twin"] * factor, row["live"] * factor
-            typer.echo(
-                f"{words:13} twin {twin:12,.2f}  live {measured_one:12,.2f}  SMAPE {row['smape']:5.1f}%"
-            )
+            pair = f"twin {row['twin'] * factor:12,.2f}  live {row['live'] * factor:12,.2f}"
+            typer.echo(f"{words:13} {pair}  SMAPE {row['smape']:5.1f}%")
     if json_out is not None:
         write_json(json_out, figures)
 
@@ -234,39 +231,38 @@ def _of_file(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from error
 
 
-def _warn(profile: Profile) -> None:
-    """Of a profile that was measured badly: what comes of it is no better."""
-    held_out = getattr(profile, "held_out", None)
-    if held_out is None:
-        return
-    worst = max(held_out.decode.mean_error, held_out.prefill.mean_error)
-    if worst > _POOR_ERROR:
-        typer.echo(
-            f"the profile is off by {worst:.0%} on the mean for steps it was not fitted to; measure again "
-            "with `loraplex profile` while the machine does nothing else",
-            err=True,
-        )
+def _read_profile(path: Path, model: str | None) -> Profile:
+    """With a warning if it was measured badly: what comes of it is no better."""
+    from loraplex.perf.cost_model import CostModel
+    from loraplex.twin.replay import read_any_profile
+
+    profile = read_any_profile(path, model)
+    if isinstance(profile, CostModel) and (held_out := profile.held_out) is not None:
+        worst = max(held_out.decode.mean_error, held_out.prefill.mean_error)
+        if worst > _POOR_ERROR:
+            typer.echo(
+                f"the profile is off by {worst:.0%} on the mean for steps it was not fitted to; measure "
+                "again with `loraplex profile` while the machine does nothing else",
+                err=True,
+            )
+    return profile
 
 
 def _replay(profile: Path, workload: Path, model: str | None, options: _Options) -> Outcome:
-    from loraplex.twin.replay import read_any_profile, replay
+    from loraplex.twin.replay import replay
 
-    found = read_any_profile(profile, model)
-    _warn(found)
-    return replay(found, *_read(workload, options))
+    return replay(_read_profile(profile, model), *_read(workload, options))
 
 
 def _replay_fleet(
     profile: Path, workload: Path, model: str | None, options: _Options, num_engines: int, routing: str
 ) -> tuple[Outcome, Sequence[EngineFigures]]:
     from loraplex.twin.fleet import replay_fleet, routing_of
-    from loraplex.twin.replay import read_any_profile
 
     if num_engines < 1:
         raise typer.BadParameter(f"must be at least 1, not {num_engines}", param_hint="--engines")
     named = routing_of(routing)
-    found = read_any_profile(profile, model)
-    _warn(found)
+    found = _read_profile(profile, model)
     fleet = replay_fleet(found, *_read(workload, options), num_engines=num_engines, routing=named)
     return fleet.all, fleet.engines
 

@@ -49,24 +49,26 @@ _MAX_STEP_TOKENS: Final = 2048
 
 
 class CpuPlan(NamedTuple):
-    """What an engine on this machine gets, each process of it: KV blocks, the longest context, bytes for
-    adapters, and the work of a step."""
+    """What an engine on this machine gets, each process of it: KV blocks, the longest context, and the work
+    of a step."""
 
     num_blocks: int
     max_model_len: int
-    adapter_bytes: int
     work: StepWork
 
 
 def plan_cpu(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> CpuPlan:
     """`config`: of a process's part of the model."""
     num_blocks, max_model_len = _plan_memory(options, config, dtype)
-    budget = options.host_adapter_memory_bytes
-    if budget is None:
-        share = _DEFAULT_ADAPTER_SHARE / options.tensor_parallel
-        budget = min(int(available_bytes() * share), _MAX_DEFAULT_ADAPTER_BYTES)
-    work = _plan_work(options, config.shape, _threads_of_each(options))
-    return CpuPlan(num_blocks, max_model_len, budget, work)
+    return CpuPlan(num_blocks, max_model_len, _plan_work(options, config.shape, _threads_of_each(options)))
+
+
+def plan_adapter_bytes(options: EngineOptions) -> int:
+    """For adapters of each process: a share of what weights and KV cache have left of the machine."""
+    if options.host_adapter_memory_bytes is not None:
+        return options.host_adapter_memory_bytes
+    share = _DEFAULT_ADAPTER_SHARE / options.tensor_parallel
+    return min(int(available_bytes() * share), _MAX_DEFAULT_ADAPTER_BYTES)
 
 
 def build_cpu_engine(
@@ -96,7 +98,9 @@ def build_cpu_engine(
             loads_popular=options.loads_popular,
         ),
         memory=SeparateMemory(
-            num_blocks=plan.num_blocks, block_size=options.block_size, adapter_bytes=plan.adapter_bytes
+            num_blocks=plan.num_blocks,
+            block_size=options.block_size,
+            adapter_bytes=plan_adapter_bytes(options),
         ),
         executor=executor,
     )

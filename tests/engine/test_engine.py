@@ -23,7 +23,7 @@ from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
-from loraplex.engine import slab_reader
+from loraplex.engine import cpu_build, slab_reader
 from loraplex.engine.adapter_loader import resident_bytes
 from loraplex.engine.build import EngineOptions, build_core
 from loraplex.engine.core import Engine
@@ -174,6 +174,22 @@ def test_adapters_beyond_the_budget_come_and_go(base, specs: list[AdapterSpec], 
     tight.close()
     for request_id, finished in done.items():
         assert finished.token_ids == expected[request_id.split("/")[0]]
+
+
+def test_adapters_share_what_the_weights_have_left(base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what there was before they were read: a large model would leave less than it seems."""
+    available = [8 << 30]
+    load_weights = cpu_build.load_weights
+
+    def load(*args: Any) -> Any:
+        available[0] = 2 << 30
+        return load_weights(*args)
+
+    monkeypatch.setattr(cpu_build, "available_bytes", lambda: available[0])
+    monkeypatch.setattr(cpu_build, "load_weights", load)
+    core = build(base)
+    assert core.stats().host_adapter_budget_bytes == 1 << 29
+    core.close()
 
 
 def test_an_adapter_larger_than_the_host_budget_is_refused_by_size(base, specs: list[AdapterSpec]) -> None:
