@@ -100,6 +100,20 @@ def serve(
     allow_adapter_dir: _AllowedDirs = None,
     allow_adapter_repo: _AllowedRepos = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where loaded adapters are remembered.")] = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="REQUESTS",
+            help="Requests (prompts × n) that may wait for their first token; more are refused with 429.",
+        ),
+    ] = 4096,
+    max_waiting_tokens: Annotated[
+        int, typer.Option(min=1, metavar="TOKENS", help="Prompt tokens that may wait, likewise.")
+    ] = 4_194_304,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
+    ] = 8192,
     api_key: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY", envvar="LORAPLEX_API_KEY", help="Clients must send one of these."),
@@ -117,8 +131,10 @@ def serve(
     from loraplex.adapters.hub import locate_adapter
     from loraplex.engine.build import EngineOptions
     from loraplex.server.adapter_startup import GivenAdapter
+    from loraplex.server.connections import ConnectionLimits
     from loraplex.server.run import ServeOptions
     from loraplex.server.run import serve as run_server
+    from loraplex.server.waiting import WaitingLimits
 
     run_server(
         ServeOptions(
@@ -147,6 +163,8 @@ def serve(
             port=port,
             state_dir=state_dir,
             api_keys=api_keys,
+            waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens),
+            connections=ConnectionLimits(max_connections=max_connections),
         )
     )
 

@@ -68,6 +68,17 @@ class PieceTable:
             piece = self._pieces[token_id] = self._look_up(token_id)
         return piece
 
+    def longest_piece_bytes(self) -> int | None:
+        """Bytes of the longest token. None for tokenizers that may drop parts of a text, or make one unknown
+        token of a part of any length."""
+        model = self.backend.model
+        fuses_unknown = getattr(model, "fuse_unk", False) and not getattr(model, "byte_fallback", False)
+        normalizer = type(self.backend.normalizer).__name__
+        shortens = self._family is _Family.BYTE_LEVEL and normalizer not in ("NoneType", "NFC")
+        if self._family is _Family.OTHER or fuses_unknown or shortens:
+            return None
+        return max(len(self._look_up(token_id)) for token_id in self.backend.get_vocab().values())
+
     def detokenizer(self, context: Sequence[int]) -> Detokenizer:
         """A fresh detokenizer for tokens that follow `context` (the prompt)."""
         match self._family:

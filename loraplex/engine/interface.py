@@ -63,10 +63,11 @@ class AsyncEngine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Outputs of one request until its finish_reason.
 
-        Closing the iterator early (aclose, cancellation) cancels the request and frees all it holds.
-        Raises EngineDeadError if the engine ends first, UserError or CapacityError if the request can
-        never run. A failure of this request alone while running arrives as an output with
-        finish_reason ERROR and a message.
+        An output without tokens or finish_reason may come first: the request is queued, and will not be
+        refused any more. Closing the iterator early (aclose, cancellation) cancels the request and frees all
+        it holds. Raises EngineDeadError if the engine ends first, UserError or CapacityError if the request
+        can never run. A failure of this request alone while running arrives as an output with finish_reason
+        ERROR and a message.
         """
         ...
 

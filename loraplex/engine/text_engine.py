@@ -17,11 +17,14 @@ from loraplex.core.errors import AdapterError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.sampling import MAX_SEED, SamplingParams
 from loraplex.engine.interface import AsyncEngine
+from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.engine.request_checks import check_prompt, check_token_ids, fit_max_tokens
 from loraplex.engine.stop_strings import StopMatcher
 from loraplex.engine.tokenizer import Tokenizer
 
 _SEED_SPAN: Final = 2 * (MAX_SEED + 1)
+_STARTED_AT_ONCE: Final = 16
+"""Choices of one call that are sent to the engine before other work of the event loop has its turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +59,11 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was generated yet: the engine has queued the choice, and that is all."""
+        return not self.token_ids and self.finish_reason is None
+
 
 class TextEngine:
     """Validates requests, runs them on an AsyncEngine and gives back text."""
@@ -65,6 +73,7 @@ class TextEngine:
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self.prompts = PromptEncoder(tokenizer, max_model_len=max_model_len)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
 
@@ -72,8 +81,10 @@ class TextEngine:
         """Raise InvalidRequestError for anything that can be told to be wrong before running."""
         check_token_ids(params, vocab_size=self.vocab_size)
         for prompt in prompts:
-            check_prompt(prompt, vocab_size=self.vocab_size)
+            # Lengths first: going through the ids of a prompt that is far too long would take long.
             fit_max_tokens(params, num_prompt_tokens=len(prompt), max_model_len=self.max_model_len)
+        for prompt in prompts:
+            check_prompt(prompt, vocab_size=self.vocab_size)
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, adapter: str | None, request_id: str
@@ -115,11 +126,12 @@ class TextEngine:
         requests: list[EngineRequest] = []
         for prompt in prompts:
             fitted = fit_max_tokens(params, num_prompt_tokens=len(prompt), max_model_len=self.max_model_len)
+            token_ids = list(prompt)
             for sibling in range(params.n):
                 requests.append(
                     EngineRequest(
                         request_id=f"{request_id}-{len(requests)}",
-                        prompt_token_ids=list(prompt),
+                        prompt_token_ids=token_ids,
                         params=replace(fitted, n=1, seed=_sibling_seed(params.seed, sibling)),
                         adapter=adapter,
                         eos_token_ids=self.tokenizer.eos_token_ids,
@@ -151,9 +163,13 @@ class TextEngine:
             except Exception as error:
                 mailbox.fail(error)
 
-        tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+        tasks: list[asyncio.Task[None]] = []
         num_open = len(choices)
         try:
+            for choice in choices:
+                tasks.append(asyncio.create_task(pump(choice)))
+                if len(tasks) % _STARTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             while num_open:
                 batch = await mailbox.take()
                 num_open -= sum(delta.finish_reason is not None for delta in batch)

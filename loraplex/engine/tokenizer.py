@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from loraplex.core.errors import InvalidRequestError, ModelError
 from loraplex.engine.detokenizer import Detokenizer, PieceTable
 from loraplex.model.config import load_config
 from loraplex.model.source import resolve_model
-
-# Encoding costs about a microsecond per character: longer texts go to a thread, so that one long
-# prompt does not hold up the tokens of every other stream. The tokenizer releases the GIL meanwhile.
-_THREAD_ABOVE_CHARS: Final = 4096
 
 Message = Mapping[str, Any]
 
@@ -60,19 +56,22 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
+    @cached_property
+    def longest_token_bytes(self) -> int | None:
+        """Bytes of the longest token, where every byte of a text becomes part of a token; else None."""
+        return self.pieces.longest_piece_bytes()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.encode_many([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Tokens of each text, computed without the GIL, which the library's own `encode` would hold."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:
             # The only way a str is refused: it cannot be written as UTF-8.
             raise InvalidRequestError("the text holds lone surrogates, which are not characters") from error
-        return ids
-
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Like `encode`, without blocking the event loop for long texts."""
-        if len(text) <= _THREAD_ABOVE_CHARS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -115,27 +114,6 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
-
-    async def encode_chat_async(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        add_special_tokens: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Render and encode a conversation. Templates write the special tokens themselves."""
-
-        def render_and_encode() -> list[int]:
-            text = self.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, template_options=template_options
-            )
-            return self.encode(text, add_special_tokens=add_special_tokens)
-
-        num_chars = sum(len(str(message.get("content") or "")) for message in messages)
-        if num_chars <= _THREAD_ABOVE_CHARS:
-            return render_and_encode()
-        return await asyncio.to_thread(render_and_encode)
 
 
 def _reserved_options(hf_tokenizer: Any) -> set[str]:

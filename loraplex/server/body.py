@@ -12,7 +12,8 @@ import msgspec
 from starlette.requests import Request
 
 from loraplex.core.errors import InvalidRequestError
-from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError
+from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError, BusyError
+from loraplex.server.json_size import JsonSize, json_size
 from loraplex.server.requests import NOT_SUPPORTED, SUPPORTED_VALUES
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -24,17 +25,72 @@ _WRONG_VALUE: Final = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 _PATH_PART: Final = re.compile(r"[^.\[\]]+")
 _MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`")
 _MAX_QUOTED_CHARS: Final = 100
+_COUNTED_ABOVE_BYTES: Final = 2**17
+"""Smaller bodies are decoded in about a millisecond, whatever they hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
+    """`max_held_bytes`: of all bodies together that are being received. `max_values`: strings, numbers and
+    the like in one body; `max_objects`: of those, objects."""
+
     max_body_bytes: int = 4 * 2**20
+    max_values: int = 2**20
+    max_objects: int = 2**14
     read_timeout_s: float = 60.0
+    max_held_bytes: int = 512 * 2**20
 
 
-async def read_struct(request: Request, kind: type[T], limits: BodyLimits) -> T:
-    """The request's body as a `kind`; raises what `errors.describe` turns into 400, 408 or 413."""
-    return decode_struct(await _read_bytes(request, limits), kind)
+class BodyReader:
+    """Reads the bodies of one server's requests."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._held_bytes = 0
+
+    async def read(self, request: Request, kind: type[T]) -> T:
+        """The request's body as a `kind`; raises what `errors.describe` turns into 400, 408, 413 or 503."""
+        body = await self._read_bytes(request)
+        if len(body) > _COUNTED_ABOVE_BYTES:
+            self._check_size(await asyncio.to_thread(json_size, body))
+        return decode_struct(body, kind)
+
+    def _check_size(self, size: JsonSize) -> None:
+        limits = self._limits
+        for count, limit, kind in (
+            (size.num_objects, limits.max_objects, "objects"),
+            (size.num_commas, limits.max_values, "values"),
+        ):
+            if count > limit:
+                raise BodyTooLargeError(
+                    f"the request body holds more than the {limit:,} JSON {kind} a request may have; "
+                    "send it in several requests"
+                )
+
+    async def _read_bytes(self, request: Request) -> bytes:
+        limits = self._limits
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > limits.max_body_bytes:
+            raise _too_large(limits)
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(limits.read_timeout_s):
+                async for part in request.stream():
+                    num_bytes += len(part)
+                    self._held_bytes += len(part)
+                    if num_bytes > limits.max_body_bytes:
+                        raise _too_large(limits)
+                    if self._held_bytes > limits.max_held_bytes:
+                        raise BusyError("too many large requests are being received; try again")
+                    parts.append(part)
+        except TimeoutError:
+            raise BodyTimeoutError(
+                f"the request body did not arrive within {limits.read_timeout_s:g} seconds"
+            ) from None
+        finally:
+            self._held_bytes -= num_bytes
+        return b"".join(parts)
 
 
 def decode_struct(body: bytes, kind: type[T]) -> T:
@@ -49,26 +105,6 @@ def decode_struct(body: bytes, kind: type[T]) -> T:
         raise InvalidRequestError("the body is not valid UTF-8") from None
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
-
-
-async def _read_bytes(request: Request, limits: BodyLimits) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limits.max_body_bytes:
-        raise _too_large(limits)
-    parts: list[bytes] = []
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(limits.read_timeout_s):
-            async for part in request.stream():
-                num_bytes += len(part)
-                if num_bytes > limits.max_body_bytes:
-                    raise _too_large(limits)
-                parts.append(part)
-    except TimeoutError:
-        raise BodyTimeoutError(
-            f"the request body did not arrive within {limits.read_timeout_s:g} seconds"
-        ) from None
-    return b"".join(parts)
 
 
 def _json_hint(body: bytes) -> str:

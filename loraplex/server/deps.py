@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
-from loraplex.server.body import BodyLimits
+from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.engine_status import EngineStatus
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.waiting import WaitingBook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,9 @@ class ServerDeps:
     text: TextEngine
     adapters: AdapterService
     metrics: ServerMetrics
+    waiting: WaitingBook
     base_root: str
     engine_status: Callable[[], EngineStatus]
     api_keys: tuple[str, ...] = ()
-    limits: BodyLimits = field(default_factory=BodyLimits)
+    bodies: BodyReader = field(default_factory=lambda: BodyReader(BodyLimits()))
     drain_timeout_s: float = 30.0

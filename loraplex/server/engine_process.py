@@ -7,6 +7,7 @@ open for as long as the parent lives, and its end is the child's order to leave.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import inspect
 import logging
@@ -22,6 +23,7 @@ import msgspec
 import zmq
 
 from loraplex.core.errors import LoraplexError
+from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
 from loraplex.server.protocol_ipc import (
     COMMANDS_SOCKET,
@@ -73,6 +75,7 @@ class EngineLoop:
         self._core = core
         self._commands = commands
         self._events = events
+        self._queued: list[EngineOutput] = []
 
     def run(self) -> None:
         """Serve until Shutdown. Any exception of a step is a bug and is left to the caller."""
@@ -95,6 +98,9 @@ class EngineLoop:
             if isinstance(command, Shutdown):
                 return False
             self._handle(command)
+        if self._queued:
+            self._send(Outputs(self._queued))
+            self._queued = []
         return True
 
     def _handle(self, command: Command) -> None:
@@ -105,6 +111,8 @@ class EngineLoop:
                     core.add_request(request)
                 except LoraplexError as error:
                     self._send(Rejected(request.request_id, ErrorInfo.of(error)))
+                else:
+                    self._queued.append(EngineOutput(request_id=request.request_id))
             case Cancel(request_id):
                 core.cancel(request_id)
             case AddAdapter(spec):
@@ -201,6 +209,8 @@ def serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]]) -> int:
         max_model_len=core.max_model_len,
         load_s=time.monotonic() - started_s,
     )
+    gc.collect()
+    gc.freeze()  # a full collection would go through all that was made until now, and hold up a step
     events.send(encode(ready))
     try:
         EngineLoop(core, commands, events).run()

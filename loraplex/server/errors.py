@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Final
 
 import msgspec
@@ -45,6 +46,27 @@ class BodyTimeoutError(UserError):
     """The request body did not arrive in time."""
 
 
+class HeaderTimeoutError(UserError):
+    """The request's headers did not arrive in time."""
+
+
+class HeadersTooLargeError(UserError):
+    """The request's headers are over the limit."""
+
+
+class QueueFullError(UserError):
+    """More requests wait, or more tokens of them (`kind`), than the server accepts."""
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+class BusyError(UserError):
+    """The server holds as many request bodies as it may."""
+
+
 class UnauthorizedError(UserError):
     """No API key, or a wrong one."""
 
@@ -60,6 +82,11 @@ class HttpError:
     status: int
     detail: ErrorDetail
     headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> str:
+        """The words that stand behind the status."""
+        return HTTPStatus(self.status).phrase
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(error=self.detail))
@@ -100,6 +127,16 @@ def describe(error: Exception) -> HttpError:
         case BodyTimeoutError():
             # The rest of the body may still come: it must not be read as the next request.
             return _http_error(408, message, code="body_timeout", headers={"connection": "close"})
+        case HeaderTimeoutError():
+            return _http_error(408, message, code="header_timeout")
+        case HeadersTooLargeError():
+            return _http_error(431, message, code="headers_too_large")
+        case QueueFullError():
+            # Type and code as OpenAI's own: its clients wait for `retry-after` and try again by themselves.
+            headers = {"retry-after": str(error.retry_after_s)}
+            return _http_error(429, message, code="rate_limit_exceeded", kind=error.kind, headers=headers)
+        case BusyError():
+            return _http_error(503, message, code="overloaded", headers={"retry-after": "1"})
         case UnauthorizedError():
             headers = {"www-authenticate": "Bearer"}
             return _http_error(401, message, code="invalid_api_key", headers=headers)
@@ -157,9 +194,11 @@ def _http_error(
     *,
     param: str | None = None,
     code: str | None = None,
+    kind: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> HttpError:
-    kind = SERVER_ERROR if status >= 500 else INVALID_REQUEST
+    """`kind`: the error's type, where it is not simply the client's or the server's."""
+    kind = kind or (SERVER_ERROR if status >= 500 else INVALID_REQUEST)
     detail = ErrorDetail(message=_encodable(message), type=kind, param=param, code=code)
     return HttpError(status=status, detail=detail, headers=headers or {})
 

@@ -22,6 +22,7 @@ from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import describe
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.responses import PromptTokensDetails, Usage
+from loraplex.server.waiting import WaitingTicket
 
 logger = logging.getLogger(__name__)
 
@@ -87,18 +88,26 @@ class Generation:
 class GenerationResponse(Response):
     """Runs a generation while its client is there, and sends what comes of it.
 
-    Not a StreamingResponse: each engine batch goes out as one ASGI message without a task switch, and
-    nothing is sent before the first batch, so that a refusal by the engine is still a proper HTTP error.
+    Not a StreamingResponse: each engine batch goes out as one ASGI message without a task switch. The headers
+    of a stream go out when the engine has queued the request, however long it will wait there; a refusal by
+    the engine comes before that and is a proper HTTP error.
     """
 
     def __init__(
-        self, *, text: TextEngine, generation: Generation, answer_format: AnswerFormat, meter: RequestMeter
+        self,
+        *,
+        text: TextEngine,
+        generation: Generation,
+        answer_format: AnswerFormat,
+        meter: RequestMeter,
+        ticket: WaitingTicket,
     ) -> None:
         super().__init__()
         self._text = text
         self._generation = generation
         self._format = answer_format
         self._meter = meter
+        self._ticket = ticket
         self._usage = _UsageCount(generation)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,6 +119,7 @@ class GenerationResponse(Response):
             raise
         finally:
             self._meter.close()
+            self._ticket.close()
             self._generation.lease.release()
 
     def _batches(self) -> AsyncGenerator[list[TextDelta], None]:
@@ -118,32 +128,34 @@ class GenerationResponse(Response):
             job.prompts, job.params, adapter=job.lease.version, request_id=job.request_id
         )
 
-    def _observe(self, batch: list[TextDelta]) -> None:
-        self._meter.on_batch(batch)
-        self._usage.add(batch)
+    def _observe(self, batch: list[TextDelta]) -> list[TextDelta]:
+        """Count a batch; returns those of its deltas that hold something."""
+        deltas = [delta for delta in batch if not delta.is_empty]
+        if deltas:
+            self._meter.on_batch(deltas)
+            self._usage.add(deltas)
+            for delta in deltas:
+                self._ticket.started(delta.choice)
+        return deltas
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         job = self._generation
         results = [ChoiceResult() for _ in range(len(job.prompts) * job.params.n)]
         async with aclosing(self._batches()) as batches:
             async for batch in batches:
-                self._observe(batch)
-                for delta in batch:
+                for delta in self._observe(batch):
                     results[delta.choice].add(delta)
         body = msgspec.json.encode(self._format.answer(results, self._usage.total()))
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
         async with aclosing(self._batches()) as batches:
-            first = await anext(batches)
-            self._observe(first)
+            first = await anext(batches)  # raises if the engine refuses the request
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            await _send_part(send, self._format.chunks(first))
             try:
+                await self._send_chunks(send, first)
                 async for batch in batches:
-                    self._observe(batch)
-                    if chunks := self._format.chunks(batch):
-                        await _send_part(send, chunks)
+                    await self._send_chunks(send, batch)
             except Exception as error:
                 # The status has been sent: the stream itself must say what went wrong, then end.
                 self._meter.fail()
@@ -156,6 +168,11 @@ class GenerationResponse(Response):
                 )
                 await _send_part(send, last + _DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_chunks(self, send: Send, batch: list[TextDelta]) -> None:
+        deltas = self._observe(batch)
+        if deltas and (chunks := self._format.chunks(deltas)):
+            await _send_part(send, chunks)
 
 
 class _UsageCount:

@@ -12,9 +12,8 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.tokenizer import Tokenizer
+from loraplex.engine.prompt_encoder import PromptEncoder, refuse_many_messages
 from loraplex.server.adapter_service import Lease
-from loraplex.server.body import read_struct
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.completion_format import CompletionFormat
 from loraplex.server.deps import ServerDeps
@@ -26,7 +25,7 @@ from loraplex.server.sampling import chat_params, completion_params
 
 # Prompts × n of one request; each is a request of its own to the engine.
 MAX_CHOICES_PER_REQUEST: Final = 2048
-_ERRORS: Final = (401, 404, 500, 503)
+_ERRORS: Final = (401, 404, 429, 500, 503)
 
 
 def generation_router(deps: ServerDeps) -> APIRouter:
@@ -43,7 +42,7 @@ def generation_router(deps: ServerDeps) -> APIRouter:
         ),
     )
     async def chat_completions(request: Request) -> Response:
-        body = await read_struct(request, ChatRequest, deps.limits)
+        body = await deps.bodies.read(request, ChatRequest)
         lease = deps.adapters.lease(body.model)
         try:
             return await _start_chat(deps, body, lease)
@@ -62,7 +61,7 @@ def generation_router(deps: ServerDeps) -> APIRouter:
         ),
     )
     async def completions(request: Request) -> Response:
-        body = await read_struct(request, CompletionRequest, deps.limits)
+        body = await deps.bodies.read(request, CompletionRequest)
         lease = deps.adapters.lease(body.model)
         try:
             return await _start_completion(deps, body, lease)
@@ -75,6 +74,9 @@ def generation_router(deps: ServerDeps) -> APIRouter:
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates know them: plain text, and no developer, who is the system's successor."""
+    refuse_many_messages(
+        len(messages), sum(len(m.content) for m in messages if not isinstance(m.content, str))
+    )
     plain = []
     for message in messages:
         content = message.content
@@ -88,7 +90,8 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 async def _start_chat(deps: ServerDeps, body: ChatRequest, lease: Lease) -> GenerationResponse:
     params = chat_params(body)
-    prompt = await deps.text.tokenizer.encode_chat_async(
+    deps.waiting.refuse_if_full(params.n)
+    prompt = await deps.text.prompts.encode_chat(
         template_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt is not False,
         template_options=body.chat_template_kwargs,
@@ -112,13 +115,15 @@ async def _start_chat(deps: ServerDeps, body: ChatRequest, lease: Lease) -> Gene
 
 async def _start_completion(deps: ServerDeps, body: CompletionRequest, lease: Lease) -> GenerationResponse:
     params = completion_params(body)
-    prompts = await _prompts(deps.text.tokenizer, body)
-    if len(prompts) * params.n > MAX_CHOICES_PER_REQUEST:
+    num_choices = _num_prompts(body) * params.n
+    if num_choices > MAX_CHOICES_PER_REQUEST:
         raise InvalidRequestError(
-            f"{len(prompts)} prompts with n = {params.n} make more than {MAX_CHOICES_PER_REQUEST} choices; "
-            "send several requests",
+            f"{num_choices // params.n} prompts with n = {params.n} make more than {MAX_CHOICES_PER_REQUEST} "
+            "choices; send several requests",
             param="prompt",
         )
+    deps.waiting.refuse_if_full(num_choices)
+    prompts = await _prompts(deps.text.prompts, body)
     deps.text.check(prompts, params)
     prompt_only = body.max_tokens == 0
     generation = _generation("cmpl", prompts, params, lease, body, prompt_only=prompt_only)
@@ -129,7 +134,7 @@ async def _start_completion(deps: ServerDeps, body: CompletionRequest, lease: Le
         with_logprobs=params.logprobs is not None,
         include_usage=generation.include_usage,
         num_siblings=params.n,
-        echo=_prompt_texts(deps.text.tokenizer, body, prompts) if body.echo else None,
+        echo=await _prompt_texts(deps.text.prompts, body, prompts) if body.echo else None,
         prompt_only=prompt_only,
     )
     return _response(deps, generation, completion_format)
@@ -156,21 +161,30 @@ def _generation(
 
 
 def _response(deps: ServerDeps, generation: Generation, answer_format: AnswerFormat) -> GenerationResponse:
+    ticket = deps.waiting.admit(generation.prompts, generation.params.n)
     num_prompt_tokens = sum(map(len, generation.prompts))
     meter = deps.metrics.meter(
         adapter=generation.lease.name,
         num_prompt_tokens=num_prompt_tokens,
         num_choices=len(generation.prompts) * generation.params.n,
     )
-    return GenerationResponse(text=deps.text, generation=generation, answer_format=answer_format, meter=meter)
+    return GenerationResponse(
+        text=deps.text, generation=generation, answer_format=answer_format, meter=meter, ticket=ticket
+    )
 
 
-async def _prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[list[int]]:
+def _num_prompts(body: CompletionRequest) -> int:
+    """Prompts of a request, counted without going through their tokens."""
+    prompt = body.prompt
+    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+
+
+async def _prompts(encoder: PromptEncoder, body: CompletionRequest) -> list[list[int]]:
     """The four forms of `prompt` as lists of token ids."""
     special = body.add_special_tokens is not False
     if isinstance(body.prompt, str):
         _refuse_empty([body.prompt])
-        return [await tokenizer.encode_async(body.prompt, add_special_tokens=special)]
+        return await encoder.encode_texts([body.prompt], add_special_tokens=special)
     items = body.prompt
     if not items:
         raise InvalidRequestError("prompt is an empty list", param="prompt")
@@ -179,7 +193,7 @@ async def _prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[list[i
     if all(isinstance(item, str) for item in items):
         texts = [item for item in items if isinstance(item, str)]
         _refuse_empty(texts)
-        return [await tokenizer.encode_async(text, add_special_tokens=special) for text in texts]
+        return await encoder.encode_texts(texts, add_special_tokens=special)
     if all(isinstance(item, list) for item in items):
         return [item for item in items if isinstance(item, list)]
     raise InvalidRequestError(
@@ -194,12 +208,12 @@ def _refuse_empty(texts: Sequence[str]) -> None:
         raise InvalidRequestError("prompt is empty; give at least one character", param="prompt")
 
 
-def _prompt_texts(
-    tokenizer: Tokenizer, body: CompletionRequest, prompts: Sequence[Sequence[int]]
+async def _prompt_texts(
+    encoder: PromptEncoder, body: CompletionRequest, prompts: Sequence[Sequence[int]]
 ) -> list[str]:
     """What `echo` repeats: the text as it was sent, or the text of the tokens."""
     if isinstance(body.prompt, str):
         return [body.prompt]
     if isinstance(body.prompt[0], str):
         return [item for item in body.prompt if isinstance(item, str)]
-    return [tokenizer.decode(prompt) for prompt in prompts]
+    return [await encoder.decode(prompt) for prompt in prompts]

@@ -12,7 +12,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.stats import AdapterStats
 from loraplex.server.adapter_service import ServedAdapter
-from loraplex.server.body import read_struct
 from loraplex.server.deps import ServerDeps
 from loraplex.server.openapi import operation
 from loraplex.server.requests import LoadAdapterRequest, UnloadAdapterRequest
@@ -49,7 +48,7 @@ def model_router(deps: ServerDeps) -> APIRouter:
         ),
     )
     async def load_lora_adapter(request: Request) -> Response:
-        body = await read_struct(request, LoadAdapterRequest, deps.limits)
+        body = await deps.bodies.read(request, LoadAdapterRequest)
         await deps.adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
@@ -63,7 +62,7 @@ def model_router(deps: ServerDeps) -> APIRouter:
         ),
     )
     async def unload_lora_adapter(request: Request) -> Response:
-        body = await read_struct(request, UnloadAdapterRequest, deps.limits)
+        body = await deps.bodies.read(request, UnloadAdapterRequest)
         name = body.lora_name
         drained = await deps.adapters.unload(
             name,

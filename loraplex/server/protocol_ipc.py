@@ -7,7 +7,8 @@
     Hello                           ───────────▶ unlinks the sockets, builds the core
                                     ◀─────────── StartProgress*, then Ready or Failed
     AddRequest, Cancel              ───────────▶
-                                    ◀─────────── Outputs (one per step), Rejected
+                                    ◀─────────── Rejected, or Outputs: an empty one when queued,
+                                                 then one per step
     AddAdapter, RemoveAdapter       ───────────▶
                                     ◀─────────── AdapterAdded, AdapterRemoved
     GetStats                        ───────────▶

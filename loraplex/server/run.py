@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,15 +35,24 @@ from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import GivenAdapter, start_adapters
 from loraplex.server.app import create_app
 from loraplex.server.banner import Announcer
-from loraplex.server.body import BodyLimits
+from loraplex.server.body import BodyLimits, BodyReader
+from loraplex.server.connections import (
+    BoundedHttpProtocol,
+    ConnectionBook,
+    ConnectionLimits,
+    connections_within,
+    raise_descriptor_limit,
+)
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.waiting import WaitingBook, WaitingLimits
 
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S: Final = 30
+_SWITCH_INTERVAL_S: Final = 0.001
 _LAST_WORDS_S: Final = 5.0
 """How long streams may take to send their error after the engine was closed under them."""
 
@@ -63,6 +75,8 @@ class ServeOptions:
     state_dir: Path | None = None
     api_keys: tuple[str, ...] = ()
     limits: BodyLimits = field(default_factory=BodyLimits)
+    waiting: WaitingLimits = field(default_factory=WaitingLimits)
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     shutdown_grace_s: float = 5.0
 
 
@@ -72,6 +86,9 @@ class AddressError(LoraplexError):
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
     """Serve until SIGINT or SIGTERM. Raises LoraplexError if it cannot start."""
+    # Threads that encode prompts let go of the interpreter's lock sooner than by default (5 ms), so that
+    # streams do not wait for them.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(options, announcer or Announcer()))
 
@@ -101,7 +118,8 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
             deps, client, notes = await _start(options, announcer, stack)
             config = uvicorn.Config(
                 create_app(deps),
-                http="httptools",
+                # A class to uvicorn: it is called for every connection.
+                http=partial(BoundedHttpProtocol, book=_connection_book(options)),  # type: ignore[arg-type]
                 lifespan="off",
                 access_log=False,
                 log_config=None,
@@ -111,6 +129,10 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
             )
 
             def on_ready() -> None:
+                # What was made until now stays: a full collection would go through all of it and hold up
+                # every stream for a third of a second.
+                gc.collect()
+                gc.freeze()
                 announcer.ready(
                     host=options.host,
                     port=listener.getsockname()[1],
@@ -178,21 +200,33 @@ async def _start(
     started_s = clock.now_s()
     report = await start_adapters(service, options.adapter_dirs, options.adapters)
     announcer.registered(report.num_served, clock.now_s() - started_s)
+    text = TextEngine(
+        engine=client,
+        tokenizer=tokenizer,
+        max_model_len=client.info.max_model_len,
+        vocab_size=config.shape.vocab_size,
+    )
+    stack.callback(text.prompts.close)
     deps = ServerDeps(
-        text=TextEngine(
-            engine=client,
-            tokenizer=tokenizer,
-            max_model_len=client.info.max_model_len,
-            vocab_size=config.shape.vocab_size,
-        ),
+        text=text,
         adapters=service,
         metrics=ServerMetrics(clock),
         base_root=str(folder),
         engine_status=lambda: client.status,
         api_keys=options.api_keys,
-        limits=options.limits,
+        waiting=WaitingBook(options.waiting, clock),
+        bodies=BodyReader(options.limits),
     )
     return deps, client, (*_context_note(client.info.max_model_len, options.engine, config), *report.notes)
+
+
+def _connection_book(options: ServeOptions) -> ConnectionBook:
+    """The bounds of connections, within what the system lets a process open."""
+    limits = options.connections
+    most = connections_within(raise_descriptor_limit(), limits.max_connections)
+    if most < limits.max_connections:
+        logger.warning("the limit of open files allows %d connections; raise it with `ulimit -n`", most)
+    return ConnectionBook(replace(limits, max_connections=most), MonotonicClock())
 
 
 def default_state_dir() -> Path:

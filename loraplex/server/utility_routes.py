@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 import loraplex
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
-from loraplex.engine.request_checks import check_prompt
-from loraplex.server.body import read_struct
+from loraplex.engine.prompt_encoder import check_detokenized
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import EngineState
 from loraplex.server.generation_routes import template_messages
@@ -30,7 +29,7 @@ def utility_router(deps: ServerDeps) -> APIRouter:
 
 
 def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
-    tokenizer = deps.text.tokenizer
+    prompts = deps.text.prompts
 
     @router.post(
         "/tokenize",
@@ -42,12 +41,12 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
         ),
     )
     async def tokenize(request: Request) -> Response:
-        body = await read_struct(request, TokenizeRequest, deps.limits)
+        body = await deps.bodies.read(request, TokenizeRequest)
         _check_model(deps, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            tokens = await tokenizer.encode_chat_async(
+            tokens = await prompts.tokenize_chat(
                 template_messages(body.messages),
                 add_generation_prompt=body.add_generation_prompt,
                 add_special_tokens=bool(body.add_special_tokens),
@@ -56,7 +55,7 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
         else:
             assert body.prompt is not None
             special = body.add_special_tokens is not False
-            tokens = await tokenizer.encode_async(body.prompt, add_special_tokens=special)
+            tokens = await prompts.tokenize(body.prompt, add_special_tokens=special)
         answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=deps.text.max_model_len)
         return json_response(answer)
 
@@ -65,11 +64,11 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
         **operation(summary="Text of tokens", body=DetokenizeRequest, answer=Text, errors=(401, 404)),
     )
     async def detokenize(request: Request) -> Response:
-        body = await read_struct(request, DetokenizeRequest, deps.limits)
+        body = await deps.bodies.read(request, DetokenizeRequest)
         _check_model(deps, body.model)
         if body.tokens:
-            check_prompt(body.tokens, vocab_size=deps.text.vocab_size)
-        return json_response(Text(prompt=tokenizer.decode(body.tokens)))
+            check_detokenized(body.tokens, vocab_size=deps.text.vocab_size)
+        return json_response(Text(prompt=await prompts.decode(body.tokens)))
 
 
 def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:

@@ -27,11 +27,12 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService, ServedAdapter
 from loraplex.server.app import create_app
-from loraplex.server.body import BodyLimits
+from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.waiting import WaitingBook, WaitingLimits
 
 SHAPE = ModelShape(
     family="llama",
@@ -83,6 +84,7 @@ def make_server(
     *,
     api_keys: tuple[str, ...] = (),
     limits: BodyLimits | None = None,
+    waiting: WaitingLimits | None = None,
     allowed: list[Path] | None = None,
     hub: HubAdapters | None = None,
     clock: Clock | None = None,
@@ -108,7 +110,8 @@ def make_server(
         base_root="/models/base",
         engine_status=lambda: status_of(engine),
         api_keys=api_keys,
-        limits=limits or BodyLimits(),
+        waiting=WaitingBook(waiting or WaitingLimits(), clock or ManualClock()),
+        bodies=BodyReader(limits or BodyLimits()),
         drain_timeout_s=drain_timeout_s,
     )
     return Served(app=create_app(deps), engine=engine, service=service, deps=deps)

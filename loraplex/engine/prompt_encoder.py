@@ -1,0 +1,189 @@
+"""Prompts to token ids for a server: bounded work, none of it on the event loop if it grows with the request.
+
+Short prompts are encoded where they are, which takes less than a millisecond. Longer ones go to a few threads
+of their own; the tokenizer computes there without the interpreter's lock, so that every stream goes on.
+
+What cannot fit the context is refused without encoding all of it:
+
+    more than MAX_MESSAGES messages                     by counting
+    a first part that has more tokens than the context  by encoding that part
+    longer than the context times the longest token     by its length
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from loraplex.core.errors import ContextLengthError, InvalidRequestError
+from loraplex.engine.heap import release_free_memory
+from loraplex.engine.request_checks import check_prompt
+from loraplex.engine.tokenizer import Message, Tokenizer
+
+T = TypeVar("T")
+
+MAX_MESSAGES: Final = 2048
+"""Messages of a conversation, and parts of their contents: rendering costs about 10 us for each."""
+MAX_TEXT_CHARS: Final = 1_000_000
+"""Characters that /tokenize takes at a time. Prompts are bounded by the context."""
+MAX_DECODED_TOKENS: Final = 2**18
+"""Tokens that /detokenize takes at a time."""
+
+_NUM_THREADS: Final = 2
+_INLINE_CHARS: Final = 1024
+_INLINE_MESSAGES: Final = 16
+_INLINE_TOKENS: Final = 4096
+_LARGE_CHARS: Final = 2**16
+"""From here on, memory that encoding leaves behind is given back to the system."""
+_PROBE_CHARS_PER_TOKEN: Final = 8
+"""Text has fewer characters for each token than this, but for runs of spaces and the like."""
+_PROBE_SLACK_TOKENS: Final = 64
+"""Cutting a text changes the tokens beside the cut; never as many as this."""
+_NORMALIZED_FACTOR: Final = 4
+"""How much shorter Unicode normalization makes a text at most."""
+
+
+class PromptEncoder:
+    """Encodes and decodes for one event loop; `max_model_len` is the context's length in tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, *, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="text")
+
+    async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Tokens of each prompt. Raises ContextLengthError for one that is certain not to fit the context."""
+
+        def encode() -> list[list[int]]:
+            for text in texts:
+                self._refuse_overlong(text)
+            return self._tokenizer.encode_many(texts, add_special_tokens=add_special_tokens)
+
+        return await self._run(encode, num_chars=sum(map(len, texts)))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Render and encode a conversation that must fit the context."""
+
+        def render_and_encode() -> list[int]:
+            text = self._tokenizer.render_chat(
+                messages, add_generation_prompt=add_generation_prompt, template_options=template_options
+            )
+            self._refuse_overlong(text, param="messages")
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+        return await self._run(
+            render_and_encode, num_chars=_num_chars(messages), in_thread=len(messages) > _INLINE_MESSAGES
+        )
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text, whether or not it fits the context."""
+
+        def encode() -> list[int]:
+            _refuse_many_chars(text, param="prompt")
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self._run(encode, num_chars=len(text))
+
+    async def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation, whether or not it fits the context."""
+
+        def render_and_encode() -> list[int]:
+            text = self._tokenizer.render_chat(
+                messages, add_generation_prompt=add_generation_prompt, template_options=template_options
+            )
+            _refuse_many_chars(text, param="messages")
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self._run(
+            render_and_encode, num_chars=_num_chars(messages), in_thread=len(messages) > _INLINE_MESSAGES
+        )
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens."""
+        return await self._run(
+            lambda: self._tokenizer.decode(token_ids), in_thread=len(token_ids) > _INLINE_TOKENS
+        )
+
+    def close(self) -> None:
+        """Let the threads go; what they are doing is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], T], *, num_chars: int = 0, in_thread: bool = False) -> T:
+        if num_chars <= _INLINE_CHARS and not in_thread:
+            return work()
+
+        def work_and_clean_up() -> T:
+            try:
+                return work()
+            finally:
+                if num_chars > _LARGE_CHARS:
+                    release_free_memory()
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work_and_clean_up)
+
+    def _refuse_overlong(self, text: str, *, param: str = "prompt") -> None:
+        """Raise ContextLengthError if a look at a part of the text, or its length, is enough to know."""
+        limit = self._max_model_len
+        num_probed = _PROBE_CHARS_PER_TOKEN * limit
+        if len(text) <= num_probed:
+            return
+        longest = self._tokenizer.longest_token_bytes
+        num_tokens = len(self._tokenizer.encode(text[:num_probed], add_special_tokens=False))
+        too_many = num_tokens > limit + _PROBE_SLACK_TOKENS
+        too_long = longest is not None and len(text) > _NORMALIZED_FACTOR * longest * limit
+        if too_many or too_long:
+            raise ContextLengthError(
+                f"the prompt has {len(text):,} characters, which are more tokens than the context length of "
+                f"{limit} tokens; shorten the prompt",
+                param=param,
+            )
+
+
+def check_detokenized(token_ids: Sequence[int], *, vocab_size: int) -> None:
+    """Refuse too many tokens to be decoded at a time, and ids that are none."""
+    if len(token_ids) > MAX_DECODED_TOKENS:
+        raise InvalidRequestError(
+            f"{len(token_ids):,} tokens are more than the {MAX_DECODED_TOKENS:,} that are decoded at a time; "
+            "send them in several requests",
+            param="tokens",
+        )
+    check_prompt(token_ids, vocab_size=vocab_size)
+
+
+def refuse_many_messages(num_messages: int, num_parts: int) -> None:
+    """Refuse conversations of so many messages that rendering them alone would take long."""
+    if max(num_messages, num_parts) > MAX_MESSAGES:
+        what = f"{num_messages:,} messages" if num_messages > MAX_MESSAGES else f"{num_parts:,} content parts"
+        raise InvalidRequestError(
+            f"the conversation has {what}, more than the {MAX_MESSAGES:,} that a request may have; "
+            "shorten it or join messages",
+            param="messages",
+        )
+
+
+def _refuse_many_chars(text: str, *, param: str) -> None:
+    if len(text) > MAX_TEXT_CHARS:
+        raise InvalidRequestError(
+            f"the text has {len(text):,} characters, more than the {MAX_TEXT_CHARS:,} that are tokenized at "
+            "a time; send it in several requests",
+            param=param,
+        )
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    return sum(len(value) for message in messages for value in message.values() if isinstance(value, str))

@@ -1,0 +1,111 @@
+"""The bound on what waits: a request beyond it is refused at once, with the time to come back.
+
+Each choice of a call counts as a request, with the tokens of its prompt, from its acceptance until its first
+token. Without a bound, a burst is queued for longer than any client waits, and takes any amount of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from loraplex.core.clock import Clock
+from loraplex.core.errors import InvalidRequestError
+from loraplex.server.errors import QueueFullError
+
+_RATE_WINDOW: Final = 64
+"""First tokens that the rate of progress is taken from."""
+_MAX_RETRY_AFTER_S: Final = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitingLimits:
+    max_requests: int = 4096
+    max_tokens: int = 4 * 2**20
+
+
+class WaitingBook:
+    """Counts requests that wait for their first token, and their prompt tokens."""
+
+    def __init__(self, limits: WaitingLimits, clock: Clock) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._starts_s: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.num_refused = 0
+        """Calls that were refused because the queue was full."""
+
+    def refuse_if_full(self, num_requests: int) -> None:
+        """Raise as `admit` would for so many requests, before work is done on their prompts."""
+        self._check(num_requests, num_tokens=0)
+
+    def admit(self, prompts: Sequence[Sequence[int]], num_siblings: int) -> WaitingTicket:
+        """Count a call's requests: each prompt, `num_siblings` times.
+
+        Raises QueueFullError if there is no room now, InvalidRequestError if there never is.
+        """
+        num_tokens = num_siblings * sum(map(len, prompts))
+        self._check(num_siblings * len(prompts), num_tokens)
+        self.num_requests += num_siblings * len(prompts)
+        self.num_tokens += num_tokens
+        return WaitingTicket(self, [len(prompt) for prompt in prompts for _ in range(num_siblings)])
+
+    def leave(self, num_tokens: int, *, started: bool) -> None:
+        """One request waits no longer; `started`: because its first token came."""
+        self.num_requests -= 1
+        self.num_tokens -= num_tokens
+        if started:
+            self._starts_s.append(self._clock.now_s())
+
+    def _check(self, num_requests: int, num_tokens: int) -> None:
+        limits = self._limits
+        for count, waiting, limit, kind, option in (
+            (num_requests, self.num_requests, limits.max_requests, "requests", "--max-waiting"),
+            (num_tokens, self.num_tokens, limits.max_tokens, "prompt tokens", "--max-waiting-tokens"),
+        ):
+            if count > limit:
+                raise InvalidRequestError(
+                    f"this call alone makes {count:,} {kind} (prompts × n), more than the {limit:,} that may "
+                    f"wait on this server; send it in parts, or start the server with a larger {option}",
+                    param="prompt",
+                )
+            if waiting + count > limit:
+                self.num_refused += 1
+                retry_after_s = self._retry_after_s()
+                raise QueueFullError(
+                    f"the server's queue is full: {waiting:,} {kind} wait and at most {limit:,} may; "
+                    f"try again in {retry_after_s} s",
+                    kind="tokens" if kind == "prompt tokens" else "requests",
+                    retry_after_s=retry_after_s,
+                )
+
+    def _retry_after_s(self) -> int:
+        """Seconds until half of those that wait will have started, at the pace of the last ones."""
+        if len(self._starts_s) < 2:
+            return 1
+        span_s = self._clock.now_s() - self._starts_s[0]
+        wait_s = span_s / len(self._starts_s) * self.num_requests / 2
+        return min(max(math.ceil(wait_s), 1), _MAX_RETRY_AFTER_S)
+
+
+class WaitingTicket:
+    """One call's requests in the book."""
+
+    def __init__(self, book: WaitingBook, prompt_lens: Sequence[int]) -> None:
+        self._book = book
+        self._waiting = dict(enumerate(prompt_lens))
+
+    def started(self, choice: int) -> None:
+        """The first token of a choice came. May be called for each of its tokens."""
+        if self._waiting and (num_tokens := self._waiting.pop(choice, None)) is not None:
+            self._book.leave(num_tokens, started=True)
+
+    def close(self) -> None:
+        """The call is over, however it ended. Idempotent."""
+        for num_tokens in self._waiting.values():
+            self._book.leave(num_tokens, started=False)
+        self._waiting.clear()
