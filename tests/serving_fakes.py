@@ -155,6 +155,7 @@ class FakeEngine:
 
     async def _outputs(self, request: EngineRequest, script: Script) -> AsyncGenerator[EngineOutput, None]:
         await asyncio.sleep(0)
+        yield EngineOutput(request_id=request.request_id)  # it is queued
         limit = request.params.max_tokens
         assert limit is not None, "the text engine sets max_tokens"
         tokens = list(script.token_ids[:limit])

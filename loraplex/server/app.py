@@ -11,6 +11,7 @@ from loraplex.server.errors import install_error_handlers
 from loraplex.server.generation_routes import generation_router
 from loraplex.server.model_routes import model_router
 from loraplex.server.openapi import install_openapi
+from loraplex.server.pacing import PacingMiddleware
 from loraplex.server.utility_routes import utility_router
 
 
@@ -24,4 +25,5 @@ def create_app(deps: ServerDeps) -> FastAPI:
     install_openapi(app)
     if deps.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=deps.api_keys)
+    app.add_middleware(PacingMiddleware, pacer=deps.pacer)  # the last added comes first
     return app

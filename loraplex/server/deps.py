@@ -10,6 +10,7 @@ from loraplex.server.adapter_service import AdapterService
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.engine_status import EngineStatus
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.pacing import Pacer
 from loraplex.server.waiting import WaitingBook
 
 
@@ -25,4 +26,5 @@ class ServerDeps:
     engine_status: Callable[[], EngineStatus]
     api_keys: tuple[str, ...] = ()
     bodies: BodyReader = field(default_factory=lambda: BodyReader(BodyLimits()))
+    pacer: Pacer = field(default_factory=Pacer)
     drain_timeout_s: float = 30.0

@@ -8,13 +8,20 @@ from typing import Any
 
 from starlette.types import Receive
 
+from loraplex.server.pacing import Pacer
 
-async def run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run `work`; cancel it at once if the client goes away. The request's body must have been read."""
+
+async def run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive, pacer: Pacer) -> None:
+    """Run `work`; cancel it if the client goes away. The request's body must have been read.
+
+    Where many clients go at once, their work is cancelled at the pace of `pacer`.
+    """
     working = asyncio.create_task(work)
     listening = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            await pacer.turn()
         if working.done():
             await working  # raises what it raised
     finally:

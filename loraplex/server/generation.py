@@ -21,6 +21,7 @@ from loraplex.server.adapter_service import Lease
 from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import describe
 from loraplex.server.metrics import RequestMeter
+from loraplex.server.pacing import Pacer
 from loraplex.server.responses import PromptTokensDetails, Usage
 from loraplex.server.waiting import WaitingTicket
 
@@ -101,6 +102,7 @@ class GenerationResponse(Response):
         answer_format: AnswerFormat,
         meter: RequestMeter,
         ticket: WaitingTicket,
+        pacer: Pacer,
     ) -> None:
         super().__init__()
         self._text = text
@@ -108,12 +110,13 @@ class GenerationResponse(Response):
         self._format = answer_format
         self._meter = meter
         self._ticket = ticket
+        self._pacer = pacer
         self._usage = _UsageCount(generation)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._send_stream(send) if self._generation.stream else self._send_whole(scope, receive, send)
         try:
-            await run_until_disconnect(work, receive)
+            await run_until_disconnect(work, receive, self._pacer)
         except Exception:
             self._meter.fail()
             raise

@@ -169,7 +169,12 @@ def _response(deps: ServerDeps, generation: Generation, answer_format: AnswerFor
         num_choices=len(generation.prompts) * generation.params.n,
     )
     return GenerationResponse(
-        text=deps.text, generation=generation, answer_format=answer_format, meter=meter, ticket=ticket
+        text=deps.text,
+        generation=generation,
+        answer_format=answer_format,
+        meter=meter,
+        ticket=ticket,
+        pacer=deps.pacer,
     )
 
 

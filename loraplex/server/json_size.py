@@ -1,6 +1,6 @@
 """How much a JSON text holds, found without decoding it.
 
-Decoding holds the GIL, and costs by the number of values: a body of a few megabytes may be one long string, or
+Decoding holds the GIL, and costs by the number of values: a body of a few megabytes may be one string, or
 a hundred thousand objects. numpy counts both without the GIL, so that the latter is refused in a thread.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 _QUOTE: Final = ord('"')
 _BACKSLASH: Final = ord("\\")
@@ -35,12 +36,12 @@ def json_size(body: bytes) -> JsonSize:
     )
 
 
-def _escaped(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+def _escaped(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
     """Places of characters behind a backslash that is not itself behind one."""
     places = np.flatnonzero(data == _BACKSLASH)
     if places.size == 0:
         return places
     begins_run = np.diff(places, prepend=-2) != 1
     run_starts = places[begins_run][np.cumsum(begins_run) - 1]
-    escaped = places[(places - run_starts) % 2 == 0] + 1
+    escaped: npt.NDArray[np.intp] = places[(places - run_starts) % 2 == 0] + 1
     return escaped[escaped < data.size]

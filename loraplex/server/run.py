@@ -47,6 +47,7 @@ from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.pacing import PacedListener
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 
 logger = logging.getLogger(__name__)
@@ -307,7 +308,17 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """As uvicorn's own for sockets that are bound, but for how connections are accepted."""
+        assert sockets is not None
+        config, state = self.config, self.server_state
+        protocol_class: Any = config.http_protocol_class
+        make_protocol = partial(protocol_class, config=config, server_state=state, app_state={})
+        self.servers = []
+        for listener in sockets:
+            listener.setblocking(False)
+            listener.listen(config.backlog)
+            self.servers.append(PacedListener(listener, make_protocol))  # type: ignore[arg-type]
+        self.started = True
         if not self.should_exit:
             self._on_ready()
             self.is_listening.set()

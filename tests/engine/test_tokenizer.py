@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -38,22 +36,6 @@ def test_encode_and_decode_are_inverse() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_long_texts_are_encoded_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tiny_tokenizer()
-    threads = []
-    encode = tokenizer.encode
-
-    def recording_encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
-        threads.append(threading.current_thread())
-        return encode(text, add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(tokenizer, "encode", recording_encode)
-    long_text = "word " * 2000
-    assert asyncio.run(tokenizer.encode_async(long_text)) == encode(long_text)
-    assert asyncio.run(tokenizer.encode_async("short")) == encode("short")
-    assert [thread is threading.main_thread() for thread in threads] == [False, True]
-
-
 def test_lone_surrogates_are_the_callers_mistake() -> None:
     with pytest.raises(InvalidRequestError, match="surrogates"):
         tiny_tokenizer().encode("\ud800")
@@ -86,14 +68,6 @@ def test_a_model_without_chat_template_says_what_to_use_instead() -> None:
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequestError, match="/v1/completions"):
         tokenizer.render_chat([USER])
-
-
-def test_chat_tokens_are_those_of_the_rendered_text() -> None:
-    tokenizer = tiny_tokenizer()
-    for content in ("hi", "long " * 2000):
-        messages = [{"role": "user", "content": content}]
-        expected = tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
-        assert asyncio.run(tokenizer.encode_chat_async(messages)) == expected
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from serving_fakes import FakeEngine, Script, make_spec, says, tiny_tokenizer
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
-from loraplex.core.clock import Clock, ManualClock
+from loraplex.core.clock import Clock, ManualClock, MonotonicClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.shape import ModelShape
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService, ServedAdapter
 from loraplex.server.app import create_app
 from loraplex.server.body import BodyLimits, BodyReader
+from loraplex.server.connections import BoundedHttpProtocol, ConnectionBook, ConnectionLimits
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.hub_adapters import HubAdapters
@@ -158,10 +160,16 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 @contextmanager
-def live(served: Served) -> Iterator[str]:
+def live(served: Served, connections: ConnectionLimits | None = None) -> Iterator[str]:
     """The server on a free port of loopback, in a thread; yields its URL."""
+    book = ConnectionBook(connections or ConnectionLimits(), MonotonicClock())
     config = uvicorn.Config(
-        served.app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1
+        served.app,
+        http=partial(BoundedHttpProtocol, book=book),  # type: ignore[arg-type]
+        host="127.0.0.1",
+        port=0,
+        log_config=None,
+        timeout_graceful_shutdown=1,
     )
     server = _Server(config)
     thread = threading.Thread(target=server.run, name="server")

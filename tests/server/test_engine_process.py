@@ -18,6 +18,7 @@ import pytest
 import zmq
 from fake_core import CHILD_ENV, FakeCore, FakeOptions, request_of, spec_of, tokens_of
 
+from loraplex.core.request import EngineOutput
 from loraplex.server import protocol_ipc as ipc
 from loraplex.server.engine_process import EXIT_PARENT_GONE, EngineLoop, describe, import_object
 
@@ -106,6 +107,8 @@ def test_a_child_serves_and_leaves_with_zero() -> None:
         assert not child.socket_dir.exists()
         request = request_of("a", max_tokens=2)
         child.send(ipc.AddRequest(request))
+        queued = child.receive()
+        assert queued == ipc.Outputs([EngineOutput(request_id="a")])
         tokens: list[int] = []
         for _ in range(2):
             event = child.receive()
@@ -140,6 +143,7 @@ def test_a_step_that_raises_is_told_and_ends_the_process() -> None:
     with raw_child() as child:
         child.wait_ready()
         child.send(ipc.AddRequest(request_of("a", fake_core.RAISE)))
+        assert isinstance(child.receive(), ipc.Outputs)  # it is queued
         event = child.receive()
         assert isinstance(event, ipc.Failed)
         assert event.error.message == "RuntimeError: the device fell off"

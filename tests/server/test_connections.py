@@ -1,0 +1,114 @@
+"""Connections that send half a request, or nothing, neither stay for ever nor lock others out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from server_fixtures import Served, live
+from serving_fakes import says
+from test_live_server import connect, read_response, request_bytes
+
+from loraplex.server.connections import ConnectionLimits, connections_within
+
+ServedFactory = Callable[..., Served]
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def test_half_sent_headers_are_answered_and_closed(
+    make_served: ServedFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live(make_served(), ConnectionLimits(header_timeout_s=0.2)) as url, connect(url) as half:
+        half.sendall(b"GET /health HTTP/1.1\r\nHost: local")
+        status, body = read_response(half)
+        assert status == 408
+        assert b"header_timeout" in body
+        assert half.recv(1) == b""
+    assert any("headers did not arrive" in record.message for record in caplog.records)
+
+
+def test_a_connection_that_says_nothing_is_closed_without_a_word(make_served: ServedFactory) -> None:
+    with live(make_served(), ConnectionLimits(header_timeout_s=0.2)) as url, connect(url) as silent:
+        assert silent.recv(1) == b""
+
+
+def test_half_sent_headers_of_a_kept_connection_end_too(make_served: ServedFactory) -> None:
+    with live(make_served(), ConnectionLimits(header_timeout_s=0.2)) as url, connect(url) as kept:
+        kept.sendall(HEALTH)
+        assert read_response(kept)[0] == 200
+        kept.sendall(HEALTH[:20])
+        assert read_response(kept)[0] == 408
+
+
+def test_a_request_may_take_longer_than_its_headers(make_served: ServedFactory) -> None:
+    served = make_served(says("Hello", pause_after=0))
+    with live(served, ConnectionLimits(header_timeout_s=0.2)) as url, connect(url) as streaming:
+        body = {"model": "base", "prompt": "hi", "stream": True}
+        streaming.sendall(request_bytes("/v1/completions", body))
+        assert streaming.recv(12) == b"HTTP/1.1 200"
+        with connect(url) as silent:
+            assert silent.recv(1) == b""  # so that long has passed by now
+        received = b""
+        while b"\r\n\r\n" not in received:
+            received += streaming.recv(4096)
+        streaming.setblocking(False)
+        with pytest.raises(BlockingIOError):  # open, and nothing more was said
+            streaming.recv(1)
+
+
+def test_headers_are_bounded_in_size(make_served: ServedFactory) -> None:
+    with live(make_served(), ConnectionLimits(max_header_bytes=1000)) as url, connect(url) as large:
+        large.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 2000)
+        status, body = read_response(large)
+        assert status == 431
+        assert b"headers_too_large" in body
+
+
+def test_idle_connections_make_room_for_new_ones(
+    make_served: ServedFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live(make_served(), ConnectionLimits(max_connections=3)) as url:
+        idle = [connect(url) for _ in range(3)]
+        idle[0].sendall(HEALTH)  # served, and idle from now on: the youngest of the idle ones
+        assert read_response(idle[0])[0] == 200
+        with connect(url) as fresh:
+            fresh.sendall(HEALTH)
+            assert read_response(fresh)[0] == 200
+        assert idle[1].recv(1) == b"", "the one that was idle for longest goes"
+        idle[0].sendall(HEALTH)
+        assert read_response(idle[0])[0] == 200
+        for connection in idle:
+            connection.close()
+    assert any("connections are taken" in record.message for record in caplog.records)
+
+
+def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(make_served: ServedFactory) -> None:
+    served = make_served(says("Hello", pause_after=0))
+    with live(served, ConnectionLimits(max_connections=1)) as url, connect(url) as streaming:
+        body = {"model": "base", "prompt": "hi", "stream": True}
+        streaming.sendall(request_bytes("/v1/completions", body))
+        assert streaming.recv(12) == b"HTTP/1.1 200"
+        with connect(url) as refused:
+            status, answer = read_response(refused)
+        assert status == 503
+        assert b"overloaded" in answer
+
+
+@pytest.mark.parametrize(("files", "wanted", "expected"), [(1024, 8192, 896), (65_536, 100, 100), (10, 5, 1)])
+def test_connections_stay_within_open_files(files: int, wanted: int, expected: int) -> None:
+    assert connections_within(files, wanted) == expected
+
+
+def test_the_log_says_it_now_and_then_and_not_for_each(
+    make_served: ServedFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live(make_served(), ConnectionLimits(max_connections=1)) as url:
+        connections = [connect(url) for _ in range(5)]
+        with connect(url) as last:
+            last.sendall(HEALTH)
+            assert read_response(last)[0] == 200
+        for connection in connections:
+            connection.close()
+    lines = [r for r in caplog.records if r.levelno == logging.WARNING and "connections" in r.message]
+    assert len(lines) == 1

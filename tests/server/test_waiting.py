@@ -1,0 +1,119 @@
+"""A bound on what waits: refused at once with the time to come back, and given back whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import openai
+import pytest
+from server_fixtures import USER, Api, Served, live
+from serving_fakes import says
+
+from loraplex.core.clock import ManualClock
+from loraplex.core.errors import InvalidRequestError
+from loraplex.server.errors import QueueFullError
+from loraplex.server.waiting import WaitingBook, WaitingLimits
+
+ServedFactory = Callable[..., Served]
+
+
+def book_of(clock: ManualClock | None = None, **limits: int) -> WaitingBook:
+    return WaitingBook(WaitingLimits(**limits), clock or ManualClock())
+
+
+def test_requests_count_until_their_first_token() -> None:
+    book = book_of(max_requests=3)
+    ticket = book.admit([[1, 2], [3]], 1)
+    assert (book.num_requests, book.num_tokens) == (2, 3)
+    ticket.started(0)
+    ticket.started(0)
+    assert (book.num_requests, book.num_tokens) == (1, 1)
+    ticket.close()
+    ticket.close()
+    assert (book.num_requests, book.num_tokens) == (0, 0)
+
+
+def test_each_choice_of_a_call_counts() -> None:
+    book = book_of(max_requests=4, max_tokens=100)
+    ticket = book.admit([[1] * 10, [1] * 5], 2)
+    assert (book.num_requests, book.num_tokens) == (4, 30)
+    ticket.started(1)
+    assert (book.num_requests, book.num_tokens) == (3, 20)
+    ticket.started(3)
+    assert (book.num_requests, book.num_tokens) == (2, 15)
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind"), [({"max_requests": 2}, "requests"), ({"max_tokens": 9}, "tokens")]
+)
+def test_what_finds_the_queue_full_is_refused_and_not_counted(limits: dict[str, int], kind: str) -> None:
+    book = book_of(**limits)
+    book.admit([[1] * 4], 2)
+    with pytest.raises(QueueFullError) as caught:
+        book.admit([[1] * 4], 1)
+    assert (caught.value.kind, caught.value.retry_after_s) == (kind, 1)
+    assert (book.num_requests, book.num_tokens, book.num_refused) == (2, 8, 1)
+
+
+def test_a_call_that_never_fits_says_which_option_to_raise() -> None:
+    with pytest.raises(InvalidRequestError, match=r"--max-waiting\b"):
+        book_of(max_requests=3).admit([[1]], 4)
+    with pytest.raises(InvalidRequestError, match="--max-waiting-tokens"):
+        book_of(max_tokens=3).admit([[1] * 4], 1)
+
+
+def test_a_full_queue_refuses_before_prompts_are_encoded() -> None:
+    book = book_of(max_requests=1)
+    book.refuse_if_full(1)
+    book.admit([[1]], 1)
+    with pytest.raises(QueueFullError):
+        book.refuse_if_full(1)
+
+
+@pytest.mark.parametrize(("every_s", "expected_s"), [(0.001, 1), (0.1, 20), (100.0, 60)])
+def test_the_time_to_come_back_follows_the_pace_of_starts(every_s: float, expected_s: int) -> None:
+    clock = ManualClock()
+    book = book_of(clock, max_requests=400)
+    ticket = book.admit([[1]] * 400, 1)
+    for choice in range(200):
+        ticket.started(choice)
+        clock.advance(every_s)
+    book.admit([[1]] * 200, 1)
+    with pytest.raises(QueueFullError) as caught:
+        book.refuse_if_full(1)
+    assert caught.value.retry_after_s == expected_s
+
+
+def test_over_http_a_full_queue_is_a_429_that_clients_understand(make_served: ServedFactory) -> None:
+    resume = asyncio.Event()
+    served = make_served(says("Hello", pause_after=0, resume=resume), waiting=WaitingLimits(max_requests=1))
+    with live(served) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        # Its headers come although no token does: that is when it counts.
+        with client.chat.completions.create(model="base", messages=USER, stream=True) as first:
+            assert served.deps.waiting.num_requests == 1
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.chat.completions.create(model="base", messages=USER)
+            assert caught.value.response.headers["retry-after"] == "1"
+            error = caught.value.response.json()["error"]
+            assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+            first.close()
+        # The hang-up gives the place back.
+        while served.deps.waiting.num_requests:
+            client.models.list()
+
+
+def test_one_call_may_not_queue_more_choices_than_may_wait(make_api: Callable[..., Api]) -> None:
+    api = make_api(waiting=WaitingLimits(max_requests=8))
+    response = api.post("/v1/completions", {"model": "base", "prompt": ["a"] * 3, "n": 3, "max_tokens": 1})
+    assert response.status_code == 400
+    assert "--max-waiting" in response.json()["error"]["message"]
+    assert api.served.engine.cancelled == []
+
+
+def test_all_places_are_given_back_after_answers_and_errors(make_api: Callable[..., Api]) -> None:
+    api = make_api()
+    for body in ({"prompt": "hi", "n": 3}, {"prompt": ["a", "b"], "stream": True}, {"prompt": "x" * 5000}):
+        api.post("/v1/completions", {"model": "base", "max_tokens": 2, **body})
+        waiting = api.served.deps.waiting
+        assert (waiting.num_requests, waiting.num_tokens) == (0, 0)
