@@ -34,7 +34,8 @@ from typing import Any, Final
 from benchmarks import sources
 from benchmarks.http_checkpoint import HttpCheckpoint
 from benchmarks.http_client import BenchClient, ClientFailedError, Lengths, Load
-from benchmarks.http_servers import LABELS, Servers, shown_command
+from benchmarks.http_servers import Servers, shown_command
+from benchmarks.http_tables import LABELS, SATURATED, STEADY
 from benchmarks.servers import RunningServer, ServerFailedError, running
 from loraplex import __version__
 from loraplex.bench.environment import environment
@@ -43,7 +44,6 @@ from loraplex.core.whole_file import write_whole
 FILE: Final = "http_compare.json"
 RESULTS: Final = Path(__file__).parent / "results"
 SECTIONS: Final = (*LABELS, "starts")
-STEADY, SATURATED = "steady", "saturated"
 CACHES: Final = ("empty", "used")
 PACKAGES: Final = ("loraplex", "torch", "triton", "transformers", "vllm")
 _STARTS_RUNS: Final = 3

@@ -15,12 +15,6 @@ from benchmarks.http_client import vllm_program
 from benchmarks.servers import ServerCommand
 from benchmarks.sources import ROOT
 
-LABELS: Final = {
-    "loraplex": "loraplex",
-    "vllm": "vLLM, LoRA off",
-    "vllm-lora": "vLLM, LoRA on",
-}
-"""Name of a server -> what tables call it."""
 MEMORY_FRACTION: Final = "0.85"
 _VLLM_ENV: Final = {
     "HF_HUB_OFFLINE": "1",

@@ -11,7 +11,7 @@ import ast
 import hashlib
 import io
 import tokenize
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -64,6 +64,19 @@ def paths_of(file: str, section: str = "*") -> tuple[str, ...]:
 def fingerprints(file: str, section: str = "*", *, root: Path = ROOT) -> dict[str, str]:
     """Return what a script stores as `sources` beside its figures: path -> fingerprint of it as it is now."""
     return {path: fingerprint(path, root=root) for path in paths_of(file, section)}
+
+
+def sections(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parts of a result file that were measured on their own, by name; `*` is the whole file.
+
+    Of a file that keeps every measurement, the latest is the one to judge.
+    """
+    if "git_commit" in document:
+        yield "*", document
+    elif "measurements" in document:
+        yield "*", document["measurements"][-1]
+    else:
+        yield from document.items()
 
 
 def changed_since(

@@ -23,6 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import sources
 from loraplex.bench.environment import environment
 from loraplex.core.modules import MODULES
 from loraplex.perf.assist_cost import AssistCost
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--no-halves", action="store_true", help="leave out what takes longest")
     args = parser.parse_args()
     result: dict[str, Any] = environment(("loraplex", "numpy", "numba"))
+    result["sources"] = sources.fingerprints("twin_validation.json")
     result["speed"] = speed()  # first: what the process holds later is not this one's
     result["fleet"] = fleet()
     runs, fit = read_runs(args.runs), read_runs(args.fit)
