@@ -14,6 +14,7 @@ from typing import Any, Final
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from benchmarks.http_tables import LABELS, PICTURE, SATURATED, STEADY, figure, numbers_of_adapters, servers
 
@@ -34,6 +35,8 @@ def draw(result: dict[str, Any], picture: Path) -> None:
     rate = loads[STEADY]["requests_per_s"]
     ttft.set_title(f"time to the first token, ms, p95, {rate:g} requests/s", fontsize=9)
     ttft.set_yscale("log")
+    ttft.yaxis.set_major_formatter(LogFormatter())
+    ttft.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.0, 0.5)))
     # Text stays text, and ids are the same in every drawing: equal figures give an equal file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "loraplex"}):
         drawing.savefig(picture, metadata={"Date": None})
