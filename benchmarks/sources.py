@@ -48,7 +48,12 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "cpu_kernels.json": {"*": ("loraplex/kernels/cpu", "loraplex/model")},
     "cpu_serve.json": {"*": _SERVER},
     "http_compare.json": {"vllm": (), "vllm-lora": (), "*": _SERVER},
-    "twin_validation.json": {"*": _TWIN},
+    "twin_validation.json": {
+        "authors": ("loraplex/twin/scores.py", "loraplex/twin/recorded_runs.py"),
+        "held_out": ("loraplex/perf", "loraplex/twin"),
+        "halves": ("loraplex/perf", "loraplex/twin"),
+        "*": _TWIN,
+    },
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
     "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
 }
