@@ -230,7 +230,7 @@ def _poisson(
         )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -238,15 +238,15 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="recorded runs to predict")
     parser.add_argument("--fit", type=Path, help="recorded runs to learn from")
     parser.add_argument("--out", type=Path, default=RESULTS / FILE)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if set(args.sections) & set(_FROM_RUNS) and not (args.runs and args.fit):
         parser.error(f"{', '.join(_FROM_RUNS)} need --runs and --fit")
     document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
     # Speed first: what the process holds later is not this one's.
     for name in sorted(args.sections, key=SECTIONS.index):
-        code = sources.fingerprints(FILE, name)
-        found = _measure(name, args.runs, args.fit)
-        document[name] = {**environment(("loraplex", "numpy", "numba")), "sources": code, **found}
+        # Looked at first: the code may be edited while this runs.
+        here = {**environment(("loraplex", "numpy", "numba")), "sources": sources.fingerprints(FILE, name)}
+        document[name] = {**here, **_measure(name, args.runs, args.fit)}
         write_whole(args.out, json.dumps(document, indent=1) + "\n")
 
 
