@@ -69,24 +69,19 @@ class Plan:
 
 
 class ResultFile:
-    """The result file, written anew after every run."""
+    """The result file, written anew after every run. `here`: where and with what everything is measured."""
 
-    def __init__(self, path: Path, parameters: dict[str, Any], versions: dict[str, str]) -> None:
+    def __init__(self, path: Path, here: dict[str, Any]) -> None:
         self._path = path
-        self._parameters = parameters
-        self._versions = versions
+        self._here = here
         self._document: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
 
     def open_section(self, name: str) -> dict[str, Any]:
         """Return the section to add to: the one in the file if it is of this code and these settings."""
-        here = _in_process(_here) | {
-            "sources": sources.fingerprints(FILE, name),
-            "versions": self._versions,
-            "parameters": self._parameters,
-        }
+        here = self._here | {"sources": sources.fingerprints(FILE, name)}
         found: dict[str, Any] | None = self._document.get(name)
         same = ("sources", "versions", "parameters", "machine")
-        if found is None or any(found.get(key) != here[key] for key in same):
+        if found is None or any(found.get(key) != here.get(key) for key in same):
             found = {**here, "start_s": [], "runs": []}
             self._document[name] = found
         return found
@@ -250,7 +245,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         servers=servers,
         client=client,
         plan=plan,
-        result=ResultFile(args.out, parameters, {"loraplex": __version__, "vllm": _vllm_version(servers)}),
+        result=ResultFile(
+            args.out,
+            {
+                **_in_process(_here),
+                "versions": {"loraplex": __version__, "vllm": _vllm_version(servers)},
+                "parameters": parameters,
+            },
+        ),
         work_dir=work_dir,
         only_missing=args.missing,
         deadline_s=started_s + (args.seconds or float("inf")),

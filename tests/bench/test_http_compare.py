@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import pytest
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import http_compare
+from benchmarks import http_compare, sources
 from benchmarks.http_checkpoint import HttpCheckpoint
 from benchmarks.http_client import BenchClient, ClientFailedError, Lengths, Load, figures
+from benchmarks.http_compare import Comparison, OutOfTimeError, Plan, ResultFile
 from benchmarks.http_servers import Servers, shown_command
+from benchmarks.servers import ServerCommand
 
 # Answers `--version`, and to `bench serve` sends one request for each model named and writes a result file as
 # `vllm bench serve` does. It fails where the server does.
@@ -41,6 +45,33 @@ Path(after("--result-dir"), after("--result-filename")).write_text(json.dumps(re
 """
 
 
+# A server that is healthy at once and answers every request, in place of those that take long to start.
+SERVER = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self):
+        body = json.dumps({"usage": {"completion_tokens": 2}}).encode()
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_GET = do_POST = answer
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIns(Servers):
+    """The servers of a comparison, each of them the program above; `homes` collects what they were given."""
+
+    homes: list[Path | None] = field(default_factory=list)
+
+    def command(self, name: str, *, home: Path | None = None) -> ServerCommand:
+        self.homes.append(home)
+        return ServerCommand(args=(sys.executable, "-c", SERVER, "{port}"))
+
+
 @pytest.fixture
 def vllm(tmp_path: Path) -> Path:
     program = tmp_path / "vllm"
@@ -49,60 +80,107 @@ def vllm(tmp_path: Path) -> Path:
     return program
 
 
-def compare(tmp_path: Path, vllm: Path, *arguments: str) -> dict[str, Any]:
-    out = tmp_path / "out.json"
-    status = http_compare.main(
-        [
-            *arguments,
-            *("--vllm", str(vllm), "--work-dir", str(tmp_path / "work"), "--out", str(out)),
-            *("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--num-adapters", "2"),
-            *("--rank", "4", "--steady-requests", "6", "--saturated-requests", "8"),
-        ]
+@pytest.fixture
+def stand_ins(tmp_path: Path, vllm: Path) -> StandIns:
+    checkpoint = HttpCheckpoint(root=tmp_path / "ckpt", shape="tiny", num_adapters=2, rank=4)
+    return StandIns(checkpoint=checkpoint, state_dir=tmp_path / "state", vllm=vllm)
+
+
+def compare(
+    servers: Servers, section: str, *, adapters: tuple[int, ...], missing: bool = False, seconds: float = 1e6
+) -> dict[str, Any]:
+    """Run one section as `main` does, and return what the result file then holds of it."""
+    work_dir = servers.state_dir.parent
+    out = work_dir / "out.json"
+    plan = Plan(
+        adapters=adapters,
+        loads=(
+            Load(name="steady", num_requests=6, requests_per_s=20.0),
+            Load(name="saturated", num_requests=8, concurrency=4),
+        ),
     )
-    assert status == 0
-    found: dict[str, Any] = json.loads(out.read_text())
+    client = BenchClient(
+        program=servers.client_program,
+        tokenizer=servers.checkpoint.base,
+        lengths=plan.lengths,
+        scratch=work_dir,
+        env=servers.client_env,
+    )
+    Comparison(
+        servers=servers,
+        client=client,
+        plan=plan,
+        result=ResultFile(out, {"machine": "m", "versions": {}, "parameters": {}}),
+        work_dir=work_dir,
+        only_missing=missing,
+        deadline_s=time.monotonic() + seconds,
+    ).run_section(section)
+    found: dict[str, Any] = json.loads(out.read_text())[section]
     return found
 
 
-def test_a_server_is_measured_run_by_run_and_missing_runs_are_added(tmp_path: Path, vllm: Path) -> None:
-    first = compare(tmp_path, vllm, "loraplex", "--adapters", "0,2")["loraplex"]
-    cells = [(run["adapters"], run["load"], run["output_tokens_per_s"]) for run in first["runs"]]
-    assert cells == [(0, "steady", 100), (0, "saturated", 100), (2, "steady", 200), (2, "saturated", 200)]
-    assert len({run["seed"] for run in first["runs"]}) == 4
-    assert len(first["start_s"]) == 1
-    assert first["versions"]["vllm"] == "9.9.9"
-    assert str(tmp_path) not in json.dumps(first)
-    second = compare(tmp_path, vllm, "loraplex", "--adapters", "0,1,2", "--missing")["loraplex"]
-    assert second["runs"][:4] == first["runs"]
-    assert [(run["adapters"], run["load"]) for run in second["runs"][4:]] == [(1, "steady"), (1, "saturated")]
+def cells(section: dict[str, Any]) -> list[tuple[int, str]]:
+    return [(run["adapters"], run["load"]) for run in section["runs"]]
 
 
-def test_starts_are_measured_with_empty_and_used_caches(tmp_path: Path, vllm: Path) -> None:
-    found = compare(tmp_path, vllm, "starts", "--adapters", "0,2")["starts"]
-    places = [(run["caches"], run["place"]) for run in found["runs"]]
-    assert places == [(caches, place) for caches in ("empty", "used") for place in (1, 2, 3)]
-    assert len(found["start_s"]) == 2
-
-
-def test_no_step_begins_that_the_time_does_not_allow(
-    tmp_path: Path, vllm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_our_server_is_measured_run_by_run(tmp_path: Path, vllm: Path) -> None:
+    out = tmp_path / "out.json"
     status = http_compare.main(
         [
-            *("loraplex", "--seconds", "1", "--vllm", str(vllm), "--work-dir", str(tmp_path / "work")),
-            *("--out", str(tmp_path / "out.json"), "--shape", "tiny", "--num-adapters", "1", "--rank", "4"),
-            *("--adapters", "0"),
+            *("loraplex", "--adapters", "0,2", "--num-adapters", "2", "--rank", "4", "--shape", "tiny"),
+            *("--device", "cpu", "--dtype", "float32", "--vllm", str(vllm), "--out", str(out)),
+            *("--work-dir", str(tmp_path / "work"), "--steady-requests", "6", "--saturated-requests", "8"),
         ]
     )
     assert status == 0
-    assert "go on with --missing" in capsys.readouterr().out
-    assert not (tmp_path / "out.json").exists()
+    found = json.loads(out.read_text())["loraplex"]
+    assert cells(found) == [(0, "steady"), (0, "saturated"), (2, "steady"), (2, "saturated")]
+    assert [run["output_tokens_per_s"] for run in found["runs"]] == [100, 100, 200, 200]
+    assert len({run["seed"] for run in found["runs"]}) == 4
+    assert found["versions"]["vllm"] == "9.9.9"
+    assert sources.changed_since(found, http_compare.FILE, "loraplex") == []
+    assert str(tmp_path) not in json.dumps(found)
+
+
+def test_missing_runs_are_added_and_others_repeated_with_new_seeds(stand_ins: StandIns) -> None:
+    first = compare(stand_ins, "vllm-lora", adapters=(0, 2))
+    same = compare(stand_ins, "vllm-lora", adapters=(0, 2), missing=True)
+    assert same == first
+    assert len(stand_ins.homes) == 1, "no server is started where nothing is missing"
+    more = compare(stand_ins, "vllm-lora", adapters=(0, 1, 2), missing=True)
+    assert cells(more) == [*cells(first), (1, "steady"), (1, "saturated")]
+    again = compare(stand_ins, "vllm-lora", adapters=(1,))
+    assert cells(again) == [*cells(more), (1, "steady"), (1, "saturated")]
+    assert len({run["seed"] for run in again["runs"]}) == len(again["runs"])
+    assert len(again["start_s"]) == 3
+
+
+def test_vllm_without_lora_is_asked_for_the_base_model_alone(stand_ins: StandIns) -> None:
+    assert cells(compare(stand_ins, "vllm", adapters=(0, 2))) == [(0, "steady"), (0, "saturated")]
+
+
+def test_starts_are_measured_with_empty_and_used_caches(stand_ins: StandIns, tmp_path: Path) -> None:
+    left_over = tmp_path / "home" / "left over"
+    left_over.mkdir(parents=True)
+    found = compare(stand_ins, "starts", adapters=(0, 2))
+    places = [(run["caches"], run["place"]) for run in found["runs"]]
+    assert places == [(caches, place) for caches in ("empty", "used") for place in (1, 2, 3)]
+    assert len(found["start_s"]) == 2
+    assert stand_ins.homes == [tmp_path / "home"] * 2
+    assert not left_over.exists()
+    assert {run["adapters"] for run in found["runs"]} == {2}
+
+
+def test_no_step_begins_that_the_time_does_not_allow(stand_ins: StandIns) -> None:
+    with pytest.raises(OutOfTimeError):
+        compare(stand_ins, "loraplex", adapters=(0,), seconds=1.0)
+    assert not (stand_ins.state_dir.parent / "out.json").exists(), "no server was started"
 
 
 def test_a_section_measured_with_other_settings_is_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     for rank in (8, 8, 16):
-        file = http_compare.ResultFile(out, {"rank": rank}, {"vllm": "1"})
+        file = ResultFile(out, {"parameters": {"rank": rank}})
         file.open_section("vllm")["runs"].append({"adapters": 0})
         file.save()
         found = json.loads(out.read_text())["vllm"]
