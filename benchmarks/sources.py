@@ -22,9 +22,9 @@ _DIGEST_CHARS: Final = 16
 _CHECKS: Final = "benchmarks/correctness"
 _STEP: Final = ("loraplex/core", "loraplex/kernels", "loraplex/model")
 """What a forward pass is computed by."""
-_ENGINE: Final = (*_STEP, "loraplex/adapters", "loraplex/scheduling", "loraplex/engine")
-_TIMED_ENGINE: Final = (*_ENGINE, "loraplex/perf", "loraplex/bench/engine_scenarios.py")
-_SERVER: Final = (*_ENGINE, "loraplex/perf", "loraplex/server")
+_ENGINE: Final = (*_STEP, "loraplex/adapters", "loraplex/perf", "loraplex/scheduling", "loraplex/engine")
+_TIMED_ENGINE: Final = (*_ENGINE, "loraplex/bench/engine_scenarios.py")
+_SERVER: Final = (*_ENGINE, "loraplex/server")
 _TWIN: Final = ("loraplex/scheduling", "loraplex/adapters", "loraplex/perf", "loraplex/twin")
 
 SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
