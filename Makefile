@@ -16,6 +16,7 @@ test: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m benchmarks.make_tables --check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 format: $(DEV_STAMP)

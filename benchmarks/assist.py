@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks import sources
 from loraplex.bench.distribution import Distribution
 from loraplex.bench.environment import ENGINE_PACKAGES, environment
 from loraplex.engine.assist.pool import AssistPool
@@ -243,7 +244,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="default: results/assist.json, nothing if --tiny")
     args = parser.parse_args(arguments)
     sizes = TINY if args.tiny else Sizes()
-    result = environment(ENGINE_PACKAGES) | {"workers": args.workers, "hidden": sizes.hidden}
+    result = environment(ENGINE_PACKAGES) | {
+        "sources": sources.fingerprints("assist.json"),
+        "workers": args.workers,
+        "hidden": sizes.hidden,
+    }
     for name in sizes.dtypes:
         with torch.no_grad():
             result[name] = measure_dtype(sizes, getattr(torch, name), args.workers)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from numba import carray
 
+from benchmarks import sources
 from benchmarks.cpu_serve import NUM_ADAPTERS, PACKAGES, RESULTS, checkpoint
 from benchmarks.engines import Checkpoint
 from loraplex.adapters.peft_reader import read_adapter
@@ -196,6 +197,7 @@ def main() -> None:
     served = checkpoint(args.work_dir.resolve() / "checkpoint-16", num_adapters=NUM_ADAPTERS)
     config = load_config(served.base)
     result = environment(PACKAGES) | {
+        "sources": sources.fingerprints("cpu_kernels.json"),
         "threads": torch.get_num_threads(),
         "read_gb_per_s": read_bandwidth(),
         "launch_us": launch_us(),

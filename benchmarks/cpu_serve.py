@@ -1,4 +1,4 @@
-"""Measure loraplex and its peers on this machine's CPU; one JSON with everything goes to results/.
+"""Measure loraplex and its peers on this machine's CPU, and add the measurement to those in results/.
 
     benchmarks/peers/setup_vllm_cpu.sh build/vllm-venv
     python -m benchmarks.cpu_serve --vllm-venv build/vllm-venv --repeats 5
@@ -9,7 +9,8 @@ Suites:  serve          base model and 16 adapters, every engine, repeats interl
          bystanders     loraplex, with and without 64 idle clients and 16 slow readers
 
 Run it on a quiet machine. Engines run one at a time, each from a cold start in every repeat, so that the
-machine's moods hit all of them alike; compare figures only within one file.
+machine's moods hit all of them alike; compare figures only within one measurement. Earlier measurements stay
+in the file, and the tables show the range over all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks import engines, scenarios
+from benchmarks import engines, scenarios, sources
 from benchmarks.engines import BASE, Checkpoint, Engine
 from benchmarks.make_checkpoint import adapter_name, write_adapters, write_base
 from benchmarks.measure import Traffic, base_model, measure, with_median
@@ -34,6 +35,7 @@ from benchmarks.peers import to_gguf
 from benchmarks.servers import RunningServer, running
 from loraplex.bench.environment import environment
 from loraplex.bench.load import run
+from loraplex.core.whole_file import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 NUM_ADAPTERS = 16
@@ -143,7 +145,9 @@ def main() -> None:
     args.work_dir = args.work_dir.resolve()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     traffic = Traffic()
+    earlier = measurements_in(args.out)
     result = environment(PACKAGES) | {
+        "sources": sources.fingerprints("cpu_serve.json"),
         "load_average_before": [round(load, 2) for load in os.getloadavg()],
         "parameters": {
             "traffic": asdict(traffic),
@@ -157,10 +161,21 @@ def main() -> None:
             print(f"== {suite}", flush=True)
             result[suite] = _run_suite(suite, args, traffic, Path(scratch))
             # Written after each suite: an hour's run is not lost to the last suite's failure.
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            document = {"measurements": [*earlier, result]}
+            write_whole(args.out, json.dumps(document, indent=1) + "\n")
     print(f"wrote {args.out}")
     if num_failed := _count_failed(result):
         sys.exit(f"{num_failed} requests failed")
+
+
+def measurements_in(path: Path) -> list[dict[str, Any]]:
+    """Return what the file holds already; nothing of it is ever replaced."""
+    if not path.is_file():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if "measurements" not in document:
+        sys.exit(f"{path} holds no measurements of this script; give another file with --out")
+    return list(document["measurements"])
 
 
 def _run_suite(suite: str, args: argparse.Namespace, traffic: Traffic, scratch: Path) -> Any:

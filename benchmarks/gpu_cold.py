@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import sources
 from benchmarks.trace_lanes import calls_within
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.cold_scenarios import MakeSpecs, burst, compare_policies, forget, measure_idle
@@ -415,7 +416,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         started = time.perf_counter()
         found = in_process(partial(SECTIONS[name], setting))
         here = in_process(partial(environment, ENGINE_PACKAGES))
-        document[name] = here | {"shape": setting.shape, "results": found}
+        document[name] = here | {
+            "sources": sources.fingerprints("gpu_cold.json", name),
+            "shape": setting.shape,
+            "results": found,
+        }
         if out is not None:
             out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         print(f"{name}: {time.perf_counter() - started:.0f} s {json.dumps(found)[:400]}", flush=True)

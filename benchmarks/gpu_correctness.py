@@ -26,6 +26,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks import sources
+from loraplex.core.whole_file import write_whole
+
 if TYPE_CHECKING:
     from benchmarks.correctness.check import Check, Setting
 
@@ -45,6 +48,7 @@ def run_section(name: str, *, tiny: bool) -> dict[str, Any]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert tiny or device == "cuda", "full sizes need a GPU"
+    code = sources.fingerprints("gpu_correctness.json", name)
     started = time.perf_counter()
     section: Callable[[Setting], list[Check]] = getattr(
         importlib.import_module(f"benchmarks.correctness.{name}"), name
@@ -57,6 +61,7 @@ def run_section(name: str, *, tiny: bool) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}"
         checks = [holds("the section itself", "runs to its end", False, error=reason[:2000])]
     return environment(PACKAGES) | {
+        "sources": code,
         "sizes": "tiny" if tiny else "full",
         "device": device,
         "seconds": round(time.perf_counter() - started, 1),
@@ -105,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(name, found)
         passed = passed and found["passed"]
         if out is not None:
-            out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            write_whole(out, json.dumps(document, indent=1) + "\n")
     return 0 if passed else 1
 
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import sources
 from loraplex.bench.distribution import Distribution
 from loraplex.bench.environment import ENGINE_PACKAGES, environment
 from loraplex.engine.core import Engine
@@ -271,7 +272,11 @@ def main() -> None:
         section = SECTIONS[name]
         starts_own = name in ("serve", "cold")
         found = section(args.workloads) if starts_own else in_process(section, args.workloads)
-        document[name] = in_process(here) | {"shape": SHAPE, "results": found}
+        document[name] = in_process(here) | {
+            "sources": sources.fingerprints("gpu_engine.json", name),
+            "shape": SHAPE,
+            "results": found,
+        }
         args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import sources
 from benchmarks.markdown import Result, table
 
 
@@ -71,15 +72,23 @@ def padded_table(result: Result) -> str:
 
 
 def correctness_table(result: Result) -> str:
+    """Checks count as passed only if they ran on the code as it is."""
     lines = [
-        (
-            name,
-            f"{sum(check['passed'] for check in section['checks'])} of {len(section['checks'])}",
-            section["git_commit"],
-        )
+        (name, _verdict(name, section), section["date"][:10], section["git_commit"] or "unknown")
         for name, section in result.items()
     ]
-    return table(("section", "checks passed", "commit"), lines)
+    return table(("section", "checks passed", "measured", "commit"), lines)
+
+
+def _verdict(name: str, section: Result) -> str:
+    passed = sum(check["passed"] for check in section["checks"])
+    found = f"{passed} of {len(section['checks'])}"
+    changed = sources.changed_since(section, "gpu_correctness.json", name)
+    if changed is None:
+        return f"{found}, of unknown age: the result does not say which code it ran"
+    if changed:
+        return f"**not run** since {', '.join(f'`{path}`' for path in changed)} changed"
+    return found if section["passed"] else f"**{found}**"
 
 
 def kernels_table(result: Result) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Result = dict[str, Any]
@@ -16,3 +16,9 @@ class TableError(Exception):
 def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = [headings, ["---"] * len(headings), *lines]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in rows)
+
+
+def span(values: Iterable[float], form: str) -> str:
+    """Return the smallest and the largest of the values, or one figure where both read the same."""
+    found = sorted(values)
+    return " to ".join(dict.fromkeys((f"{found[0]:{form}}", f"{found[-1]:{form}}"))) if found else "-"

@@ -1,10 +1,17 @@
 """How far the twin is from recorded runs of another engine, and how fast it is.
 
-    python -m benchmarks.twin --runs RUNS --fit OTHERS --out benchmarks/results/twin_validation.json
+    python -m benchmarks.twin speed fleet                                        # on a quiet machine
+    python -m benchmarks.twin authors held_out --runs RUNS --fit OTHERS          # a quarter of an hour
+    python -m benchmarks.twin halves --runs RUNS --fit OTHERS                    # an hour
 
-Beside the runs asked for, which are left out of the fit, the runs to fit to are predicted themselves, unless
---no-halves is given: each half of their workloads from the other half, which takes an hour. The result holds
-scores only, no recorded figures.
+Sections:  speed     one engine for an hour of virtual time
+           fleet     60 engines for five minutes
+           authors   the twin of those who recorded the runs, by its predictions in RUNS
+           held_out  ours: RUNS predicted from OTHERS, of which they are left out
+           halves    OTHERS themselves, each half of their workloads predicted from the other half
+
+Sections that are not named keep what results/twin_validation.json holds of them. It holds scores only, no
+recorded figures.
 """
 
 from __future__ import annotations
@@ -23,8 +30,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import sources
 from loraplex.bench.environment import environment
 from loraplex.core.modules import MODULES
+from loraplex.core.whole_file import write_whole
 from loraplex.perf.assist_cost import AssistCost
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.engine_memory import EngineMemory
@@ -65,6 +74,10 @@ GPU: Final = CostModel(
     ),
 )
 """About what a 7B model takes on a large GPU; how fast the twin is depends little on it."""
+RESULTS: Final = Path(__file__).parent / "results"
+FILE: Final = "twin_validation.json"
+SECTIONS: Final = ("speed", "fleet", "authors", "held_out", "halves")
+_FROM_RUNS: Final = ("authors", "held_out", "halves")
 HOUR_S = 3600.0
 FLEET_ENGINES, FLEET_ADAPTERS, FLEET_RPS, FLEET_S, SKEW = 60, 40_000, 340.0, 300.0, 0.9
 
@@ -117,22 +130,32 @@ def _half(setup: RunSetup) -> int:
 
 
 def authors(path: Path, runs: RunsFile) -> dict[str, Any]:
-    """How far the twin of those who recorded the runs is from them, by its predictions in the same file; of
-    runs that were recorded in full."""
+    """Score the twin of those who recorded the runs, by its predictions in the same file, over the runs that
+    were recorded in full and say how many requests were sent."""
     rows = {row["key"]: row for row in csv.DictReader(line for _, line in read_lines(path))}
-    pairs = [(rows[key], found) for key, found in runs.measured.items() if key in rows]
+    pairs = [
+        (rows[key], found)
+        for key, found in runs.measured.items()
+        if key in rows and found.ttft_all_s is not None
+    ]
     columns: dict[str, tuple[str, Callable[[Measured], float]]] = {
         "output_throughput": ("dt_output_throughput", lambda found: found.output_tok_s),
+        "total_throughput": ("dt_total_throughput", lambda found: found.total_tok_s),
         "itl": ("dt_itl", lambda found: found.itl_s * 1e3),
-        "ttft": ("dt_ttft", lambda found: found.ttft_s * 1e3),
+        # Their TTFT counts requests that did not complete: it predicts this figure, and not our `ttft`.
+        "ttft_all": ("dt_ttft", lambda found: (found.ttft_all_s or 0.0) * 1e3),
     }
-    return {
-        "smape": {
-            name: smape([(float(row[column]), measured(found)) for row, found in pairs])
+
+    def score(of: Sequence[tuple[dict[str, str], Measured]]) -> dict[str, Any]:
+        errors = {
+            name: smape([(float(row[column]), measured(found)) for row, found in of])
             for name, (column, measured) in columns.items()
-        },
-        "num_compared": len(pairs),
-    }
+        }
+        return {"smape": errors, "num_compared": len(of)}
+
+    models = sorted({row["model"] for row, _ in pairs})
+    by_model = {model: score([pair for pair in pairs if pair[0]["model"] == model]) for model in models}
+    return {**score(pairs), "by_model": by_model}
 
 
 def speed() -> dict[str, Any]:
@@ -207,30 +230,40 @@ def _poisson(
         )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--fit", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--no-halves", action="store_true", help="leave out what takes longest")
-    args = parser.parse_args()
-    result: dict[str, Any] = environment(("loraplex", "numpy", "numba"))
-    result["speed"] = speed()  # first: what the process holds later is not this one's
-    result["fleet"] = fleet()
-    runs, fit = read_runs(args.runs), read_runs(args.fit)
+    parser.add_argument("sections", nargs="+", choices=SECTIONS)
+    parser.add_argument("--runs", type=Path, help="recorded runs to predict")
+    parser.add_argument("--fit", type=Path, help="recorded runs to learn from")
+    parser.add_argument("--out", type=Path, default=RESULTS / FILE)
+    args = parser.parse_args(argv)
+    if set(args.sections) & set(_FROM_RUNS) and not (args.runs and args.fit):
+        parser.error(f"{', '.join(_FROM_RUNS)} need --runs and --fit")
+    document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
+    # Speed first: what the process holds later is not this one's.
+    for name in sorted(args.sections, key=SECTIONS.index):
+        # Looked at first: the code may be edited while this runs.
+        here = {**environment(("loraplex", "numpy", "numba")), "sources": sources.fingerprints(FILE, name)}
+        document[name] = {**here, **_measure(name, args.runs, args.fit)}
+        write_whole(args.out, json.dumps(document, indent=1) + "\n")
+
+
+def _measure(name: str, runs_file: Path, fit_file: Path) -> dict[str, Any]:
+    if name not in _FROM_RUNS:
+        return speed() if name == "speed" else fleet()
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    result["authors"] = authors(args.runs, runs)
-    result["held_out"] = held_out(runs, fit, say)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if not args.no_halves:
-        models = sorted({setup.model for setup in runs.setups})
-        result["halves"] = halves(fit, models, say)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    runs = read_runs(runs_file)
+    if name == "authors":
+        return authors(runs_file, runs)
+    fit = read_runs(fit_file)
+    if name == "held_out":
+        return held_out(runs, fit, say)
+    return halves(fit, sorted({setup.model for setup in runs.setups}), say)
 
 
 if __name__ == "__main__":

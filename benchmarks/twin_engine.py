@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks import sources
 from benchmarks.pace import LOOK_EVERY_S, Pace, PacedTimes
 from benchmarks.twin_loads import RANKS, SETTINGS, Setting, requests, see_sizes, specs_of, vocab_size_of
 from loraplex.bench.engine_scenarios import bring_in
@@ -245,7 +246,8 @@ def main() -> None:
     print(means)
     out = chosen.out or RESULTS / f"twin_engine_{setting.device}.json"
     described = {**asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
-    document = {**environment(ENGINE_PACKAGES), "setting": described, "rounds": rounds, **means}
+    code = {"sources": sources.fingerprints(f"twin_engine_{setting.device}.json")}
+    document = {**environment(ENGINE_PACKAGES), **code, "setting": described, "rounds": rounds, **means}
     out.write_text(json.dumps(document, indent=1) + "\n")
     print(f"wrote {out}")
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from benchmarks.markdown import Result, table
+from loraplex.twin.scores import in_authors_unit
 
-_WANTED = ("wanted, at most", "4", "8", "30", "0.97 at least")
+_WANTED = ("wanted, at most", "", "4", "8", "30", "", "0.97 at least")
+_SCORES = ("output_throughput", "itl", "ttft", "ttft_all")
 
 
 def validation_table(result: Result) -> str:
@@ -19,14 +21,17 @@ def validation_table(result: Result) -> str:
         halves = result["halves"]
         lines.append(_line("the other file, each half of its workloads from the other half", halves))
         lines += [_line(f"- {model}", each) for model, each in halves["by_model"].items()]
-    return table(
-        ("SMAPE, %", "runs", "output throughput", "ITL", "TTFT", "starvation, macro-F1"),
-        [
-            *lines,
-            _line("its authors' twin, from its published predictions", result["authors"]),
-            (_WANTED[0], "", *_WANTED[1:]),
-        ],
+    lines.append(_line("the twin of the runs' authors, by its published predictions", result["authors"]))
+    headings = (
+        "SMAPE, % (in the authors' unit)",
+        "runs",
+        "output throughput",
+        "ITL",
+        "TTFT, completed requests",
+        "TTFT, all requests sent",
+        "starvation, macro-F1",
     )
+    return table(headings, [*lines, _WANTED])
 
 
 def speed_table(result: Result) -> str:
@@ -144,18 +149,28 @@ def _yes(fleet: Result) -> str:
     return "yes" if fleet["num_served"] == fleet["num_requests"] else f"{fleet['num_served']:,}"
 
 
-def machine_note(result: Result) -> str:
-    machine = result["machine"]
-    packages = ", ".join(f"{name} {version}" for name, version in result["packages"].items())
+def validation_note(result: Result) -> str:
+    return _computed(result["held_out"])
+
+
+def speed_note(result: Result) -> str:
+    return _computed(result["speed"])
+
+
+def _computed(section: Result) -> str:
+    machine = section["machine"]
+    packages = ", ".join(f"{name} {version}" for name, version in section["packages"].items())
     return (
-        f"Computed {result['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, "
-        f"Python {result['python']}, {packages}, commit {result['git_commit'] or 'unknown'}.\n"
+        f"Computed {section['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, "
+        f"Python {section['python']}, {packages}, commit {section['git_commit'] or 'unknown'}.\n"
     )
 
 
 def _line(name: str, found: Result) -> tuple[str, ...]:
-    smape = found["smape"]
     has_both = 0 < found.get("num_starved", 0) < found["num_compared"]
     f1 = f"{found['starvation_f1']:.3f}" if has_both else "-"
-    measures = (f"{smape[each]:.1f}" for each in ("output_throughput", "itl", "ttft"))
-    return (name, str(found["num_compared"]), *measures, f1)
+    return (name, str(found["num_compared"]), *(_in_both_units(found["smape"].get(s)) for s in _SCORES), f1)
+
+
+def _in_both_units(percent: float | None) -> str:
+    return "-" if percent is None else f"{percent:.1f} ({in_authors_unit(percent):.1f})"

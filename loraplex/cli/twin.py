@@ -191,6 +191,7 @@ def validate(
     before they are predicted.
     """
     from loraplex.twin.recorded_runs import read_runs
+    from loraplex.twin.scores import in_authors_unit
     from loraplex.twin.validate import fit_for, predict, report
 
     check_writable(json_out, inputs=(runs, *fit))
@@ -207,7 +208,8 @@ def validate(
         why = "; ".join(f"{count}: {reason}" for reason, count in found["not_predicted"].items())
         typer.echo(f"{found['num_not_predicted']} of {len(predictions)} runs are not predicted ({why})")
     for name, percent in found["smape"].items():
-        typer.echo(f"{name:18} SMAPE {percent:6.2f}%")
+        half = in_authors_unit(percent)
+        typer.echo(f"{name:18} SMAPE {percent:6.2f}%  ({half:5.2f}% as |p - m| / (|p| + |m|))")
     typer.echo(
         f"{'starvation':18} macro-F1 {found['starvation_f1']:.3f}, "
         f"{found['num_starved']} of {found['num_compared']} runs are starved"

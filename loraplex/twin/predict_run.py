@@ -10,18 +10,21 @@ from loraplex.perf.slot_profile import SlotProfile
 from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.recorded_runs import RunSetup
 from loraplex.twin.run_workload import AdapterMix, WorkloadBook
+from loraplex.twin.scores import ttft_of_all
 from loraplex.twin.slot_engine import SlotRun, run_slot_engine
 from loraplex.twin.slot_state import BLOCK_SIZE, Limits, Requests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """Tokens per second; seconds."""
+    """Tokens per second; seconds. `ttft_s`: of the requests that completed. `ttft_all_s`: of all that were
+    sent, see `scores.ttft_of_all`."""
 
     input_tok_s: float
     output_tok_s: float
     itl_s: float
     ttft_s: float
+    ttft_all_s: float
     is_starved: bool
     mean_running: float
     mean_waiting: float
@@ -68,11 +71,13 @@ def _figures(run: SlotRun, duration_s: float, latency_s: float, offered_tok_s: f
     num_gaps = int((outputs - 1).sum())
     num_input, num_output = int(run.requests.prompt_tokens[done].sum()), int(outputs.sum())
     served_tok_s = (num_input + num_output) / duration_s
+    ttft_s = float((first_s - arrival_s).mean()) + latency_s if len(first_s) else duration_s
     return Predicted(
         input_tok_s=num_input / duration_s,
         output_tok_s=num_output / duration_s,
         itl_s=float((finish_s - first_s).sum()) / num_gaps if num_gaps else 0.0,
-        ttft_s=float((first_s - arrival_s).mean()) + latency_s if len(first_s) else duration_s,
+        ttft_s=ttft_s,
+        ttft_all_s=ttft_of_all(ttft_s, num_completed=len(first_s), num_sent=len(done), duration_s=duration_s),
         is_starved=served_tok_s < STARVED_BELOW * offered_tok_s,
         mean_running=run.mean_running,
         mean_waiting=run.mean_waiting,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from loraplex.core.errors import UserError
+from loraplex.twin.scores import ttft_of_all
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.text_files import read_lines
 
@@ -31,6 +32,9 @@ _NEEDED: Final = (
     "rate_counts",
 )
 _MEASURED: Final = ("status", "input_tok_s", "output_tok_s", "itl_mean_ms", "ttft_mean_ms")
+
+_SENT: Final = "dt_arrivals"
+"""How many requests were sent: the authors' twin, whose column it is, draws the same ones as their client."""
 
 
 class RunsError(UserError):
@@ -64,12 +68,14 @@ class RunSetup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What came out. Tokens and requests per second; seconds. None: not in the file."""
+    """What came out. Tokens and requests per second; seconds. `ttft_s`: of the requests that completed;
+    `ttft_all_s`: of all that were sent, see `scores.ttft_of_all`. None: not in the file."""
 
     input_tok_s: float
     output_tok_s: float
     itl_s: float
     ttft_s: float
+    ttft_all_s: float | None = None
     completed_rps: float | None = None
     num_waiting: float | None = None
 
@@ -188,11 +194,22 @@ def _measured(row: Mapping[str, str], setup: RunSetup) -> Measured | None:
     duration_s = row.get("duration_s")
     waiting = row.get("mean_waiting")
     seconds = _positive("duration_s", duration_s) if duration_s else setup.duration_s
+    sent = row.get(_SENT)
+    ttft_s = _positive("ttft_mean_ms", row["ttft_mean_ms"]) / 1e3
+    ttft_all_s = None
+    if sent and completed:
+        ttft_all_s = ttft_of_all(
+            ttft_s,
+            num_completed=_number("completed_requests", completed),
+            num_sent=_count(_SENT, sent),
+            duration_s=setup.duration_s,
+        )
     return Measured(
         input_tok_s=_number("input_tok_s", row["input_tok_s"]),
         output_tok_s=_number("output_tok_s", row["output_tok_s"]),
         itl_s=_positive("itl_mean_ms", row["itl_mean_ms"]) / 1e3,
-        ttft_s=_positive("ttft_mean_ms", row["ttft_mean_ms"]) / 1e3,
+        ttft_s=ttft_s,
+        ttft_all_s=ttft_all_s,
         completed_rps=_number("completed_requests", completed) / seconds if completed else None,
         num_waiting=_number("mean_waiting", waiting) if waiting else None,
     )

@@ -1,4 +1,8 @@
-"""How far predictions are from what was measured."""
+"""How far predictions are from what was measured.
+
+There are two SMAPEs in use: ours divides by the mean of both values and ends at 200%, that of the authors of
+the recorded runs divides by their sum and ends at 100%. Figures are comparable only in one of the units.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,25 @@ from collections.abc import Sequence
 
 
 def smape(pairs: Sequence[tuple[float, float]]) -> float:
-    """Of (predicted, measured): the mean of |p - m| / ((|p| + |m|) / 2), in percent."""
+    """Return the mean of |p - m| / ((|p| + |m|) / 2) over (predicted, measured), in percent."""
     assert pairs, "nothing to compare"
     terms = [200 * abs(p - m) / (abs(p) + abs(m)) if p or m else 0.0 for p, m in pairs]
     return sum(terms) / len(terms)
+
+
+def in_authors_unit(percent: float) -> float:
+    """Convert a SMAPE as `smape` returns it into the mean of |p - m| / (|p| + |m|), in percent."""
+    return percent / 2
+
+
+def ttft_of_all(ttft_s: float, *, num_completed: float, num_sent: float, duration_s: float) -> float:
+    """Return the mean TTFT by the authors' definition, from that of the requests that completed.
+
+    A request that did not complete counts with the duration of the run, so that an engine gains nothing by
+    leaving requests unanswered.
+    """
+    num_unfinished = max(num_sent - num_completed, 0.0)
+    return (ttft_s * num_completed + duration_s * num_unfinished) / (num_completed + num_unfinished)
 
 
 def macro_f1(pairs: Sequence[tuple[bool, bool]]) -> float:

@@ -25,7 +25,9 @@ MEASURES: Final = {
     "total_throughput": "total_tok_s",
     "itl": "itl_s",
     "ttft": "ttft_s",
+    "ttft_all": "ttft_all_s",
 }
+"""Score -> the figure it is of. `ttft_all` only counts runs that say how many requests were sent."""
 _NO_MEMORY: Final = "the slots leave too little memory for the longest request"
 
 
@@ -134,8 +136,9 @@ def report(predictions: Sequence[Prediction], measured: Mapping[str, Measured]) 
     starved = [(p.is_starved, m.total_tok_s < STARVED_BELOW * each.offered_tok_s) for each, p, m in pairs]
     return {
         "smape": {
-            name: smape([(getattr(p, measure), getattr(m, measure)) for _, p, m in pairs])
+            name: smape(values)
             for name, measure in MEASURES.items()
+            if (values := _values([(p, m) for _, p, m in pairs], measure))
         },
         "starvation_f1": macro_f1(starved),
         "num_compared": len(pairs),
@@ -144,6 +147,12 @@ def report(predictions: Sequence[Prediction], measured: Mapping[str, Measured]) 
         "not_predicted": dict(not_predicted),
         "rows": [_row(each, measured.get(each.setup.key)) for each in predictions],
     }
+
+
+def _values(pairs: Sequence[tuple[Predicted, Measured]], measure: str) -> list[tuple[float, float]]:
+    """Return a figure as predicted and as measured, of the runs in which it was."""
+    found = ((getattr(p, measure), getattr(m, measure)) for p, m in pairs)
+    return [(predicted, measured) for predicted, measured in found if measured is not None]
 
 
 def _row(each: Prediction, found: Measured | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fake_openai import FakeServer
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import assist, cpu_serve, engines, gpu_cold, make_tables
+from benchmarks import assist, cpu_serve, cpu_tables, engines, gpu_cold, make_tables
 from benchmarks.bystanders import bystanders
 from benchmarks.make_checkpoint import RANKS, adapter_bytes, write_adapters, write_tokenizer
 from benchmarks.measure import Traffic, measure, with_median
@@ -147,10 +147,21 @@ def test_every_plain_token_of_the_tokenizer_decodes_to_text_of_its_own(tmp_path:
 
 
 def results() -> dict[str, Any]:
+    """Two measurements, the second of them twice as fast in all but what adapters do to us."""
+    return {"measurements": [measurement(1.0, 250.0), measurement(2.0, 400.0)]}
+
+
+def measurement(faster: float, our_adapters: float) -> dict[str, Any]:
     def row(engine: str, traffic: str, tokens_per_s: float) -> dict[str, Any]:
         about = {"label": engine, "version": "1", "command": f"{engine} serve", "env": {"A": "b"}}
         runs = with_median([report(tokens_per_s)])
         return {"engine": engine, "traffic": traffic, "start_s": [2.0, 1.5], **about, **runs}
+
+    serve = [
+        row("ours", "base", 300.0 * faster),
+        row("ours", "adapters", our_adapters),
+        row("theirs", "base", 200.0 * faster),
+    ]
 
     pair = with_median([report(100.0)])
     return {
@@ -165,7 +176,7 @@ def results() -> dict[str, Any]:
             "model": "random Llama (x)",
             "traffic": {"num_requests": 48, "concurrency": 16, "prompt_tokens": 64, "output_tokens": 32},
         },
-        "serve": [row("ours", "base", 300.0), row("ours", "adapters", 250.0), row("theirs", "base", 200.0)],
+        "serve": serve,
         "many-adapters": {
             "adapters_on_disk": 1000,
             "adapters_that_fit": 100,
@@ -218,13 +229,24 @@ def test_every_table_can_be_made_and_remade(name: str, results_folder: Path) -> 
     assert make_tables.fill(filled, results_folder) == filled
 
 
-def test_the_serve_table_divides_like_by_like() -> None:
-    table = make_tables.serve_table(results())
-    assert (
-        "| ours 1 | 300 tok/s, TTFT 300 ms, TPOT 300 ms | 250 tok/s, TTFT 250 ms, TPOT 250 ms | 1.20x |"
-        in table
-    )
-    assert "| theirs 1 | 200 tok/s, TTFT 200 ms, TPOT 200 ms | - | - |" in table
+def test_the_serve_table_gives_ranges_and_divides_within_a_run() -> None:
+    table = cpu_tables.serve_table(results())
+    base = "300 to 600 tok/s, TTFT 300 to 600 ms, TPOT 300 to 600 ms"
+    adapters = "250 to 400 tok/s, TTFT 250 to 400 ms, TPOT 250 to 400 ms"
+    assert f"| ours 1 | {base} | {adapters} | 1.20 to 1.50x |" in table
+    assert "| theirs 1 | 200 to 400 tok/s, TTFT 200 to 400 ms, TPOT 200 to 400 ms | - | - |" in table
+    note = cpu_tables.machine_note(results())
+    assert note.startswith("Smallest and largest of 10 runs in 2 measurements, 2026-01-02, on 2 cores of CPU")
+
+
+def test_a_measurement_is_added_to_those_before_it(tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    assert cpu_serve.measurements_in(out) == []
+    out.write_text(json.dumps(results()))
+    assert cpu_serve.measurements_in(out) == results()["measurements"]
+    out.write_text(json.dumps({"something": "else"}))
+    with pytest.raises(SystemExit, match="holds no measurements"):
+        cpu_serve.measurements_in(out)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +269,9 @@ def test_a_missing_result_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_suite_not_measured_is_named() -> None:
-    without = {key: value for key, value in results().items() if key != "bystanders"}
+    without = {key: value for key, value in measurement(1.0, 250.0).items() if key != "bystanders"}
     with pytest.raises(make_tables.TableError, match="bystanders"):
-        make_tables.bystanders_table(without)
+        cpu_tables.bystanders_table({"measurements": [without]})
 
 
 def test_cpu_lora_workers_are_measured_against_torch(tmp_path: Path) -> None:

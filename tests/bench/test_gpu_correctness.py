@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 pytest.importorskip("triton", reason="kernels are written in Triton")
 
-from benchmarks import gpu_correctness
+from benchmarks import gpu_correctness, sources
 from benchmarks.correctness import batch, kernel_rows, kernels
 from benchmarks.correctness.check import Setting, row_error, within
 from benchmarks.correctness.comparing import text_error
@@ -29,6 +29,7 @@ def test_sections_without_a_checkpoint_pass(name: str) -> None:
     assert found["passed"], [check for check in found["checks"] if not check["passed"]]
     assert found["sizes"] == "tiny"
     assert {"date", "machine", "git_commit", "packages"} <= found.keys()
+    assert sources.changed_since(found, "gpu_correctness.json", name) == []
     json.dumps(found, allow_nan=False)
 
 

@@ -29,6 +29,7 @@ COLUMNS = (
     "rate_values",
     "rate_counts",
     "completed_requests",
+    "dt_arrivals",
     "duration_s",
     "input_tok_s",
     "output_tok_s",
@@ -85,7 +86,8 @@ def _usual(setup: RunSetup) -> Measured:
 
 
 def _row(setup: RunSetup, book: WorkloadBook) -> dict[str, object]:
-    found = predict_run(TRUTH, book, setup)
+    drawn = book.requests(setup)
+    found = predict_run(TRUTH, book, setup, drawn)
     assert found is not None
     return {
         "experiment": setup.key,
@@ -100,6 +102,7 @@ def _row(setup: RunSetup, book: WorkloadBook) -> dict[str, object]:
         "rate_values": " ".join(str(rate) for rate, _ in setup.rates),
         "rate_counts": " ".join(str(count) for _, count in setup.rates),
         "completed_requests": round(found.output_tok_s / 50 * DURATION_S),
+        "dt_arrivals": len(drawn[0].arrival_s),
         "duration_s": DURATION_S,
         "input_tok_s": found.input_tok_s,
         "output_tok_s": found.output_tok_s,

@@ -22,7 +22,7 @@ from loraplex.twin import calibrate as calibration
 from loraplex.twin import validate as validation
 from loraplex.twin.recorded_runs import RunsError, read_runs, without
 from loraplex.twin.run_workload import WorkloadBook
-from loraplex.twin.scores import macro_f1, smape
+from loraplex.twin.scores import in_authors_unit, macro_f1, smape, ttft_of_all
 
 DATA = Path(os.environ.get("LORAPLEX_DATA", Path(__file__).parents[3] / "shared" / "data"))
 RECORDED = DATA / "measurements"
@@ -73,6 +73,37 @@ def test_scores() -> None:
     assert smape([(0.0, 0.0)]) == 0.0
     assert macro_f1([(True, True), (False, False)]) == 1.0
     assert macro_f1([(True, True), (False, True), (False, False)]) == pytest.approx(2 / 3)
+
+
+def test_the_authors_unit_is_half_of_ours() -> None:
+    pairs = [(1.0, 3.0), (5.0, 4.0)]
+    theirs = 100 * (2 / 4 + 1 / 9) / 2
+    assert in_authors_unit(smape(pairs)) == pytest.approx(theirs)
+
+
+def test_requests_that_did_not_complete_count_with_the_whole_run() -> None:
+    assert ttft_of_all(2.0, num_completed=6, num_sent=8, duration_s=100.0) == pytest.approx(26.5)
+    assert ttft_of_all(2.0, num_completed=8, num_sent=8, duration_s=100.0) == 2.0
+    assert ttft_of_all(2.0, num_completed=9, num_sent=8, duration_s=100.0) == 2.0, "sent is from a twin"
+    assert ttft_of_all(100.0, num_completed=0, num_sent=5, duration_s=100.0) == 100.0
+
+
+def test_first_tokens_are_scored_by_both_definitions(runs_file: Path, tmp_path: Path) -> None:
+    asked = read_runs(runs_file)
+    predictions = validation.predict(known_engine(runs_file), asked.setups)
+    overloaded = [each for each in predictions if each.predicted and each.predicted.is_starved]
+    assert overloaded
+    for each in overloaded:
+        assert each.predicted is not None
+        measured = asked.measured[each.setup.key].ttft_all_s
+        assert measured is not None
+        assert measured > 2 * asked.measured[each.setup.key].ttft_s
+        assert each.predicted.ttft_all_s > 2 * each.predicted.ttft_s
+    assert validation.report(predictions, asked.measured)["smape"].keys() == validation.MEASURES.keys()
+    path = tmp_path / "unsaid.csv"
+    change_rows(runs_file, path, {place: {"dt_arrivals": ""} for place in range(len(setups()))})
+    scores = validation.report(predictions, read_runs(path).measured)["smape"]
+    assert scores.keys() == validation.MEASURES.keys() - {"ttft_all"}
 
 
 def test_what_was_measured_is_kept_apart_from_what_was_asked(runs_file: Path) -> None:

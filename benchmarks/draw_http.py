@@ -1,0 +1,75 @@
+"""Draw throughput and time to first token over the number of adapters, loraplex beside vLLM.
+
+    python -m benchmarks.draw_http
+
+From results/http_compare.json to docs/images/http-compare.svg.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+
+from benchmarks.http_tables import LABELS, PICTURE, SATURATED, STEADY, figure, numbers_of_adapters, servers
+
+RESULTS: Final = Path(__file__).parent / "results"
+COLORS: Final = {"loraplex": "#3b6fb6", "vllm-lora": "#c0504d", "vllm": "#7f7f7f"}
+
+
+def draw(result: dict[str, Any], picture: Path) -> None:
+    """Draw two panels: saturated throughput, and p95 of TTFT at a fixed rate on a log scale."""
+    drawing = Figure(figsize=(10.5, 3.6), layout="constrained")
+    throughput, ttft = drawing.subplots(1, 2)
+    loads = next(iter(servers(result).values()))["parameters"]["loads"]
+    _draw(throughput, result, SATURATED, "output_tokens_per_s")
+    throughput.set_title(f"output tokens/s, {loads[SATURATED]['concurrency']} requests at a time", fontsize=9)
+    throughput.set_ylim(bottom=0)
+    throughput.legend(fontsize=8)
+    _draw(ttft, result, STEADY, "ttft_ms_p95")
+    rate = loads[STEADY]["requests_per_s"]
+    ttft.set_title(f"time to the first token, ms, p95, {rate:g} requests/s", fontsize=9)
+    ttft.set_yscale("log")
+    ttft.yaxis.set_major_formatter(LogFormatter())
+    ttft.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.0, 0.5)))
+    # Text stays text, and ids are the same in every drawing: equal figures give an equal file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "loraplex"}):
+        drawing.savefig(picture, metadata={"Date": None})
+
+
+def _draw(axis: Axes, result: dict[str, Any], load: str, name: str) -> None:
+    found = servers(result)
+    numbers = numbers_of_adapters(found.values())
+    places = {number: place for place, number in enumerate(numbers)}
+    for server, section in found.items():
+        points = [
+            (places[number], value)
+            for number in numbers
+            if (value := figure(section, number, load, name)) is not None
+        ]
+        if not points:
+            continue
+        color = COLORS[server]
+        if server == "vllm":  # it serves the base model alone: one value, drawn across for comparison
+            axis.axhline(points[0][1], color=color, linestyle="--", linewidth=1.2)
+            axis.plot(*points[0], "s", color=color, label=LABELS[server])
+        else:
+            axis.plot(*zip(*points, strict=True), "o-", color=color, label=LABELS[server])
+    axis.set_xticks(list(places.values()), ["base" if number == 0 else str(number) for number in numbers])
+    axis.set_xlabel("adapters that requests ask for at random", fontsize=8)
+    axis.grid(alpha=0.3)
+
+
+def main() -> None:
+    picture = Path(PICTURE)
+    draw(json.loads((RESULTS / "http_compare.json").read_text()), picture)
+    print(f"{picture}: {picture.stat().st_size // 1000} kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The tables of the HTTP comparison, from results/http_compare.json.
+
+Figures are medians where a cell was measured several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median
+from typing import Final
+
+from benchmarks.markdown import Result, span, table
+
+STEADY, SATURATED = "steady", "saturated"
+LABELS: Final = {"loraplex": "loraplex", "vllm": "vLLM, LoRA off", "vllm-lora": "vLLM, LoRA on"}
+"""Section of a server -> what tables call it."""
+PICTURE: Final = "docs/images/http-compare.svg"
+
+
+def servers(result: Result) -> dict[str, Result]:
+    """Return the sections of servers, in the order of the tables."""
+    return {name: result[name] for name in LABELS if result.get(name, {}).get("runs")}
+
+
+def figure(section: Result, adapters: int, load: str, name: str) -> float | None:
+    """Return the median of a figure over the runs of one cell; None if there are none."""
+    found = [run[name] for run in cell(section, adapters, load) if name in run]
+    return median(found) if found else None
+
+
+def cell(section: Result, adapters: int, load: str) -> list[Result]:
+    """Return the runs with this number of adapters (0: the base model) under this load."""
+    return [run for run in section["runs"] if (run["adapters"], run["load"]) == (adapters, load)]
+
+
+def numbers_of_adapters(sections: Iterable[Result]) -> list[int]:
+    return sorted({run["adapters"] for section in sections for run in section["runs"]})
+
+
+def summary(result: Result) -> str:
+    """The README's part: what was run, a table of the ends, and the picture."""
+    found = servers(result)
+    most = numbers_of_adapters(found.values())[-1]
+    lines = [
+        (
+            _title(name, section),
+            f"{span(section['start_s'], '.0f')} s",
+            _steady(section, 0),
+            _steady(section, most),
+            _throughput(section, 0),
+            _throughput(section, most),
+        )
+        for name, section in found.items()
+    ]
+    headings = (
+        "server",
+        "healthy after",
+        f"{_load(result, STEADY)}, base model: TTFT mean (p95), TPOT",
+        f"the same, {most} adapters",
+        f"{_load(result, SATURATED)}, base model",
+        f"the same, {most} adapters",
+    )
+    intro = (
+        "And over HTTP beside vLLM on the same GPU, both loaded by vLLM's own client (`vllm bench serve`):\n"
+    )
+    picture = f"![Throughput and time to first token over the number of adapters]({PICTURE})\n"
+    return "\n".join(["", intro, machine_note(result), table(headings, lines), picture, ""])
+
+
+def machine_note(result: Result) -> str:
+    found = servers(result)
+    first = next(iter(found.values()))
+    machine, parameters = first["machine"], first["parameters"]
+    on = f"one {machine['gpu']}" if "gpu" in machine else f"{machine['cores']} cores of {machine['cpu']}"
+    days = sorted({section["date"][:10] for section in found.values()})
+    lengths = parameters["lengths"]
+    commit = result.get("loraplex", first)["git_commit"] or "unknown"
+    return (
+        f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {on}, {parameters['shape']} shape, "
+        f"random weights, {parameters['dtype']}, {parameters['adapters_served']} adapters of rank "
+        f"{parameters['rank']} on q, k and v known to each server that serves adapters, commit {commit}. "
+        f"Prompts of {lengths['prompt_tokens']} and answers of {lengths['output_tokens']} random tokens on "
+        f"average, each request for one of the adapters at random; {_load(result, STEADY)} "
+        f"({_requests(result, STEADY)} requests) and {_load(result, SATURATED)} "
+        f"({_requests(result, SATURATED)} requests).\n"
+    )
+
+
+def compare_table(result: Result) -> str:
+    found = servers(result)
+    lines = [
+        (
+            _title(name, section),
+            "base model" if adapters == 0 else str(adapters),
+            _steady(section, adapters),
+            _plain(section, adapters, STEADY, "itl_ms_p99", ".1f"),
+            _plain(section, adapters, STEADY, "e2e_ms_mean", ",.0f"),
+            _throughput(section, adapters),
+            _plain(section, adapters, SATURATED, "ttft_ms_mean", ",.0f"),
+            _plain(section, adapters, SATURATED, "tpot_ms_mean", ".1f"),
+            str(sum(run["failed"] for run in section["runs"] if run["adapters"] == adapters)),
+        )
+        for name, section in found.items()
+        for adapters in numbers_of_adapters([section])
+    ]
+    steady, saturated = _load(result, STEADY), _load(result, SATURATED)
+    headings = (
+        "server", "adapters asked for", f"{steady}: TTFT mean (p95), TPOT, ms", "ITL p99, ms", "E2E, ms",
+        saturated, "TTFT, ms", "TPOT, ms", "failed requests",
+    )  # fmt: skip
+    return table(headings, lines)
+
+
+def starts_table(result: Result) -> str:
+    """Loraplex's starts with empty and with used caches, the other servers' starts, and first runs."""
+    lines: list[tuple[str, ...]] = [
+        (_title(name, section), f"{span(section['start_s'], '.1f')} s", "-", "-")
+        for name, section in servers(result).items()
+    ]
+    section = result.get("starts", {"start_s": [], "runs": []})
+    for caches, start_s in zip(("empty", "used"), section["start_s"], strict=False):
+        runs = [run for run in section["runs"] if run["caches"] == caches]
+        means = [run["ttft_ms_mean"] for run in runs]
+        shown = ", ".join(f"{run['ttft_ms_mean']:.1f} ({run['ttft_ms_p95']:.1f})" for run in runs)
+        ratio = f"{means[0] / means[-1]:.2f}x" if len(means) > 1 else "-"
+        lines.append((f"loraplex, {caches} caches", f"{start_s:.1f} s", shown or "-", ratio))
+    return table(("start", "healthy after", "TTFT mean (p95), ms, run by run", "first over last"), lines)
+
+
+def _title(name: str, section: Result) -> str:
+    version = section["versions"]["loraplex" if name == "loraplex" else "vllm"]
+    return f"{LABELS[name]} {version}"
+
+
+def _steady(section: Result, adapters: int) -> str:
+    mean, p95, tpot = (
+        figure(section, adapters, STEADY, name) for name in ("ttft_ms_mean", "ttft_ms_p95", "tpot_ms_mean")
+    )
+    if mean is None or p95 is None or tpot is None:
+        return "-"
+    return f"{mean:,.1f} ({p95:,.1f}), {tpot:.1f}"
+
+
+def _throughput(section: Result, adapters: int) -> str:
+    tokens_per_s = figure(section, adapters, SATURATED, "output_tokens_per_s")
+    return "-" if tokens_per_s is None else f"{tokens_per_s:,.0f} tok/s"
+
+
+def _plain(section: Result, adapters: int, load: str, name: str, form: str) -> str:
+    found = figure(section, adapters, load, name)
+    return "-" if found is None else f"{found:{form}}"
+
+
+def _parameters(result: Result, load: str) -> Result:
+    first = next(iter(servers(result).values()))
+    found: Result = first["parameters"]["loads"][load]
+    return found
+
+
+def _load(result: Result, load: str) -> str:
+    found = _parameters(result, load)
+    rate = found["requests_per_s"]
+    return f"{found['concurrency']} at a time" if rate is None else f"{rate:g} req/s"
+
+
+def _requests(result: Result, load: str) -> str:
+    return f"{_parameters(result, load)['num_requests']:,}"

@@ -1,0 +1,155 @@
+"""Which code each result speaks for, and whether that code has changed since the result was measured.
+
+A script that writes a result stores a fingerprint of every source path listed here for it, under `sources`.
+`benchmarks.make_tables` compares these with the code as it is. Fingerprints need no git history, so they work
+in shallow clones, in archives and after commits were squashed.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+_DIGEST_CHARS: Final = 16
+
+_CHECKS: Final = "benchmarks/correctness"
+_STEP: Final = ("loraplex/core", "loraplex/kernels", "loraplex/model")
+"""What a forward pass is computed by."""
+_ENGINE: Final = (*_STEP, "loraplex/adapters", "loraplex/perf", "loraplex/scheduling", "loraplex/engine")
+_TIMED_ENGINE: Final = (*_ENGINE, "loraplex/bench/engine_scenarios.py")
+_SERVER: Final = (*_ENGINE, "loraplex/server")
+_TWIN: Final = ("loraplex/scheduling", "loraplex/adapters", "loraplex/perf", "loraplex/twin")
+
+SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "gpu_correctness.json": {
+        "kernels": (
+            "loraplex/core",
+            "loraplex/kernels",
+            *(f"{_CHECKS}/{name}.py" for name in ("kernels", "kernel_attention", "kernel_batch")),
+            *(f"{_CHECKS}/{name}.py" for name in ("kernel_lora", "kernel_rows", "check")),
+        ),
+        "collective": (*_STEP, "loraplex/engine/cuda", f"{_CHECKS}/collective.py", f"{_CHECKS}/check.py"),
+        "*": (*_ENGINE, _CHECKS),
+    },
+    "gpu_engine.json": {
+        "kernels": ("loraplex/kernels", "loraplex/bench/kernel_scenarios.py"),
+        "attention": ("loraplex/kernels",),
+        "*": _TIMED_ENGINE,
+    },
+    "gpu_cold.json": {"*": (*_TIMED_ENGINE, "loraplex/bench/cold_scenarios.py")},
+    "assist.json": {"*": ("loraplex/engine/assist", "loraplex/kernels/cpu")},
+    "cpu_kernels.json": {"*": ("loraplex/kernels/cpu", "loraplex/model")},
+    "cpu_serve.json": {"*": _SERVER},
+    "http_compare.json": {"vllm": (), "vllm-lora": (), "*": _SERVER},
+    "twin_validation.json": {
+        "authors": ("loraplex/twin/scores.py", "loraplex/twin/recorded_runs.py"),
+        "held_out": ("loraplex/perf", "loraplex/twin"),
+        "halves": ("loraplex/perf", "loraplex/twin"),
+        "*": _TWIN,
+    },
+    "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
+    "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
+}
+"""Result file -> section -> source files and folders. `*`: every section that is not named."""
+
+
+def paths_of(file: str, section: str = "*") -> tuple[str, ...]:
+    """Return the sources that a section of a result file speaks for."""
+    sections = SPEAKS_FOR[file]
+    return sections.get(section, sections["*"])
+
+
+def fingerprints(file: str, section: str = "*", *, root: Path = ROOT) -> dict[str, str]:
+    """Return what a script stores as `sources` beside its figures: path -> fingerprint of it as it is now."""
+    return {path: fingerprint(path, root=root) for path in paths_of(file, section)}
+
+
+def sections(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parts of a result file that were measured on their own, by name; `*` is the whole file.
+
+    Of a file that keeps every measurement, the latest is the one to judge.
+    """
+    if "git_commit" in document:
+        yield "*", document
+    elif "measurements" in document:
+        yield "*", document["measurements"][-1]
+    else:
+        yield from document.items()
+
+
+def changed_since(
+    measured: Mapping[str, Any], file: str, section: str = "*", *, root: Path = ROOT
+) -> list[str] | None:
+    """Return the paths whose code is not what was measured; None if the result does not say what it was.
+
+    A path that the result has no fingerprint of counts as changed: the list has grown since.
+    """
+    recorded = measured.get("sources")
+    if recorded is None:
+        return None
+    now = fingerprints(file, section, root=root)
+    return [path for path, digest in now.items() if recorded.get(path) != digest]
+
+
+@cache
+def fingerprint(path: str, *, root: Path = ROOT) -> str:
+    """Return a hash of a Python file, or of all in a folder, without comments, docstrings and blank lines.
+
+    The code itself is hashed as text, not as a syntax tree: trees differ between versions of Python, and a
+    result is often measured under another one than it is checked under.
+    """
+    start = root / path
+    files = [start] if start.is_file() else sorted(start.rglob("*.py"))
+    if not files:
+        raise FileNotFoundError(f"no source file at {path}; benchmarks/sources.py lists it for a result")
+    digest = hashlib.sha256()
+    for file in files:
+        code = "\n".join(_code_lines(file.read_text(encoding="utf-8")))
+        digest.update(f"{file.relative_to(root).as_posix()}\n{len(code)}\n{code}\n".encode())
+    return digest.hexdigest()[:_DIGEST_CHARS]
+
+
+def _code_lines(source: str) -> Iterable[str]:
+    skipped = _docstring_lines(source)
+    comment_at = _comment_columns(source) if "#" in source else {}
+    for number, line in enumerate(source.split("\n"), start=1):
+        code = line[: comment_at.get(number, len(line))].rstrip()
+        if code and number not in skipped:
+            yield code
+
+
+def _docstring_lines(source: str) -> set[int]:
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        for previous, statement in _statements(node):
+            # A string after an assignment documents the name; any other one is code that does nothing.
+            if previous is None or isinstance(previous, ast.Assign | ast.AnnAssign):
+                lines.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+    return lines
+
+
+def _statements(node: ast.AST) -> Iterable[tuple[ast.stmt | None, ast.Expr]]:
+    """Yield the statements that are just a string, each with the statement before it."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    previous: ast.stmt | None = None
+    for statement in node.body:
+        if (
+            isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Constant)
+            and isinstance(statement.value.value, str)
+        ):
+            yield previous, statement
+        previous = statement
+
+
+def _comment_columns(source: str) -> dict[int, int]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.start[1] for token in tokens if token.type == tokenize.COMMENT}

@@ -1,0 +1,108 @@
+"""Tables and picture of the HTTP comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
+
+from benchmarks import draw_http, http_tables, make_tables
+
+
+def run(adapters: int, load: str, tokens_per_s: float, ttft_ms: float, **more: Any) -> dict[str, Any]:
+    return {
+        "adapters": adapters,
+        "load": load,
+        "failed": 0,
+        "output_tokens_per_s": tokens_per_s,
+        "ttft_ms_mean": ttft_ms,
+        "ttft_ms_p95": 2 * ttft_ms,
+        "tpot_ms_mean": 6.0,
+        "itl_ms_p99": 9.0,
+        "e2e_ms_mean": 1000.0,
+        **more,
+    }
+
+
+def section(runs: list[dict[str, Any]], start_s: list[float]) -> dict[str, Any]:
+    return {
+        "date": "2026-01-02T03:04:05",
+        "git_commit": "abc",
+        "machine": {"gpu": "NVIDIA H200", "cores": 16, "cpu": "CPU"},
+        "versions": {"loraplex": "0.1.0", "vllm": "0.26.0"},
+        "parameters": {
+            "shape": "llama-2-7b",
+            "dtype": "bfloat16",
+            "rank": 64,
+            "adapters_served": 100,
+            "lengths": {"prompt_tokens": 128, "output_tokens": 160, "spread": 0.6},
+            "loads": {
+                "steady": {"requests_per_s": 20.0, "concurrency": None, "num_requests": 300},
+                "saturated": {"requests_per_s": None, "concurrency": 256, "num_requests": 1000},
+            },
+        },
+        "start_s": start_s,
+        "runs": runs,
+    }
+
+
+@pytest.fixture
+def result() -> dict[str, Any]:
+    base = [run(0, "steady", 3000.0, 20.0), run(0, "saturated", 9000.0, 400.0)]
+    # Measured twice: the table has the median.
+    ours = [*base, run(100, "steady", 2900.0, 22.0), run(100, "steady", 2900.0, 24.0)]
+    starts = [
+        run(100, "steady", 2900.0, ttft, caches=caches, place=place)
+        for caches, ttfts in (("empty", (33.0, 31.0, 30.0)), ("used", (30.0, 30.0, 30.0)))
+        for place, ttft in enumerate(ttfts, start=1)
+    ]
+    return {
+        "starts": section(starts, [31.0, 12.0]),
+        "vllm": section(base, [100.0]),
+        "loraplex": section([*ours, run(100, "saturated", 8000.0, 500.0, failed=3)], [12.0, 14.0]),
+    }
+
+
+def test_servers_are_rows_and_cells_not_measured_are_empty(result: dict[str, Any]) -> None:
+    lines = http_tables.compare_table(result).splitlines()
+    base = "20.0 (40.0), 6.0 | 9.0 | 1,000 | 9,000 tok/s | 400 | 6.0"
+    assert lines[2:] == [
+        f"| loraplex 0.1.0 | base model | {base} | 0 |",
+        "| loraplex 0.1.0 | 100 | 23.0 (46.0), 6.0 | 9.0 | 1,000 | 8,000 tok/s | 500 | 6.0 | 3 |",
+        f"| vLLM, LoRA off 0.26.0 | base model | {base} | 0 |",
+    ]
+    summary = http_tables.summary(result)
+    assert "| loraplex 0.1.0 | 12 to 14 s | 20.0 (40.0), 6.0 | 23.0 (46.0), 6.0 |" in summary
+    assert "| vLLM, LoRA off 0.26.0 | 100 s | 20.0 (40.0), 6.0 | - | 9,000 tok/s | - |" in summary
+
+
+def test_the_first_run_after_a_start_is_held_against_the_last(result: dict[str, Any]) -> None:
+    table = http_tables.starts_table(result)
+    assert "| loraplex, empty caches | 31.0 s | 33.0 (66.0), 31.0 (62.0), 30.0 (60.0) | 1.10x |" in table
+    assert "| loraplex, used caches | 12.0 s | 30.0 (60.0), 30.0 (60.0), 30.0 (60.0) | 1.00x |" in table
+
+
+def test_documents_take_the_tables_once_there_is_a_result(tmp_path: Path, result: dict[str, Any]) -> None:
+    names = [name for name in make_tables.TABLES if name.startswith("http-")]
+    text = "".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\n" for name in names)
+    without = make_tables.fill(text, tmp_path / "nothing")
+    assert without.count("Not measured yet.") == 2
+    assert "|" not in without
+    (tmp_path / make_tables.HTTP).write_text(json.dumps(result))
+    filled = make_tables.fill(without, tmp_path)
+    assert "Not measured yet." not in filled
+    assert http_tables.PICTURE in filled
+    assert make_tables.fill(filled, tmp_path) == filled
+
+
+def test_the_picture_is_the_same_for_the_same_figures(tmp_path: Path, result: dict[str, Any]) -> None:
+    for name in ("one.svg", "two.svg"):
+        draw_http.draw(result, tmp_path / name)
+    drawn = (tmp_path / "one.svg").read_text()
+    assert drawn == (tmp_path / "two.svg").read_text()
+    assert "vLLM, LoRA off" in drawn
+    assert "vLLM, LoRA on" not in drawn

@@ -1,0 +1,124 @@
+"""Results are held against the code they were measured on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
+
+from benchmarks import gpu_tables, make_tables, sources
+
+CODE = '''"""A module."""
+LIMIT = 3
+"""How many."""
+
+
+def twice(value: int) -> int:
+    """Return it doubled."""
+    return 2 * value  # exact
+'''
+
+
+def fingerprint(tmp_path: Path, code: str) -> str:
+    root = tmp_path / str(len(list(tmp_path.iterdir())))
+    (root / "package").mkdir(parents=True)
+    (root / "package" / "module.py").write_text(code)
+    return sources.fingerprint("package", root=root)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("A module.", "The module.\n\nIn two paragraphs."),
+        ("How many.", "So many."),
+        ("Return it doubled.", "Return two times the value."),
+        ("  # exact", "  # a multiplication"),
+        ("    return", "    # Integers do not overflow.\n\n    return"),
+    ],
+)
+def test_words_about_the_code_do_not_count(tmp_path: Path, old: str, new: str) -> None:
+    assert fingerprint(tmp_path, CODE) == fingerprint(tmp_path, CODE.replace(old, new))
+
+
+@pytest.mark.parametrize(("old", "new"), [("LIMIT = 3", "LIMIT = 4"), ("2 * value", "2 * abs(value)")])
+def test_code_counts(tmp_path: Path, old: str, new: str) -> None:
+    assert fingerprint(tmp_path, CODE) != fingerprint(tmp_path, CODE.replace(old, new))
+
+
+def test_a_string_that_is_a_value_counts(tmp_path: Path) -> None:
+    code = 'def greet():\n    return """\n# hello\n"""\n'
+    assert fingerprint(tmp_path, code) != fingerprint(tmp_path, code.replace("# hello", "# goodbye"))
+
+
+def test_a_file_that_is_added_or_renamed_counts(tmp_path: Path) -> None:
+    root = tmp_path / "tree"
+    (root / "package").mkdir(parents=True)
+    (root / "package" / "one.py").write_text(CODE)
+    first = sources.fingerprint("package", root=root)
+    sources.fingerprint.cache_clear()
+    (root / "package" / "one.py").rename(root / "package" / "two.py")
+    assert sources.fingerprint("package", root=root) != first
+
+
+def test_every_table_says_which_code_it_speaks_for() -> None:
+    files = {file for each in make_tables.TABLES.values() for file in each.files}
+    assert files <= sources.SPEAKS_FOR.keys()
+    for file, sections in sources.SPEAKS_FOR.items():
+        assert "*" in sections, file
+        for section in sections:
+            sources.fingerprints(file, section)  # raises where a path is gone
+
+
+def section(**changes: str) -> dict[str, Any]:
+    recorded = sources.fingerprints("gpu_correctness.json", "adapters") | changes
+    checks = [{"passed": True}, {"passed": True}]
+    about = {"date": "2026-01-02T03:04:05", "git_commit": "abc", "passed": True, "checks": checks}
+    return {**about, "sources": recorded}
+
+
+def test_checks_that_ran_on_the_code_as_it_is_count_as_passed() -> None:
+    assert "| adapters | 2 of 2 | 2026-01-02 | abc |" in gpu_tables.correctness_table({"adapters": section()})
+
+
+def test_checks_that_are_older_than_their_code_are_refused() -> None:
+    table = gpu_tables.correctness_table({"adapters": section(**{"loraplex/engine": "before"})})
+    assert "| adapters | **not run** since `loraplex/engine` changed | 2026-01-02 | abc |" in table
+    assert "2 of 2" not in table
+
+
+def test_checks_that_do_not_say_what_they_ran_are_of_unknown_age() -> None:
+    old = {key: value for key, value in section().items() if key != "sources"}
+    assert "2 of 2, of unknown age" in gpu_tables.correctness_table({"adapters": old})
+
+
+def test_speed_results_are_named_with_what_changed_since(tmp_path: Path) -> None:
+    code = sources.fingerprints("assist.json")
+    old = {"date": "2026-01-02", "git_commit": "abc", "sources": code | {"loraplex/kernels/cpu": "before"}}
+    (tmp_path / "assist.json").write_text(json.dumps(old))
+    assert list(make_tables.outdated(tmp_path)) == [
+        "assist.json (all at abc): since then, loraplex/kernels/cpu changed"
+    ]
+
+
+def test_check_fails_where_a_document_is_not_what_the_results_say(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("<!-- table:cpu-limits -->\n999 MB\n<!-- /table:cpu-limits -->\n")
+    command = [sys.executable, "-m", "benchmarks.make_tables", str(document)]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments], cwd=sources.ROOT, capture_output=True, text=True, check=False
+        )
+
+    failed = run("--check")
+    assert failed.returncode == 1
+    assert "page.md; run python -m benchmarks.make_tables" in failed.stderr
+    assert run().returncode == 0
+    assert run("--check").returncode == 0
+    assert "999 MB" not in document.read_text()
