@@ -148,9 +148,31 @@ def limits_table(result: Result) -> str:
     return table(("what", "measured"), lines)
 
 
+def queue_table(result: Result) -> str:
+    """What waiting requests cost a step, and a cancellation."""
+    steps, cancels = result["steps"], result["cancels"]
+    lines = [
+        (
+            f"{int(count):,}",
+            f"{ms:.2f} ms",
+            f"{cancels['cancel_us'][count]:.1f} µs" if count in cancels["cancel_us"] else "",
+        )
+        for count, ms in steps["schedule_ms"].items()
+    ]
+    lines.append(("10,000 over 10 / over 100", f"{steps['ratio']:.2f}x", f"{cancels['ratio']:.2f}x"))
+    return table(("requests that wait", "deciding a step", "cancelling one of them"), lines)
+
+
+def queue_note(result: Result) -> str:
+    return (
+        f"Measured {result['date'][:10]} on {result['machine']['cpu']}, Python {result['python']}, commit "
+        f"{result['git_commit'] or 'unknown'}, beside {result['num_running']} requests that decode.\n"
+    )
+
+
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
 CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.json"
-TWIN = "twin_validation.json"
+TWIN, QUEUE = "twin_validation.json", "waiting_queue.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "cpu-serve": (SERVE, serve_table),
@@ -161,6 +183,8 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "cpu-machine": (SERVE, machine_note),
     "cpu-steps": (KERNELS, steps_table),
     "cpu-limits": (KERNELS, limits_table),
+    "waiting-queue": (QUEUE, queue_table),
+    "waiting-queue-machine": (QUEUE, queue_note),
     "gpu-machine": (GPU, gpu_tables.machine_note),
     "gpu-decode": (GPU, gpu_tables.decode_table),
     "gpu-serve": (GPU, gpu_tables.serve_table),

@@ -160,7 +160,7 @@ class AdapterPins:
         only requests behind that one are considered. Return False if there is none."""
         if not self._memory.shared:
             return False
-        for sequence in reversed(waiting.pinned):
+        for sequence in reversed(waiting.pinned()):
             if behind is not None and sequence.queue_position <= behind.queue_position:
                 return False
             version = sequence.adapter

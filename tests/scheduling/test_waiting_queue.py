@@ -45,7 +45,7 @@ class PlainQueue(WaitingQueue):
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self.requests)
 
-    def __contains__(self, request: Sequence) -> bool:
+    def __contains__(self, request: object) -> bool:
         return request in self.requests
 
     def append(self, request: Sequence) -> None:
