@@ -79,6 +79,9 @@ class TorchExecutor:
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         return self._adapters.poll(timeout_s)
 
+    def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
+        return self._adapters.overdue(deadline_s)
+
     def expect(self, spec: AdapterSpec) -> None:
         """Nothing is compiled or captured for a kind of adapter here."""
 

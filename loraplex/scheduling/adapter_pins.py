@@ -124,9 +124,11 @@ class AdapterPins:
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the request could run as far as its adapter goes."""
         version = sequence.adapter
-        if version is None:
-            return True
-        return sequence.pinned and (self._residency.is_resident(version) or version in self._arriving)
+        return version is None or (sequence.pinned and self.is_in_memory(version))
+
+    def is_in_memory(self, version: str) -> bool:
+        """Return whether requests could run on a version now: it is there, or on its way from the host."""
+        return self._residency.is_resident(version) or version in self._arriving
 
     def is_arriving(self, sequence: Sequence) -> bool:
         """Whether it would wait for its adapter as it runs."""

@@ -89,6 +89,13 @@ class Scheduler:
         self.adapters.failed(version)
         self._fail_all(version, message, pinned=True)
 
+    def adapter_overdue(self, version: str, message: str) -> None:
+        """A read or load does not end: the requests that wait for it fail. It may still end, one way or the
+        other, and is accounted for then."""
+        for sequence in self._sequences.on_version(version):
+            if sequence in self._waiting and not self._pins.is_in_memory(version):
+                self._fail(sequence, message, param="model")
+
     def _fail_all(self, version: str, message: str, *, pinned: bool) -> None:
         """Requests of a version; those that hold it in memory only if that is said."""
         for sequence in self._sequences.on_version(version):

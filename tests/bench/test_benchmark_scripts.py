@@ -202,6 +202,7 @@ def results_folder(tmp_path: Path) -> Path:
         make_tables.COLD,
         make_tables.ASSIST,
         make_tables.TWIN,
+        make_tables.QUEUE,
         make_tables.TWIN_CUDA,
         make_tables.TWIN_CPU,
     ):

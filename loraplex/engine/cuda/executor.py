@@ -200,6 +200,9 @@ class CudaExecutor:
             else:
                 time.sleep(wait_s)
 
+    def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
+        return self._adapters.overdue(deadline_s)
+
     def expect(self, spec: AdapterSpec) -> None:
         touched = touched_groups(spec)
         for groups in (touched, touched.union(*self._expected)):  # alone, and beside all others
