@@ -1,7 +1,9 @@
 """Every published figure of the GPU engine: decode, serving, many registered adapters, kernels, attention by
-the order of contexts, cold starts, and what padding to the largest rank of a batch would cost.
+the order of contexts, cold starts, what padding to the largest rank of a batch would cost, and what a step
+costs the host by the context of its requests.
 
-    python -m benchmarks.gpu_engine decode serve registered kernels attention cold padded --workloads DIR
+    python -m benchmarks.gpu_engine decode serve registered kernels attention cold padded tables \\
+        --workloads DIR
 
 Writes results/gpu_engine.json; sections that are not named keep what they hold. Each section runs in a
 process of its own, so that none finds memory or compiled kernels of another in its way. Needs one GPU of
@@ -198,6 +200,15 @@ def padded(workloads: Path) -> list[dict[str, Any]]:
     return found
 
 
+def tables(workloads: Path) -> list[dict[str, Any]]:
+    from benchmarks.table_steps import measure_tables
+
+    found = measure_tables("cuda")
+    for row in found:
+        print(row, flush=True)
+    return found
+
+
 SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
     "decode": decode,
     "serve": serve,
@@ -206,6 +217,7 @@ SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
     "attention": attention,
     "cold": cold,
     "padded": padded,
+    "tables": tables,
 }
 
 

@@ -30,6 +30,7 @@ import aiohttp
 from benchmarks import engines
 from benchmarks.cpu_serve import checkpoint
 from benchmarks.servers import RunningServer, running
+from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
 from loraplex.core.whole_file import write_whole
 
@@ -291,6 +292,7 @@ def main() -> None:
             results = asyncio.run(measure(server, args.only or names, args.rounds))
             rss_after = _rss_mib(server.pid)
     result = environment() | {
+        "sources": fingerprints("holdups.json"),
         "parameters": {"streams": NUM_STREAMS, "window_s": WINDOW_S, "rounds": args.rounds},
         "server_options": args.server_options,
         "rss_mib": {"at_start": round(rss_before), "at_end": round(rss_after)},

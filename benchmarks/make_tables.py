@@ -42,6 +42,7 @@ _BLOCK: Final = re.compile(
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
 CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.json"
 TWIN, HTTP = "twin_validation.json", "http_compare.json"
+QUEUE = "waiting_queue.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 
 
@@ -64,6 +65,8 @@ TABLES: Final[dict[str, Table]] = {
     "cpu-machine": Table((SERVE,), cpu_tables.machine_note),
     "cpu-steps": Table((KERNELS,), cpu_tables.steps_table),
     "cpu-limits": Table((KERNELS,), cpu_tables.limits_table),
+    "waiting-queue": Table((QUEUE,), cpu_tables.queue_table),
+    "waiting-queue-machine": Table((QUEUE,), cpu_tables.queue_note),
     "gpu-machine": Table((GPU,), gpu_tables.machine_note),
     "gpu-decode": Table((GPU,), gpu_tables.decode_table),
     "gpu-serve": Table((GPU,), gpu_tables.serve_table),

@@ -11,7 +11,7 @@ drops what `take_evictions` names. How much memory there is, and where in it ada
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
@@ -63,7 +63,8 @@ class Residency:
         self.idle_bytes = 0
         self._entries: dict[str, _Entry] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # resident and unpinned, oldest use first
-        self._num_loading = 0
+        self._loading: set[str] = set()
+        self._resident: set[str] = set()
         self._evictions: list[str] = []
         self._removed: list[str] = []
 
@@ -157,7 +158,7 @@ class Residency:
 
     @property
     def num_loading(self) -> int:
-        return self._num_loading
+        return len(self._loading)
 
     @property
     def used_bytes(self) -> int:
@@ -173,7 +174,8 @@ class Residency:
         assert entry.tier is Tier.LOADING, f"{version} was not loading"
         entry.tier = self._room.resident_tier
         self._room.settle(version)
-        self._num_loading -= 1
+        self._loading.remove(version)
+        self._resident.add(version)
         entry.loads += 1
         if entry.pins == 0:  # everyone who waited for it is gone
             self._become_idle_unless_kept(version, entry)
@@ -185,7 +187,7 @@ class Residency:
         assert entry.tier is Tier.LOADING, f"{version} was not loading"
         entry.tier = Tier.DISK
         entry.kept = entry.ahead = False
-        self._num_loading -= 1
+        self._loading.remove(version)
         self._room.give_back(version, entry.num_bytes, entry.last_use)
         self._forget_if_drained(version, entry)
 
@@ -211,9 +213,14 @@ class Residency:
         return removed
 
     @property
-    def resident(self) -> set[str]:
+    def resident(self) -> Set[str]:
         """Versions whose weights are in memory."""
-        return {version for version in self._entries if self.is_resident(version)}
+        return self._resident
+
+    @property
+    def loading(self) -> Set[str]:
+        """Versions that are being loaded."""
+        return self._loading
 
     def snapshot(self) -> list[AdapterStats]:
         """Every version that is known.
@@ -237,7 +244,8 @@ class Residency:
         held = sum(entry.num_bytes for entry in self._entries.values() if entry.tier is not Tier.DISK)
         assert held == self.used_bytes <= self.budget_bytes
         assert self.idle_bytes == sum(self._entries[version].num_bytes for version in self._idle)
-        assert self._num_loading == sum(e.tier is Tier.LOADING for e in self._entries.values())
+        assert self._loading == {v for v, entry in self._entries.items() if entry.tier is Tier.LOADING}
+        assert self._resident == {version for version in self._entries if self.is_resident(version)}
         for version, entry in self._entries.items():
             assert entry.pins == pins.get(version, 0), f"{version}: {entry.pins} pins, held by {pins}"
             assert entry.in_flight == in_flight.get(version, 0)
@@ -254,7 +262,7 @@ class Residency:
         if not self._room.take(version, entry.num_bytes, idle, spare_blocks):
             return False
         entry.tier = Tier.LOADING
-        self._num_loading += 1
+        self._loading.add(version)
         return True
 
     def _become_idle_unless_kept(self, version: str, entry: _Entry) -> None:
@@ -277,6 +285,7 @@ class Residency:
         entry = self._entries[version]
         self._leave_idle(version, entry)
         entry.tier = Tier.DISK
+        self._resident.remove(version)
         entry.ahead = False
         self._room.give_back(version, entry.num_bytes, entry.last_use)
         self._evictions.append(version)

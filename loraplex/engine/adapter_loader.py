@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
+import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -36,24 +38,63 @@ class LoadResult:
     read: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Task:
+    """One version to load from the first of its folders that still holds it, or to read only."""
+
+    sources: Sequence[AdapterSpec]
+    load: Load | Read
+    is_read: bool
+
+
 class AdapterLoader:
-    """A few threads that read adapters; results are collected by the engine's own thread."""
+    """A few threads that read adapters; results are collected by the engine's own thread.
+
+    A read from a disk that is gone may never return, and nothing can end its thread. `overdue` starts another
+    thread in its place, so that one such adapter does not hold up the others. Threads are daemons for the
+    same reason: the process can exit while one of them hangs.
+    """
 
     def __init__(self, num_threads: int = 1, on_thread: Callable[[], None] | None = None) -> None:
         """`on_thread`: what each of them does first."""
-        self._threads = ThreadPoolExecutor(num_threads, "adapter-loader", initializer=on_thread)
+        self._on_thread = on_thread
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # for what is below
+        self._begun: dict[_Task, tuple[float, threading.Thread]] = {}
+        self._overdue: set[_Task] = set()
+        self._threads: list[threading.Thread] = []
         self.num_pending = 0
+        for _ in range(num_threads):
+            self._start_thread()
 
     def submit(self, sources: Sequence[AdapterSpec], load: Load) -> None:
         """Load one version from the first of its folders that still holds it."""
         self.num_pending += 1
-        self._threads.submit(self._load, sources, load, False)
+        self._tasks.put(_Task(sources=sources, load=load, is_read=False))
 
     def submit_read(self, sources: Sequence[AdapterSpec], read: Read) -> None:
         """The same, of a version that is only read."""
         self.num_pending += 1
-        self._threads.submit(self._load, sources, read, True)
+        self._tasks.put(_Task(sources=sources, load=read, is_read=True))
+
+    def overdue(self, deadline_s: float) -> list[str]:
+        """Versions whose read or load began as long ago as this and has not ended. Its result is still
+        reported by `poll` if it ends after all."""
+        if not self._begun:
+            return []
+        now_s = time.monotonic()
+        with self._lock:
+            late = {
+                task: thread
+                for task, (begun_s, thread) in self._begun.items()
+                if now_s - begun_s >= deadline_s
+            }
+            for task in late.keys() - self._overdue:
+                self._overdue.add(task)
+                self._threads.remove(late[task])
+                self._start_thread()
+        return [task.sources[0].version for task in late]
 
     def poll(self, timeout_s: float = 0.0) -> list[LoadResult]:
         """Loads that finished; waits for the first of them no longer than `timeout_s`."""
@@ -69,13 +110,40 @@ class AdapterLoader:
         return results
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Wait for the loads that have begun, but for those that are overdue."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
 
-    def _load(self, sources: Sequence[AdapterSpec], load: Load | Read, is_read: bool) -> None:
-        version, reason = sources[0].version, ""
-        for spec in sources:
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        if self._on_thread is not None:
+            self._on_thread()
+        while (task := self._tasks.get()) is not None:
+            with self._lock:
+                self._begun[task] = (time.monotonic(), threading.current_thread())
+            result = self._load(task)
+            with self._lock:
+                del self._begun[task]
+                is_replaced = task in self._overdue
+                self._overdue.discard(task)
+            self._finished.put(result)
+            if is_replaced:
+                return
+
+    def _load(self, task: _Task) -> LoadResult:
+        version, reason = task.sources[0].version, ""
+        for spec in task.sources:
             try:
-                weights = load(spec)
+                weights = task.load(spec)
             except (AdapterError, CapacityError) as error:
                 reason = str(error)
             except OSError as error:
@@ -84,12 +152,11 @@ class AdapterLoader:
                 reason = "it could not be loaded; the server's log says why"
                 logger.exception("a bug while loading an adapter")
             else:
-                self._finished.put(LoadResult(version=version, weights=weights, read=is_read))
-                return
+                return LoadResult(version=version, weights=weights, read=task.is_read)
             # Clients are told the reason; the path is the operator's business.
             logger.warning("the adapter in %s was not loaded: %s", spec.path, reason)
         message = f"the adapter is not available: {reason}"
-        self._finished.put(LoadResult(version=version, error=message, read=is_read))
+        return LoadResult(version=version, error=message, read=task.is_read)
 
 
 def resident_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int:

@@ -9,6 +9,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from loraplex.engine.block_tables import BlockTables, Integers
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.interface import Kernels
 from loraplex.kernels.lora import LoraSegment, LoraWeights
@@ -31,11 +32,16 @@ class BuiltBatch:
 
 
 class BatchBuilder:
-    """Makes batches for one model on one device."""
+    """Makes batches for one model on one device.
+
+    `tables`: the block tables of running requests. Whoever builds batches step by step says when a request
+    ends or begins anew, and when blocks were moved.
+    """
 
     def __init__(self, kernels: Kernels, block_size: int) -> None:
         self._kernels = kernels
         self._block_size = block_size
+        self.tables = BlockTables()
 
     def build(
         self,
@@ -47,22 +53,24 @@ class BatchBuilder:
         ordered = sorted(chunks, key=self._place)
         starts = _starts(ordered)
         logit_rows, sampling, rows_of = self._choose_rows(ordered, starts, all_rows_of)
-        placed = list(zip(ordered, starts, strict=True))
-        decodes = [(chunk, start) for chunk, start in placed if chunk.num_tokens == 1]
-        decodes.sort(key=lambda pair: pair[0].end, reverse=True)  # nobody waits for a long one begun last
-        spans = [(chunk, start) for chunk, start in placed if chunk.num_tokens > 1]
+        table_rows = self.tables.rows_of(ordered)
+        placed = list(enumerate(zip(ordered, starts, strict=True)))
+        decodes = [(index, *pair) for index, pair in placed if pair[0].num_tokens == 1]
+        decodes.sort(key=lambda each: each[1].end, reverse=True)  # nobody waits for a long one begun last
+        spans = [(index, *pair) for index, pair in placed if pair[0].num_tokens > 1]
+        positions, slots = self._positions_and_slots(ordered, starts, table_rows)
         batch = KernelBatch(
             token_ids_T=torch.tensor([token for chunk in ordered for token in chunk.token_ids or (0,)]),
-            positions_T=torch.from_numpy(np.concatenate([np.arange(c.start, c.end) for c in ordered])),
-            slots_T=torch.from_numpy(np.concatenate([self._slots(c) for c in ordered])),
-            decode_rows_D=torch.tensor([start for _, start in decodes], dtype=torch.int64),
-            decode_context_D=torch.tensor([c.end for c, _ in decodes], dtype=torch.int64),
-            decode_blocks_DB=_block_table([c.block_ids for c, _ in decodes]),
-            span_starts_S=torch.tensor([start for _, start in spans], dtype=torch.int64),
-            span_lens_S=torch.tensor([c.num_tokens for c, _ in spans], dtype=torch.int64),
-            span_context_S=torch.tensor([c.end for c, _ in spans], dtype=torch.int64),
-            span_blocks_SB=_block_table([c.block_ids for c, _ in spans]),
-            max_span_len=max((c.num_tokens for c, _ in spans), default=0),
+            positions_T=torch.from_numpy(positions),
+            slots_T=torch.from_numpy(slots),
+            decode_rows_D=torch.tensor([start for _, _, start in decodes], dtype=torch.int64),
+            decode_context_D=torch.tensor([c.end for _, c, _ in decodes], dtype=torch.int64),
+            decode_blocks_DB=self._block_table(decodes, table_rows),
+            span_starts_S=torch.tensor([start for _, _, start in spans], dtype=torch.int64),
+            span_lens_S=torch.tensor([c.num_tokens for _, c, _ in spans], dtype=torch.int64),
+            span_context_S=torch.tensor([c.end for _, c, _ in spans], dtype=torch.int64),
+            span_blocks_SB=self._block_table(spans, table_rows),
+            max_span_len=max((c.num_tokens for _, c, _ in spans), default=0),
             lora=self._kernels.prepare_lora(self._segments(ordered, starts, adapters)),
             logit_rows_L=torch.tensor(logit_rows, dtype=torch.int64),
         )
@@ -107,13 +115,22 @@ class BatchBuilder:
                 sampling[chunk.request_id] = len(rows) - 1
         return rows, sampling, rows_of
 
-    def _slots(self, chunk: Chunk) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        positions = np.arange(chunk.start, chunk.end)
-        blocks = np.asarray(chunk.block_ids, dtype=np.int64)[positions // self._block_size]
-        slots: np.ndarray[tuple[int], np.dtype[np.int64]] = (
-            blocks * self._block_size + positions % self._block_size
-        )
-        return slots
+    def _positions_and_slots(
+        self, ordered: Sequence[Chunk], starts: Sequence[int], table_rows: Integers
+    ) -> tuple[Integers, Integers]:
+        """Of every row of the batch: its place in its sequence, and where its keys and values go."""
+        lens = [chunk.num_tokens for chunk in ordered]
+        shifts = np.array([chunk.start - start for chunk, start in zip(ordered, starts, strict=True)])
+        positions = np.arange(starts[-1] + lens[-1]) + np.repeat(shifts, lens)
+        indices, offsets = np.divmod(positions, self._block_size)
+        blocks = self.tables.blocks_at(np.repeat(table_rows, lens), indices)
+        return positions, blocks * self._block_size + offsets
+
+    def _block_table(self, placed: Sequence[tuple[int, Chunk, int]], table_rows: Integers) -> torch.Tensor:
+        """The block tables of these chunks, each with its index in the batch."""
+        width = max((len(chunk.block_ids) for _, chunk, _ in placed), default=0)
+        rows = table_rows[[index for index, _, _ in placed]] if placed else table_rows[:0]
+        return torch.from_numpy(self.tables.gather(rows, width))
 
 
 def _starts(ordered: Sequence[Chunk]) -> list[int]:
@@ -122,11 +139,3 @@ def _starts(ordered: Sequence[Chunk]) -> list[int]:
         starts.append(row)
         row += chunk.num_tokens
     return starts
-
-
-def _block_table(block_ids: Sequence[Sequence[int]]) -> torch.Tensor:
-    width = max((len(blocks) for blocks in block_ids), default=0)
-    table = np.zeros((len(block_ids), width), dtype=np.int64)
-    for row, blocks in enumerate(block_ids):
-        table[row, : len(blocks)] = blocks
-    return torch.from_numpy(table)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.cold_start import ColdStart
@@ -25,6 +25,9 @@ from loraplex.scheduling.scheduler import Scheduler
 
 _LOAD_WAIT_S = 0.001
 """How long a step with nothing to compute waits for a load, before it looks for new requests again."""
+LOAD_DEADLINE_S: Final = 120.0
+"""Long enough for gigabytes from a slow disk: what takes longer is taken to hang."""
+MAX_PAUSE_S: Final = 5.0
 _OBSERVED_STEPS = 8
 """Of so many steps, one is compared with what it was predicted to take."""
 
@@ -47,13 +50,19 @@ class Engine:
         memory: Memory,
         executor: Executor,
         costs: DriftWatch | None = None,
+        load_deadline_s: float = LOAD_DEADLINE_S,
+        max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
-        """`costs`: what things take on this machine, corrected by what they are found to take."""
+        """`costs`: what things take on this machine, corrected by what they are found to take.
+        `load_deadline_s`: requests fail if their adapter has been read from disk for longer. `max_pause_s`:
+        with `ColdStart.ON_DEMAND`, how long a step is put off for a load."""
         self.max_model_len = config.max_model_len
         self.step_work = config.work
         self._residency = memory.residency
         self._scheduler = Scheduler(config, memory, costs)
         self._executor = executor
+        self._load_deadline_s = load_deadline_s
+        self._max_pause_s = max_pause_s
         # A version may lie in several folders, under as many names; any of them will do to load it.
         self._sources: dict[str, dict[Path, AdapterSpec]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
@@ -65,6 +74,7 @@ class Engine:
 
     def step(self) -> Sequence[EngineOutput]:
         self._collect_loads(timeout_s=0.0)
+        self._fail_overdue()
         plan = self._scheduler.schedule()
         for request_id in plan.preempted:
             self._executor.preempt(request_id)
@@ -78,9 +88,8 @@ class Engine:
             self._executor.load_adapters(
                 [LoadOrder(list(self._sources[load.version].values()), load) for load in plan.adapter_loads]
             )
-        awaited = set(plan.waits_for)
-        while awaited:
-            awaited -= self._collect_loads(timeout_s=_LOAD_WAIT_S)
+        if plan.waits_for:
+            self._await_loads(plan.waits_for)
         if plan.chunks:
             launched_s = time.perf_counter()
             self._flights.append(_Launched(plan, self._executor.launch(plan), launched_s))
@@ -178,6 +187,22 @@ class Engine:
             else:
                 self._scheduler.adapter_failed(event.version, event.error)
         return {event.version for event in events}
+
+    def _await_loads(self, versions: Set[str]) -> None:
+        """Wait until these versions have been read or loaded, but no longer than a step may be put off: a
+        disk that does not answer must not stop every stream."""
+        awaited, until_s = set(versions), time.monotonic() + self._max_pause_s
+        while awaited and time.monotonic() < until_s:
+            awaited -= self._collect_loads(timeout_s=_LOAD_WAIT_S)
+
+    def _fail_overdue(self) -> None:
+        """Fail requests whose adapter does not come. If it comes later, it serves those after them."""
+        for version in self._executor.overdue_adapters(self._load_deadline_s):
+            self._scheduler.adapter_overdue(
+                version,
+                f"the adapter is not available: version {version} has not been read from disk after "
+                f"{self._load_deadline_s:g} s; check the disk that holds it, then try again",
+            )
 
     def _collect_prompt_logprobs(self, chunks: Sequence[Chunk], result: StepResult) -> None:
         """A long prompt is scored over several steps. One that was preempted is scored again from where it

@@ -112,6 +112,10 @@ class Executor(Protocol):
         """Reads and loads that ended; waits for the first of them no longer than `timeout_s`."""
         ...
 
+    def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
+        """Versions that have been read from disk for so long without an end. They may still come."""
+        ...
+
     @property
     def num_pending_loads(self) -> int: ...
 

@@ -29,6 +29,10 @@ class ResidentAdapters:
         """Only to where a load begins."""
         self._loader.submit_read(sources, read)
 
+    def overdue(self, deadline_s: float) -> list[str]:
+        """Versions that have been loaded or read for so long without an end."""
+        return self._loader.overdue(deadline_s)
+
     def poll(self, timeout_s: float) -> list[AdapterEvent]:
         """Reads and loads that ended; waits for the first of them no longer than `timeout_s`."""
         events = []

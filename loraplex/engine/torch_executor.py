@@ -50,10 +50,11 @@ class TorchExecutor:
         self._states[request.request_id] = SamplingState(request)
 
     def preempt(self, request_id: str) -> None:
-        """Nothing is kept for a request because it runs."""
+        self._builder.tables.forget(request_id)
 
     def end(self, request_id: str) -> None:
         self._states.pop(request_id, None)
+        self._builder.tables.forget(request_id)
 
     def adapter_bytes(self, spec: AdapterSpec) -> int:
         return resident_bytes(spec, self._decoder.config.shape, self._dtype)
@@ -78,6 +79,9 @@ class TorchExecutor:
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         return self._adapters.poll(timeout_s)
 
+    def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
+        return self._adapters.overdue(deadline_s)
+
     def expect(self, spec: AdapterSpec) -> None:
         """Nothing is compiled or captured for a kind of adapter here."""
 
@@ -87,6 +91,7 @@ class TorchExecutor:
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
         assert self._states.keys() == request_ids
         assert self._adapters.weights.keys() == adapters
+        self._builder.tables.check_integrity(request_ids)
 
     def close(self) -> None:
         self._adapters.close()

@@ -21,6 +21,7 @@ from loraplex.scheduling.popularity import Popularity
 from loraplex.scheduling.sequence import Sequence
 from loraplex.scheduling.start_policy import StartPolicy
 from loraplex.scheduling.step_features import step_features
+from loraplex.scheduling.waiting_queue import WaitingQueue
 
 _LEAST_BLOCKS: Final = 2
 """Of KV memory beside adapters that stay: enough for a request."""
@@ -49,7 +50,7 @@ class AdapterDesk:
         self._costs = costs
         self._popularity = Popularity()
         self._under_way: deque[Many[Chunk]] = deque()  # steps
-        self.pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth, max_running=config.max_running)
+        self.pins = AdapterPins(memory, prefetch_depth=config.prefetch_depth)
         self.choose_cold_start(config.cold_start)
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
@@ -110,7 +111,7 @@ class AdapterDesk:
         """Whether there is something to bring in that no request waits for."""
         return self.pins.has_to_keep or (self._staging is not None and self._staging.has_ahead)
 
-    def bring_in(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
+    def bring_in(self, waiting: WaitingQueue, running: Many[Sequence]) -> None:
         """What waiting requests need, in their order, then what they may need some day."""
         self.pins.prefetch(waiting, running)
         if self._config.loads_popular and not waiting and self._residency.num_loading == 0:
@@ -118,7 +119,7 @@ class AdapterDesk:
         if self._staging is not None:
             self._staging.fetch_ahead()
 
-    def take_orders(self, used: Set[str | None], waiting: deque[Sequence]) -> Orders:
+    def take_orders(self, used: Set[str | None], waiting: WaitingQueue) -> Orders:
         """`used`: by the step that is decided, with None for the base model alone; empty if there is none."""
         reads = () if self._staging is None else self._staging.take_reads()
         on_demand = self.cold_start is ColdStart.ON_DEMAND
@@ -132,7 +133,7 @@ class AdapterDesk:
         waits_for: frozenset[str] = frozenset()
         if on_demand:  # nobody goes on before what somebody waits for is there
             begun = {read.version for read in reads} | {load.version for load in loads}
-            waits_for = frozenset(begun & {sequence.adapter for sequence in waiting})
+            waits_for = frozenset(version for version in begun if version in waiting.versions)
         return Orders(reads, loads, waits_for, self.pins.waits_for_any(used))
 
     def read(self, version: str, *, failed: bool) -> None:

@@ -20,6 +20,7 @@ from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad
 from loraplex.scheduling.sequence import Sequence
 from loraplex.scheduling.start_policy import Coming, StartPolicy
+from loraplex.scheduling.waiting_queue import WaitingQueue
 
 _NUM_TRIED: Final = 8
 """Popular adapters that are tried before the next step."""
@@ -33,12 +34,11 @@ class AdapterPins:
     for whose tokens there was none. `starts`: whether adapters can be counted on while they are on their way
     from the host's memory."""
 
-    def __init__(self, memory: Memory, *, prefetch_depth: int, max_running: int) -> None:
+    def __init__(self, memory: Memory, *, prefetch_depth: int) -> None:
         self._memory = memory
         self._residency = memory.residency
         self._staging = memory.staging
         self._prefetch_depth = prefetch_depth
-        self._max_running = max_running
         self._to_keep: deque[str] = deque()
         self._loads: list[AdapterLoad] = []
         self._arriving: dict[str, int] = {}  # on their way, and can be counted on already; bytes
@@ -61,12 +61,12 @@ class AdapterPins:
         """Whether any is yet to be brought in to stay."""
         return bool(self._to_keep)
 
-    def prefetch(self, waiting: deque[Sequence], running: Many[Sequence]) -> None:
+    def prefetch(self, waiting: WaitingQueue, running: Many[Sequence]) -> None:
         """Pin or start to load adapters of the first waiting requests, in order, while there is room."""
         self.refused = None
         self._reads_more = True
         self._bring_in_kept(running)
-        for sequence in islice(waiting, self._prefetch_depth):
+        for sequence in waiting.first(self._prefetch_depth):
             if sequence is self.short and not running:
                 return  # what were loaded behind it would fill all that it waits for, again and again
             version = sequence.adapter
@@ -81,7 +81,7 @@ class AdapterPins:
                 if self._residency.num_loading > 0 or not self.unpin_youngest(waiting, behind=sequence):
                     self.refused = sequence
                     return  # nobody overtakes: a large adapter must not starve behind small ones
-            sequence.pinned = True
+            waiting.set_pinned(sequence, pinned=True)
             if absent:
                 self._load(version, num_tokens=len(sequence.token_ids))
             self._follow_moves(running)
@@ -110,26 +110,25 @@ class AdapterPins:
             self._reads_more = self._staging.fetch(version)
         return False
 
-    def only_reads(self, waiting: Iterable[Sequence]) -> bool:
-        """Whether all that these wait for are reads to the host's memory, begun or not yet their turn: until
-        one of them ends, `prefetch` does nothing."""
-        return all(
-            sequence.adapter is not None and not sequence.pinned and self._awaits_read(sequence.adapter)
-            for sequence in waiting
-        )
-
-    def _awaits_read(self, version: str) -> bool:
-        staging = self._staging
-        return (
-            staging is not None and self._residency.tier(version) is Tier.DISK and staging.holds_up(version)
-        )
+    def only_reads(self, waiting: WaitingQueue) -> bool:
+        """Return whether every waiting request waits for a read to the host's memory, which has begun or is
+        not its turn yet: until one of these reads ends, `prefetch` does nothing."""
+        if not waiting:
+            return True
+        if waiting.has_candidates or self._staging is None:
+            return False
+        versions, residency = waiting.versions, self._residency
+        on_disk = versions.isdisjoint(residency.resident) and versions.isdisjoint(residency.loading)
+        return on_disk and self._staging.holds_up_all(versions)
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the request could run as far as its adapter goes."""
         version = sequence.adapter
-        if version is None:
-            return True
-        return sequence.pinned and (self._residency.is_resident(version) or version in self._arriving)
+        return version is None or (sequence.pinned and self.is_in_memory(version))
+
+    def is_in_memory(self, version: str) -> bool:
+        """Return whether requests could run on a version now: it is there, or on its way from the host."""
+        return self._residency.is_resident(version) or version in self._arriving
 
     def is_arriving(self, sequence: Sequence) -> bool:
         """Whether it would wait for its adapter as it runs."""
@@ -158,19 +157,19 @@ class AdapterPins:
         if self._staging is not None:
             self._staging.release(version)
 
-    def unpin_youngest(self, waiting: deque[Sequence], behind: Sequence | None = None) -> bool:
-        """Let go of the adapter in shared memory that the last request in the queue holds, if that is behind
-        the one named. False if there is none."""
+    def unpin_youngest(self, waiting: WaitingQueue, behind: Sequence | None = None) -> bool:
+        """Unpin the adapter of the last request in the queue that holds one in shared memory. With `behind`,
+        only requests behind that one are considered. Return False if there is none."""
         if not self._memory.shared:
             return False
-        # Pins are given near the head; since then, no more than all who ran can have come before them.
-        for sequence in reversed(list(islice(waiting, self._prefetch_depth + self._max_running))):
-            if sequence is behind:
+        for sequence in reversed(waiting.pinned()):
+            if behind is not None and sequence.queue_position <= behind.queue_position:
                 return False
             version = sequence.adapter
-            if sequence.pinned and version is not None and self._residency.is_resident(version):
+            assert version is not None
+            if self._residency.is_resident(version):
                 self._residency.unpin(version)
-                sequence.pinned = False
+                waiting.set_pinned(sequence, pinned=False)
                 return True
         return False
 

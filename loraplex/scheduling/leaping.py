@@ -156,7 +156,7 @@ class LeapingScheduler(Scheduler):
         """Of a version that has just been read: whether the one request that waits could join the step after
         the next one of the group, which takes so long, and its adapter be there by then; with room for all,
         so that nothing has to make way."""
-        group, waiting = self.group, self._waiting
+        group, waiting = self.group, list(self._waiting.first(2))
         if group is None or len(waiting) != 1 or waiting[0].adapter != version or group.steps_left < 2:
             return False
         num_tokens = len(waiting[0].token_ids)

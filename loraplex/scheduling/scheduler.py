@@ -26,8 +26,10 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.request_limits import check_request, room_in_words
+from loraplex.scheduling.request_table import RequestTable
 from loraplex.scheduling.scheduler_view import check_integrity, engine_stats
 from loraplex.scheduling.sequence import ChunkUnderWay, Sequence
+from loraplex.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -39,9 +41,9 @@ class Scheduler:
         self._memory = memory
         self._pool = memory.pool
         self._residency = memory.residency
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences = RequestTable()
         self.adapters = AdapterDesk(config, memory, costs)
         self._pins = self.adapters.pins
         self._failures: list[TokenUpdate] = []
@@ -60,7 +62,7 @@ class Scheduler:
         if request.adapter is not None:
             self.adapters.asked_for(request.adapter)
         sequence = Sequence(request)
-        self._sequences[request.request_id] = sequence
+        self._sequences.add(sequence)
         self._waiting.append(sequence)
         self._is_settled = False
 
@@ -87,9 +89,16 @@ class Scheduler:
         self.adapters.failed(version)
         self._fail_all(version, message, pinned=True)
 
+    def adapter_overdue(self, version: str, message: str) -> None:
+        """A read or load does not end: the requests that wait for it fail. It may still end, one way or the
+        other, and is accounted for then."""
+        for sequence in self._sequences.on_version(version):
+            if sequence in self._waiting and not self._pins.is_in_memory(version):
+                self._fail(sequence, message, param="model")
+
     def _fail_all(self, version: str, message: str, *, pinned: bool) -> None:
         """Requests of a version; those that hold it in memory only if that is said."""
-        for sequence in [s for s in self._sequences.values() if s.adapter == version]:
+        for sequence in self._sequences.on_version(version):
             if pinned or not sequence.pinned:
                 self._fail(sequence, message, param="model")
 
@@ -233,37 +242,38 @@ class Scheduler:
         self._slots.leave(sequence.adapter)
         self._pool.release(sequence.block_ids)
         sequence.reset()
-        self._waiting.appendleft(sequence)
+        self._waiting.append_front(sequence)
         self._num_preemptions += 1
 
     # ---- waiting requests
 
     def _admit(self, chunks: list[Chunk], budget: float) -> None:
-        passed_over: list[Sequence] = []
         self._pins.short = None
-        while self._waiting and budget >= 1 and len(self._running) < self._config.max_running:
-            sequence = self._waiting.popleft()
+        # A request that was refused memory for its adapter is not overtaken: the others would take it.
+        refused = self._pins.refused if self._memory.shared else None
+        admitted: list[Sequence] = []
+        for sequence in self._waiting.candidates():
+            if budget < 1 or len(self._running) >= self._config.max_running:
+                break
+            if refused is not None and sequence.queue_position > refused.queue_position:
+                break
             if not self._pins.is_ready(sequence) or sequence.num_unknown > 0:
-                passed_over.append(sequence)
-                if self._memory.shared and sequence is self._pins.refused:
-                    break  # it waits for memory, which whoever overtook it would take
                 continue
             if self._pins.is_arriving(sequence) and not self.adapters.may_join(sequence, chunks):
-                passed_over.append(sequence)
                 continue
             if not self._slots.has_room_for(sequence.adapter):
-                passed_over.append(sequence)
                 continue
             num_tokens = self._start(sequence, budget)
             if num_tokens == 0:
-                passed_over.append(sequence)
                 self._pins.short = sequence
                 break
+            admitted.append(sequence)
             self._running.append(sequence)
             self._slots.enter(sequence.adapter)
             chunks.append(sequence.next_chunk(num_tokens))
             budget -= self._config.work.cost(sequence.num_computed, num_tokens)
-        self._waiting.extendleft(reversed(passed_over))
+        for sequence in admitted:
+            self._waiting.remove(sequence)
 
     def _start(self, sequence: Sequence, budget: float) -> int:
         """Blocks for a first chunk, on top of what the prefix cache has; 0 if memory is short."""
@@ -277,7 +287,7 @@ class Scheduler:
             return 0
         missing = self._pool.blocks_for(num_cached + num_tokens) - len(cached)
         blocks = self._pool.allocate(missing)
-        while blocks is None and not self._running and self._pins.unpin_youngest(self._waiting):
+        while blocks is None and not self._running and self._pins.unpin_youngest(self._waiting, sequence):
             blocks = self._pool.allocate(missing)  # nobody else's end would ever make room
         if blocks is None:
             self._pool.release(cached)
@@ -357,13 +367,13 @@ class Scheduler:
 
     def _drop(self, sequence: Sequence) -> None:
         """Out of every queue, all memory and pins given back."""
-        del self._sequences[sequence.request_id]
+        self._sequences.remove(sequence)
         self._is_settled = False
-        if sequence in self._running:
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        else:
             self._running.remove(sequence)
             self._slots.leave(sequence.adapter)
-        else:
-            self._waiting.remove(sequence)
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
         if sequence.adapter is not None:
@@ -383,7 +393,7 @@ class Scheduler:
     @property
     def request_ids(self) -> Set[str]:
         """Requests that are in the engine."""
-        return self._sequences.keys()
+        return self._sequences.ids
 
     def stats(self, num_steps: int) -> EngineStats:
         return engine_stats(
@@ -397,7 +407,9 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert every invariant that ties queues, blocks and pins together. For tests, after each step."""
-        assert {s.request_id for s in (*self._waiting, *self._running)} == self._sequences.keys()
+        assert {s.request_id for s in (*self._waiting, *self._running)} == self._sequences.ids
         assert len(self._waiting) + len(self._running) == len(self._sequences)
+        self._waiting.check_integrity()
+        self._sequences.check_integrity()
         unknown = Counter(id(c.sequence) for step in self._under_way for c in step if c.samples)
         check_integrity(self._waiting, self._running, self._memory, unknown)

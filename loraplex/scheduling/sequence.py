@@ -18,7 +18,8 @@ class Sequence:
     *Unknown* tokens are being sampled by steps under way, and what such steps compute counts as computed.
     `num_resets`: how often the sequence was preempted; a step from before that has nothing to publish.
     `pinned`: the residency holds the adapter's weights for this sequence. `num_cached`: prompt tokens the
-    prefix cache had when the request was first admitted; None until then.
+    prefix cache had when the request was first admitted; None until then. `queue_position`: of the waiting
+    queue; those with smaller numbers run first.
     """
 
     __slots__ = (
@@ -31,6 +32,7 @@ class Sequence:
         "num_resets",
         "num_unknown",
         "pinned",
+        "queue_position",
         "request",
         "request_id",
         "token_ids",
@@ -49,6 +51,7 @@ class Sequence:
         self.num_unknown = 0
         self.block_ids: list[int] = []
         self.pinned = False
+        self.queue_position = 0
 
     @property
     def num_tokens(self) -> int:

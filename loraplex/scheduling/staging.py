@@ -10,6 +10,7 @@ the first of those who wait needs.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import KeysView, Set
 from typing import Final
 
 from loraplex.adapters.host_room import HostRoom
@@ -27,6 +28,7 @@ class Staging:
     def __init__(self, budget_bytes: int) -> None:
         self._room = HostRoom(budget_bytes)
         self._residency = Residency(self._room)
+        self._unstaged: set[str] = set()  # too large
         self._held: Counter[str] = Counter()
         self._reads: list[str] = []
         self._ahead: deque[str] = deque()
@@ -40,17 +42,20 @@ class Staging:
         return self._room.budget_bytes
 
     @property
-    def versions(self) -> set[str]:
+    def versions(self) -> Set[str]:
         """Those that are all there."""
         return self._residency.resident
 
     def add(self, version: str, num_bytes: int) -> None:
         if num_bytes <= self._room.budget_bytes:
             self._residency.add(version, num_bytes)
+        else:
+            self._unstaged.add(version)
 
     def remove(self, version: str) -> None:
         """Forget it as soon as nobody reads or copies it."""
         self._residency.remove(version)
+        self._unstaged.discard(version)
         self._tidy()
 
     def stages(self, version: str) -> bool:
@@ -71,11 +76,12 @@ class Staging:
         """Whether a device could not load it before a read has ended."""
         return self.stages(version) and not self._residency.is_resident(version)
 
-    def holds_up(self, version: str) -> bool:
-        """Whether it is being read, or its turn comes when one of those that are has ended."""
-        if not self.must_read(version):
-            return False
-        return self._residency.num_loading >= _MAX_READS or self._residency.tier(version) is Tier.LOADING
+    def holds_up_all(self, versions: KeysView[str]) -> bool:
+        """Return whether each of these versions is being read, or has its turn when a read has ended."""
+        if self._residency.num_loading < _MAX_READS:
+            return versions <= self._residency.loading
+        # Both sides are hashed, so that the shorter one is gone through.
+        return versions.isdisjoint(self._residency.resident) and versions.isdisjoint(self._unstaged)
 
     @property
     def has_ahead(self) -> bool:

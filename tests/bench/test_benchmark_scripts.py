@@ -17,11 +17,12 @@ from fake_openai import FakeServer
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import assist, cpu_serve, cpu_tables, engines, gpu_cold, make_tables
+from benchmarks import assist, cpu_serve, cpu_tables, engines, gpu_cold, make_tables, waiting_queue
 from benchmarks.bystanders import bystanders
 from benchmarks.make_checkpoint import RANKS, adapter_bytes, write_adapters, write_tokenizer
 from benchmarks.measure import Traffic, measure, with_median
 from benchmarks.servers import ServerCommand, ServerFailedError, running
+from benchmarks.table_steps import measure_tables
 from loraplex.bench.distribution import Distribution
 from loraplex.bench.report import Report
 from loraplex.workload.jsonl import WorkloadRequest, write_workload
@@ -212,6 +213,7 @@ def results_folder(tmp_path: Path) -> Path:
         make_tables.COLD,
         make_tables.ASSIST,
         make_tables.TWIN,
+        make_tables.QUEUE,
         make_tables.TWIN_CUDA,
         make_tables.TWIN_CPU,
     ):
@@ -318,3 +320,19 @@ def test_setups_keep_the_arrivals_and_change_the_rate(tmp_path: Path) -> None:
 def test_what_needs_a_gpu_is_not_tried_on_a_cpu() -> None:
     with pytest.raises(SystemExit):
         gpu_cold.main(["signal", "--tiny"])
+
+
+def test_a_long_queue_is_measured_beside_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_queue, "STEP_WAITING", (0, 10, 40))
+    monkeypatch.setattr(waiting_queue, "CANCEL_WAITING", (10, 40))
+    monkeypatch.setattr(waiting_queue, "ROUNDS", 1)
+    steps, cancels = waiting_queue.steps(), waiting_queue.cancels()
+    assert list(steps["schedule_ms"]) == ["0", "10", "40"]
+    assert list(cancels["cancel_us"]) == ["10", "40"]
+    assert steps["ratio"] > 0 < cancels["ratio"]
+
+
+def test_steps_are_measured_with_the_tables_that_a_context_needs() -> None:
+    found = measure_tables("cpu", num_requests=3, contexts=(20, 50), rounds=1)
+    assert [(row["context"], row["blocks_each"]) for row in found] == [(20, 2), (50, 4)]
+    assert all(row["step_ms"] > 0 for row in found)

@@ -117,6 +117,7 @@ class CudaExecutor:
         seat = self._seats.pop(request_id, None)
         if seat is not None:  # steps under way still write to it, before any step of its next holder
             self._free_seats.append(seat)
+        self._builder.tables.forget(request_id)
 
     def adapter_bytes(self, spec: AdapterSpec) -> int:
         if spec.max_rank > MAX_RANK:
@@ -173,6 +174,8 @@ class CudaExecutor:
 
     def move(self, moves: Sequence[Move]) -> None:
         self._arena.move(moves)
+        if any(move.version is None for move in moves):
+            self._builder.tables.forget_contents()
         self._last_moves = Moment(self._device)
         weights = self._adapters.weights
         for move in moves:
@@ -197,6 +200,9 @@ class CudaExecutor:
             else:
                 time.sleep(wait_s)
 
+    def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
+        return self._adapters.overdue(deadline_s)
+
     def expect(self, spec: AdapterSpec) -> None:
         touched = touched_groups(spec)
         for groups in (touched, touched.union(*self._expected)):  # alone, and beside all others
@@ -212,6 +218,7 @@ class CudaExecutor:
         assert self._seats.keys() <= request_ids
         assert len({*self._seats.values(), *self._free_seats}) == len(self._seats) + len(self._free_seats)
         assert self._adapters.weights.keys() - self._arrivals.keys() == adapters
+        self._builder.tables.check_integrity(request_ids)
 
     def close(self) -> None:
         with ExitStack() as closing:  # the last first, and all whatever goes wrong

@@ -71,8 +71,10 @@ class HostBlock:
     """A step's block while it is filled. Pinned memory: the device fetches it."""
 
     def __init__(self, sizes: StepSizes, scratch_slot: int, pinned: bool) -> None:
-        self.tensor = torch.zeros(sizes.num_integers, dtype=torch.int64, pin_memory=pinned)
-        self._views = _split(self.tensor.numpy(), sizes)
+        self.tensor = torch.empty(sizes.num_integers, dtype=torch.int64, pin_memory=pinned)
+        integers = self.tensor.numpy()
+        integers.fill(0)  # torch would wake its threads for a megabyte, which takes longer than the filling
+        self._views = _split(integers, sizes)
         self._views["slots"][:] = scratch_slot
         self._views["token_seats"][:] = SCRATCH_SEAT
         self._views["logit_seats"][:] = SCRATCH_SEAT

@@ -103,6 +103,14 @@ class ParallelExecutor:
         complete = [load for load, said in self._loads.items() if len(said) == num_shards]
         return [self._settle(load) for load in complete]
 
+    def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
+        """Of this process: all shards read the same files. The others are asked only so that they replace
+        the threads that hang."""
+        overdue = self._local.overdue_adapters(deadline_s)
+        if overdue:
+            self._workers.call("overdue_adapters", deadline_s)
+        return overdue
+
     def launch(self, plan: StepPlan) -> ParallelFlight:
         self._workers.raise_if_ended()
         with self._workers.blamed():

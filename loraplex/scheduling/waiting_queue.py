@@ -1,0 +1,132 @@
+"""The requests that wait to run, first come first served.
+
+Thousands of requests may wait for adapters that are still on disk. A step must not pay for them: it looks at
+the first few, to bring their adapters in, and at the candidates, which are the only ones it could admit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, KeysView
+from heapq import merge
+from itertools import islice, pairwise
+from operator import attrgetter
+
+from loraplex.scheduling.sequence import Sequence
+
+_position = attrgetter("queue_position")
+
+
+class WaitingQueue:
+    """Requests in order of arrival, with preempted ones in front.
+
+    A request is a *candidate* for admission if it runs on the base model, or if its adapter is pinned for it.
+    Pins are given to the first requests of the queue only, so that pinned requests are few. Adding, removing
+    and finding a request take the same time however many others wait.
+
+        requests    [ r1  r2  r3  r4  r5  r6  r7 ... ]   by `queue_position`, which rises
+        on_base     [     r2          r5             ]   a part of them, in the same order
+        pinned      { r1      r3                     }   another part, in any order
+    """
+
+    def __init__(self) -> None:
+        # Ordered dictionaries rather than deques: a cancelled request leaves from the middle.
+        self._requests: OrderedDict[Sequence, None] = OrderedDict()
+        self._on_base: OrderedDict[Sequence, None] = OrderedDict()
+        self._pinned: dict[Sequence, None] = {}
+        self._num_on: dict[str, int] = {}  # by adapter version
+        self._front = 0
+        self._back = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._requests)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._requests
+
+    def append(self, request: Sequence) -> None:
+        """Add a request that has just arrived."""
+        request.queue_position = self._back
+        self._back += 1
+        self._enter(request)
+
+    def append_front(self, request: Sequence) -> None:
+        """Add a request that was preempted: it runs before all others."""
+        self._front -= 1
+        request.queue_position = self._front
+        self._enter(request)
+        self._requests.move_to_end(request, last=False)
+        if request.adapter is None:
+            self._on_base.move_to_end(request, last=False)
+
+    def remove(self, request: Sequence) -> None:
+        del self._requests[request]
+        version = request.adapter
+        if version is None:
+            del self._on_base[request]
+            return
+        if request.pinned:
+            del self._pinned[request]
+        if self._num_on[version] == 1:
+            del self._num_on[version]
+        else:
+            self._num_on[version] -= 1
+
+    def set_pinned(self, request: Sequence, *, pinned: bool) -> None:
+        """Record whether the adapter of a waiting request is pinned for it."""
+        assert request.pinned is not pinned
+        request.pinned = pinned
+        if pinned:
+            self._pinned[request] = None
+        else:
+            del self._pinned[request]
+
+    def first(self, count: int) -> Iterator[Sequence]:
+        """The first requests. No request may enter or leave meanwhile; pins may change."""
+        return islice(self._requests, count)
+
+    def candidates(self) -> Iterator[Sequence]:
+        """Requests that could be admitted as far as pins go, in order. No request may enter or leave
+        meanwhile; pins may change, and the caller checks them."""
+        if not self._pinned:
+            return iter(self._on_base)
+        pinned = self.pinned()
+        return merge(pinned, self._on_base, key=_position) if self._on_base else iter(pinned)
+
+    def pinned(self) -> list[Sequence]:
+        """Requests whose adapter is pinned for them, in order."""
+        return sorted(self._pinned, key=_position)
+
+    @property
+    def has_candidates(self) -> bool:
+        return bool(self._pinned or self._on_base)
+
+    @property
+    def versions(self) -> KeysView[str]:
+        """Adapter versions that requests wait for."""
+        return self._num_on.keys()
+
+    def check_integrity(self) -> None:
+        """Assert that the parts agree with the whole."""
+        positions = [request.queue_position for request in self._requests]
+        assert all(before < after for before, after in pairwise(positions))
+        assert list(self._on_base) == [each for each in self._requests if each.adapter is None]
+        assert self.pinned() == [each for each in self._requests if each.pinned]
+        num_on: dict[str, int] = {}
+        for request in self._requests:
+            if request.adapter is not None:
+                num_on[request.adapter] = num_on.get(request.adapter, 0) + 1
+        assert self._num_on == num_on
+
+    def _enter(self, request: Sequence) -> None:
+        self._requests[request] = None
+        version = request.adapter
+        if version is None:
+            self._on_base[request] = None
+            return
+        self._num_on[version] = self._num_on.get(version, 0) + 1
+        if request.pinned:
+            self._pinned[request] = None
