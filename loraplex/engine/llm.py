@@ -43,10 +43,14 @@ ParamsList = SamplingParams | None | Sequence[SamplingParams]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One of the n answers to a prompt."""
+    """One of the n answers to a prompt.
+
+    `num_sampled` counts the tokens the model generated: those of the answer, and the token that ended it.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    num_sampled: int
     finish_reason: FinishReason
     stop: str | int | None = None
     logprobs: tuple[LogprobText, ...] = ()
@@ -317,6 +321,7 @@ def _choice(deltas: Sequence[TextDelta]) -> Choice:
     return Choice(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        num_sampled=sum(delta.num_sampled for delta in deltas),
         finish_reason=last.finish_reason,
         stop=last.stop,
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),

@@ -77,9 +77,9 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, context: Sequence[int] = (), *, with_offsets: bool = False) -> Detokenizer:
         """An incremental decoder for tokens that continue `context`."""
-        return self.pieces.detokenizer(context)
+        return self.pieces.detokenizer(context, with_offsets=with_offsets)
 
     def render_chat(
         self,

@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
+from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.server.adapter_service import Lease
 from loraplex.server.body import read_struct
 from loraplex.server.chat_format import ChatFormat
-from loraplex.server.completion_format import CompletionFormat
+from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
@@ -129,7 +130,7 @@ async def _start_completion(deps: ServerDeps, body: CompletionRequest, lease: Le
         with_logprobs=params.logprobs is not None,
         include_usage=generation.include_usage,
         num_siblings=params.n,
-        echo=_prompt_texts(deps.text.tokenizer, body, prompts) if body.echo else None,
+        echo=_echoed(deps.text.tokenizer, body, prompts) if body.echo else None,
         prompt_only=prompt_only,
     )
     return _response(deps, generation, completion_format)
@@ -192,6 +193,18 @@ def _refuse_empty(texts: Sequence[str]) -> None:
     """Of the text and not of its tokens: many tokenizers make a beginning-of-text token of nothing."""
     if "" in texts:
         raise InvalidRequestError("prompt is empty; give at least one character", param="prompt")
+
+
+def _echoed(
+    tokenizer: Tokenizer, body: CompletionRequest, prompts: Sequence[Sequence[int]]
+) -> list[EchoedPrompt]:
+    return [
+        EchoedPrompt(
+            text=text,
+            token_offsets=() if body.logprobs is None else prompt_offsets(tokenizer.pieces, prompt, text),
+        )
+        for text, prompt in zip(_prompt_texts(tokenizer, body, prompts), prompts, strict=True)
+    ]
 
 
 def _prompt_texts(

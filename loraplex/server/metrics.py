@@ -150,7 +150,7 @@ class RequestMeter:
         metrics, now_s = self._metrics, self._metrics.clock.now_s()
         num_tokens = 0
         for delta in batch:
-            count = len(delta.token_ids)
+            count = delta.num_sampled
             if count:
                 last_s = self._last_token_s.get(delta.choice)
                 if last_s is not None:

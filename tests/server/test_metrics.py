@@ -44,7 +44,7 @@ def test_requests_and_tokens_are_counted(api: Api) -> None:
     chat(api)
     chat(api, "pirate")
     page = samples(api)
-    num_tokens = len(tiny_tokenizer().encode("Hello world! How are you?"))
+    num_tokens = len(tiny_tokenizer().encode("Hello world! How are you?")) + 1  # with the end token
     assert page["vllm:generation_tokens_total"] == 2 * num_tokens
     assert page["vllm:prompt_tokens_total"] == 2 * len(api.served.engine.requests[0].prompt_token_ids)
     assert page["vllm:request_success_total[stop]"] == 2
