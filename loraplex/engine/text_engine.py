@@ -66,6 +66,7 @@ class TextDelta:
     logprobs: tuple[LogprobText, ...] = ()
     prompt_logprobs: tuple[LogprobText, ...] | None = None
     num_cached_tokens: int = 0
+    adapter_hit: bool | None = None
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
 
@@ -242,6 +243,7 @@ class _Choice:
             else (),
             prompt_logprobs=self._prompt_logprobs(output),
             num_cached_tokens=output.num_cached_tokens,
+            adapter_hit=output.adapter_hit,
             finish_reason=finish_reason,
             stop=stop,
         )
