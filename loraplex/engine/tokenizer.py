@@ -60,6 +60,13 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
+    @property
+    def template_knows_tools(self) -> bool:
+        """Whether the chat template does anything with tools; one that does not would drop their calls."""
+        template = self._hf.chat_template
+        sources = template.values() if isinstance(template, dict) else [template]
+        return any("tool" in str(source) for source in sources)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -93,6 +100,12 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions, or put a chat_template into its "
                 "tokenizer_config.json",
+                param="messages",
+            )
+        if any(map(_is_about_tools, messages)) and not self.template_knows_tools:
+            raise InvalidRequestError(
+                "this model's chat template does not know tools: leave out messages with tool_calls and "
+                "those of the role 'tool', or put a template that knows them into its tokenizer_config.json",
                 param="messages",
             )
         options = dict(template_options or {})
@@ -136,6 +149,10 @@ class Tokenizer:
         if num_chars <= _THREAD_ABOVE_CHARS:
             return render_and_encode()
         return await asyncio.to_thread(render_and_encode)
+
+
+def _is_about_tools(message: Message) -> bool:
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))
 
 
 def _reserved_options(hf_tokenizer: Any) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,11 +17,12 @@ from loraplex.engine.tokenizer import Tokenizer
 from loraplex.server.adapter_service import Lease
 from loraplex.server.body import read_struct
 from loraplex.server.chat_format import ChatFormat
+from loraplex.server.chat_messages import template_messages
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
-from loraplex.server.requests import ChatMessage, ChatRequest, CompletionRequest, SamplingFields
+from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
 
@@ -72,19 +73,6 @@ def generation_router(deps: ServerDeps) -> APIRouter:
             raise
 
     return router
-
-
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: plain text, and no developer, who is the system's successor."""
-    plain = []
-    for message in messages:
-        content = message.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        role = "system" if message.role == "developer" else message.role
-        name = {} if message.name is None else {"name": message.name}
-        plain.append({"role": role, "content": content, **name})
-    return plain
 
 
 async def _start_chat(deps: ServerDeps, body: ChatRequest, lease: Lease) -> GenerationResponse:

@@ -12,9 +12,9 @@ import loraplex
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
 from loraplex.engine.request_checks import check_prompt
 from loraplex.server.body import read_struct
+from loraplex.server.chat_messages import template_messages
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import EngineState
-from loraplex.server.generation_routes import template_messages
 from loraplex.server.metrics_export import CONTENT_TYPE, MetricsSnapshot, render_metrics
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation

@@ -81,6 +81,7 @@ def make_server(
     tmp_path: Path,
     script: Callable[[EngineRequest], Script] | None = None,
     *,
+    base_model: str = "base",
     api_keys: tuple[str, ...] = (),
     limits: BodyLimits | None = None,
     allowed: list[Path] | None = None,
@@ -90,9 +91,9 @@ def make_server(
 ) -> Served:
     engine = FakeEngine(script or says("Hello world! How are you?"))
     service = AdapterService(
-        base_model="base",
+        base_model=base_model,
         engine=engine,
-        registry=AdapterRegistry(tmp_path / "state", "base"),
+        registry=AdapterRegistry(tmp_path / "state", base_model),
         shape=SHAPE,
         allowed=AllowedPaths(allowed or []),
         hub=hub,

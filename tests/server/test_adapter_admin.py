@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -46,6 +47,29 @@ def test_a_loaded_adapter_is_a_model_and_in_the_registry(api: Api, folder: Path)
     assert entry is not None
     assert entry.spec.version == version_of(api, "new")
     assert api.post("/v1/chat/completions", {"model": "new", "messages": USER}).status_code == 200
+
+
+@pytest.mark.parametrize("base_model", ["base", "owner/name"])
+def test_one_model_is_described_as_in_the_list(make_api: Callable[..., Api], base_model: str) -> None:
+    api = make_api(base_model=base_model)
+    listed = {model["id"]: model for model in api.get("/v1/models").json()["data"]}
+    assert listed.keys() == {base_model, "pirate", "poet"}
+    for model_id, expected in listed.items():
+        assert api.get(f"/v1/models/{model_id}").json() == expected
+    assert expected.keys() >= {"id", "object", "created", "owned_by"}
+    longer = f"{base_model}:pirate"
+    assert api.get(f"/v1/models/{longer}").json() == {**listed["pirate"], "id": longer}
+    quoted = quote(longer, safe="")
+    assert api.get(f"/v1/models/{quoted}").json() == {**listed["pirate"], "id": longer}
+    assert api.get("/v1/models/").json() == api.get("/v1/models").json()
+
+
+@pytest.mark.parametrize("model_id", ["pirat", "owner/pirate", "base:nobody", "no such/thing"])
+def test_a_model_that_is_not_served_is_not_found(api: Api, model_id: str) -> None:
+    response = api.get(f"/v1/models/{model_id}")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert repr(model_id) in error["message"]
 
 
 def test_the_list_of_adapters_tells_what_the_engine_knows(make_api: Callable[..., Api], folder: Path) -> None:
