@@ -16,6 +16,7 @@ import typer
 
 from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.core.errors import UserError
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -198,7 +199,8 @@ def validate(
     if not asked.setups:
         raise UserError(f"{runs}: no run in it says at which rates requests came")
     if asked.num_others:
-        typer.echo(f"{asked.num_others} lines of {runs} do not say at which rates requests came: left out")
+        lines = f"{asked.num_others} {plural('line', asked.num_others)}"
+        typer.echo(f"left out {lines} of {runs} without the rates at which requests came")
     fitted = fit_for(asked.setups, [read_runs(path) for path in fit], progress=_progress)
     predictions = predict(fitted, asked.setups)
     _progress("")
@@ -330,12 +332,16 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def _show(summary: dict[str, Any]) -> None:
+    num_steps = summary["num_steps"]
     typer.echo(
         f"{summary['num_served']} of {summary['num_requests']} requests served in "
-        f"{summary['duration_s']:.1f} simulated seconds, {summary['num_steps']} steps"
+        f"{summary['duration_s']:.1f} simulated seconds, {num_steps} {plural('step', num_steps)}"
     )
     typer.echo(f"{summary['output_tok_s']:,.1f} output tok/s, {summary['input_tok_s']:,.1f} input tok/s")
-    typer.echo(f"{summary['num_loads']:,} loads of adapters, {summary['num_preemptions']:,} preemptions")
+    loads, preemptions = summary["num_loads"], summary["num_preemptions"]
+    typer.echo(
+        f"{loads:,} {plural('load', loads)} of adapters, {preemptions:,} {plural('preemption', preemptions)}"
+    )
     for name in ("ttft_s", "itl_s", "tpt_s", "e2e_s"):
         row = summary[name]
         if row is not None:
@@ -344,13 +350,14 @@ def _show(summary: dict[str, Any]) -> None:
     if summary["num_requests"] == 0:
         typer.echo("no request comes before --seconds are over")
     if summary["num_lost"]:
-        typer.echo(f"{summary['num_lost']:,} requests were lost: their client had no connection left")
+        lost = summary["num_lost"]
+        typer.echo(f"{lost:,} {plural('request', lost)} lost: their client had no connection left")
     if summary["starved"]:
         typer.echo("overloaded: it serves less than 90% of what is asked for")
 
 
 def _show_engines(engines: Sequence[EngineFigures]) -> None:
-    typer.echo(f"{len(engines)} engines      least     mean     most")
+    typer.echo(f"{len(engines)} {plural('engine', len(engines)):11} least     mean     most")
     for name, words in (
         ("num_requests", "requests"),
         ("mean_running", "running"),

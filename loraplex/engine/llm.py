@@ -28,6 +28,7 @@ from loraplex.core.hub import HubRepo
 from loraplex.core.request import FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
+from loraplex.core.words import plural
 from loraplex.engine.async_local import LocalAsyncEngine
 from loraplex.engine.interface import EngineCore
 from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
@@ -332,7 +333,10 @@ def _one_each(value: Any, count: int, param: str) -> list[Any]:
     """The value for each of `count` prompts; a list must have that length."""
     if isinstance(value, (list, tuple)):
         if len(value) != count:
-            raise InvalidRequestError(f"{param} has {len(value)} entries for {count} prompts", param=param)
+            entries = "1 entry" if len(value) == 1 else f"{len(value)} entries"
+            raise InvalidRequestError(
+                f"{param} has {entries} for {count} {plural('prompt', count)}", param=param
+            )
         return list(value)
     return [value] * count
 

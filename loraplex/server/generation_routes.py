@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
+from loraplex.core.words import plural
 from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.server.adapter_service import Lease
@@ -104,7 +105,8 @@ async def _start_completion(deps: ServerDeps, body: CompletionRequest, lease: Le
     prompts = await _prompts(deps.text.tokenizer, body)
     if len(prompts) * params.n > MAX_CHOICES_PER_REQUEST:
         raise InvalidRequestError(
-            f"{len(prompts)} prompts with n = {params.n} make more than {MAX_CHOICES_PER_REQUEST} choices; "
+            f"{len(prompts)} {plural('prompt', len(prompts))} with n = {params.n} make more than "
+            f"{MAX_CHOICES_PER_REQUEST} choices; "
             "send several requests",
             param="prompt",
         )

@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from loraplex.core.errors import UserError
+from loraplex.core.words import plural
 from loraplex.perf.serving_costs import AdapterLoadCost, BatchDecode, Prefill, SchedulerCost, SlotMemory
 from loraplex.perf.slot_profile import PARTS, ClientLimits, SlotCosts, SlotProfile
 from loraplex.twin.first_guess import first_guess
@@ -121,7 +122,9 @@ def calibrate(
     """A profile of the one model that these runs are of."""
     model = runs[0][0].model if runs else "the model"
     if len(runs) < _LEAST_RUNS:
-        raise UserError(f"{len(runs)} runs of {model} to fit to; there must be {_LEAST_RUNS} at least")
+        raise UserError(
+            f"{len(runs)} {plural('run', len(runs))} of {model} to fit to; give at least {_LEAST_RUNS}"
+        )
     chosen, held_out = _spread(runs, _NUM_RUNS)
     start = SlotProfile(
         model=model,

@@ -403,7 +403,7 @@ def test_lost_requests_are_told_of(workload: Path, tmp_path: Path) -> None:
     num_lost = found["summary"]["num_lost"]
     assert 0 < num_lost == sum(each["lost"] for each in found["requests"])
     assert found["summary"]["num_served"] == 50 - num_lost
-    assert f"{num_lost} requests were lost" in result.output
+    assert f"{num_lost} requests lost" in result.output
     assert max(found["timeline"]["waiting"]) <= 2
     assert found["timeline"]["waiting"][-1] == 0
 
