@@ -93,7 +93,7 @@ def _brief(found: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in ("smape", "starvation_f1", "num_compared", "num_starved")}
 
 
-def held_out(runs: RunsFile, fit: RunsFile, say: Callable[[str], None]) -> dict[str, Any]:
+def held_out(runs: RunsFile, fit: RunsFile, say: Callable[[str, float], None]) -> dict[str, Any]:
     """The runs asked for, from all others."""
     start_s = time.perf_counter()
     fitted = fit_for(runs.setups, [fit], progress=say)
@@ -103,7 +103,7 @@ def held_out(runs: RunsFile, fit: RunsFile, say: Callable[[str], None]) -> dict[
     return {**found, "fit_s": fit_s, "predict_s": time.perf_counter() - start_s - fit_s, "quality": quality}
 
 
-def halves(runs: RunsFile, models: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+def halves(runs: RunsFile, models: Sequence[str], say: Callable[[str, float], None]) -> dict[str, Any]:
     """Each half of the workloads (by their rates) from the other: not even the requests were seen."""
     predictions: list[Prediction] = []
     for half in (0, 1):
@@ -221,8 +221,8 @@ def main() -> None:
     result["fleet"] = fleet()
     runs, fit = read_runs(args.runs), read_runs(args.fit)
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+    def say(text: str, done: float) -> None:
+        print(f"{text}, {done:.0%}", file=sys.stderr, flush=True)
 
     result["authors"] = authors(args.runs, runs)
     result["held_out"] = held_out(runs, fit, say)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from loraplex.cli.json_out import check_picture, check_writable, write_json
+from loraplex.cli.progress import shown_progress
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 
@@ -117,12 +118,16 @@ def run(
     if shares is not None:
         _show_engines(shares)
     if json_out is not None:
-        document = {"summary": summary, "timeline": outcome.timeline(), "requests": _rows(outcome)}
+        document = {"summary": summary, "timeline": asdict(outcome.timeline()), "requests": _rows(outcome)}
         if shares is not None:
             document["engines"] = [asdict(each) for each in shares]
         write_json(json_out, document)
     if plot is not None:
-        _plot(outcome, plot)
+        from loraplex.cli.twin_plot import write_plot
+
+        on = profile.name if engines is None else f"{engines} {plural('engine', engines)} of {profile.name}"
+        write_plot(outcome, plot, workload=workload.name, profile=on)
+        typer.echo(f"wrote {plot}")
 
 
 @app.command()
@@ -201,9 +206,13 @@ def validate(
     if asked.num_others:
         lines = f"{asked.num_others} {plural('line', asked.num_others)}"
         typer.echo(f"left out {lines} of {runs} without the rates at which requests came")
-    fitted = fit_for(asked.setups, [read_runs(path) for path in fit], progress=_progress)
-    predictions = predict(fitted, asked.setups)
-    _progress("")
+    learnt = [read_runs(path) for path in fit]
+    expected = "some minutes for each model; an upper bound follows"
+    with shown_progress("fitting", expected=expected, at_most=True) as progress:
+        fitted = fit_for(asked.setups, learnt, progress=progress)
+    num_runs = len(asked.setups)
+    with shown_progress("predicting", expected=f"{num_runs} {plural('run', num_runs)}") as progress:
+        predictions = predict(fitted, asked.setups, progress=progress)
     found = report(predictions, asked.measured)
     if found["num_not_predicted"]:
         why = "; ".join(f"{count}: {reason}" for reason, count in found["not_predicted"].items())
@@ -384,28 +393,3 @@ def _rows(outcome: Outcome) -> list[dict[str, Any]]:
         }
         for each in outcome.requests
     ]
-
-
-def _plot(outcome: Outcome, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    timeline = outcome.timeline()
-    figure = Figure(figsize=(8, 4))
-    axes = figure.subplots()
-    for name in ("running", "waiting"):
-        axes.plot(timeline["at_s"], timeline[name], label=name)
-    axes.set_xlabel("simulated seconds")
-    axes.set_ylabel("requests")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    typer.echo(f"wrote {path}")
-
-
-def _progress(text: str) -> None:
-    """One line on a terminal, over the last one; nothing in a pipe."""
-    import sys
-
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text}")
-        sys.stderr.flush()
