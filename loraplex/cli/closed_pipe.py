@@ -32,7 +32,7 @@ def end_with_the_reader() -> None:
 class _Pipe(io.FileIO):
     """A pipe whose first failed write is the last thing that happens."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from loraplex.twin.outcome import Outcome
 
+_NUM_INTERVALS: Final = 100
+"""As many as can be told apart in the picture."""
+
 
 def draw_outcome(outcome: Outcome, *, workload: str, profile: str) -> Figure:
     """Return the figure: means over intervals, titled with what was simulated on what."""
     from matplotlib.figure import Figure
 
-    timeline = outcome.timeline()
+    timeline = outcome.timeline(num_intervals=_NUM_INTERVALS)
     interval_s = timeline.interval_s
     edges_s = [interval_s * index for index in range(len(timeline.running) + 1)]
     figure = Figure(figsize=(8, 4), layout="constrained")

@@ -156,13 +156,14 @@ class Outcome:
         edges_s = np.linspace(0.0, self.duration_s, num_intervals + 1)
         interval_s = self.duration_s / num_intervals
 
-        def mean_by_then(moments: Iterable[float | None]) -> npt.NDArray[np.float64]:
+        def mean_by_then(moments: Iterable[float | None]) -> Floats:
             """How many of the moments were past, on the mean over each interval."""
             happened_s = np.sort(_seconds(each for each in moments if each is not None))
             count = np.searchsorted(happened_s, edges_s, "right")
             sums_s = np.concatenate([[0.0], np.cumsum(happened_s)])
             past_s = count * edges_s - sums_s[count]  # each moment's time since then, summed
-            return np.diff(past_s) / (interval_s or 1.0)
+            means: Floats = np.diff(past_s) / (interval_s or 1.0)
+            return means
 
         came = mean_by_then(each.request.arrival_s for each in known)
         began = mean_by_then(each.first_token_s for each in begun)

@@ -101,7 +101,7 @@ def test_the_picture_shows_means_and_says_what_of() -> None:
     assert outcome.timeline(num_intervals=5).running == pytest.approx([1.0] * 5)
     [axes] = draw_outcome(outcome, workload="w.jsonl", profile="p.json").axes
     assert axes.get_title() == "w.jsonl on p.json"
-    assert "mean over 0.05 s" in axes.get_ylabel()
+    assert "mean over 0.1 s" in axes.get_ylabel()
 
 
 def test_ranks_are_those_that_the_workload_names(workload: Path, tmp_path: Path) -> None:

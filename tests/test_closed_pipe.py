@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from twins import random_workload
 
-from loraplex.workload.jsonl import write_workload
+from loraplex.workload.jsonl import WorkloadRequest, write_workload
 
 COMMAND = [sys.executable, "-m", "loraplex.cli.main"]
 
@@ -28,7 +27,7 @@ def run_without_reader(*args: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("args", [("--version",), ("adapter", "--help"), ("workload", "describe", "FILE")])
 def test_a_closed_pipe_ends_a_command_without_a_word(args: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "w.jsonl"
-    write_workload(file, random_workload(1, num_requests=5, rps=5.0))
+    write_workload(file, [WorkloadRequest(arrival_s=0.0, prompt_tokens=1, output_tokens=2, adapter=0)])
     done = run_without_reader(*(str(file) if arg == "FILE" else arg for arg in args))
     assert done.stderr == ""
     assert done.returncode == 141
