@@ -106,7 +106,7 @@ def _brief(found: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in ("smape", "starvation_f1", "num_compared", "num_starved")}
 
 
-def held_out(runs: RunsFile, fit: RunsFile, say: Callable[[str], None]) -> dict[str, Any]:
+def held_out(runs: RunsFile, fit: RunsFile, say: Callable[[str, float], None]) -> dict[str, Any]:
     """The runs asked for, from all others."""
     start_s = time.perf_counter()
     fitted = fit_for(runs.setups, [fit], progress=say)
@@ -116,7 +116,7 @@ def held_out(runs: RunsFile, fit: RunsFile, say: Callable[[str], None]) -> dict[
     return {**found, "fit_s": fit_s, "predict_s": time.perf_counter() - start_s - fit_s, "quality": quality}
 
 
-def halves(runs: RunsFile, models: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+def halves(runs: RunsFile, models: Sequence[str], say: Callable[[str, float], None]) -> dict[str, Any]:
     """Each half of the workloads (by their rates) from the other: not even the requests were seen."""
     predictions: list[Prediction] = []
     for half in (0, 1):
@@ -254,8 +254,8 @@ def _measure(name: str, runs_file: Path, fit_file: Path) -> dict[str, Any]:
     if name not in _FROM_RUNS:
         return speed() if name == "speed" else fleet()
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+    def say(text: str, done: float) -> None:
+        print(f"{text}, {done:.0%}", file=sys.stderr, flush=True)
 
     runs = read_runs(runs_file)
     if name == "authors":

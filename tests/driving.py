@@ -18,6 +18,7 @@ class Finished:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    adapter_hit: bool | None = None
     error: str | None = None
     error_param: str | None = None
 
@@ -33,6 +34,7 @@ def step(engine: Engine, done: dict[str, Finished]) -> None:
         request.finish_reason = output.finish_reason
         request.stop_token_id = output.stop_token_id
         request.num_cached_tokens = output.num_cached_tokens
+        request.adapter_hit = output.adapter_hit
         request.error = output.error
         request.error_param = output.error_param
     engine.take_removed_adapters()

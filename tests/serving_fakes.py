@@ -87,6 +87,7 @@ class Script:
     fail_after: int | None = None
     failure: Exception | None = None
     num_cached_tokens: int = 0
+    adapter_hit: bool | None = None
 
 
 class FakeEngine:
@@ -144,7 +145,7 @@ class FakeEngine:
             num_kv_blocks_used=25,
             host_adapter_budget_bytes=1 << 20,
             adapters=tuple(
-                AdapterStats(version=v, tier="host", num_bytes=4096, in_flight=0, hits=3, loads=1)
+                AdapterStats(version=v, tier="host", num_bytes=4096, in_flight=0, loads=1)
                 for v in self.adapters
             ),
         )
@@ -182,6 +183,7 @@ class FakeEngine:
                 else (),
                 prompt_logprobs=_prompt_logprobs(request) if start == 0 else None,
                 num_cached_tokens=script.num_cached_tokens,
+                adapter_hit=script.adapter_hit,
                 finish_reason=reason if last else None,
                 stop_token_id=2 if last and reason is FinishReason.STOP else None,
             )

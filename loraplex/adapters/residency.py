@@ -27,7 +27,6 @@ class _Entry:
     last_use: int = 0
     pins: int = 0
     in_flight: int = 0
-    hits: int = 0
     loads: int = 0
     kept: bool = False
     ahead: bool = False
@@ -111,7 +110,6 @@ class Residency:
             if not self._start_load(version, entry, self, spare_blocks):
                 return False
         else:
-            entry.hits += 1
             entry.ahead = False
             if version in self._idle:
                 self._leave_idle(version, entry)
@@ -233,7 +231,6 @@ class Residency:
                 tier=entry.tier,
                 num_bytes=entry.num_bytes,
                 in_flight=entry.in_flight,
-                hits=entry.hits,
                 loads=entry.loads,
             )
             for version, entry in self._entries.items()

@@ -13,6 +13,7 @@ from loraplex.adapters.tensors import SUPPORTED_DTYPES, TensorInfo
 from loraplex.core.errors import AdapterError, AdapterFormatError, AdapterMismatchError
 from loraplex.core.modules import PARENT_OF
 from loraplex.core.shape import ModelShape
+from loraplex.core.words import plural
 
 _TENSOR_NAME = re.compile(
     re.escape(f"{TENSOR_PREFIX}model.layers.") + r"(\d{1,9})\.(\w+)\.(\w+)\.lora_([AB])\.weight", re.ASCII
@@ -68,7 +69,8 @@ class _Problems:
     def errors(self) -> list[AdapterError]:
         found: list[AdapterError] = []
         for (kind, what, _), names in self._names.items():
-            more = f" ({len(names) - 1} more tensors have the same problem)" if len(names) > 1 else ""
+            others = len(names) - 1
+            more = f" (the same for {others} more {plural('tensor', others)})" if others else ""
             message = f"{WEIGHTS_FILE}: tensor {shorten(names[0], max_chars=_SHOWN_CHARS)} {what}{more}"
             found.append(
                 AdapterFormatError(message, field=names[0]) if kind is AdapterFormatError else kind(message)
@@ -138,7 +140,8 @@ def _diagnose_missing(
     missing = [each for each in plan.modules if (each.layer, each.module) not in present]
     beyond = [each for each in missing if each.layer >= num_layers_found]
     if 0 < num_layers_found < shape.num_layers and len(beyond) == len(missing):
-        layers = f"trained for {num_layers_found} layers, this base has {shape.num_layers}"
+        found = f"{num_layers_found} {plural('layer', num_layers_found)}"
+        layers = f"trained for {found}, this base has {shape.num_layers}"
         for each in missing:
             problems.add(AdapterMismatchError, f"is missing: {layers}", each.a_name)
     else:

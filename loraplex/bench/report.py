@@ -21,6 +21,7 @@ from rich.text import Text
 
 from loraplex.bench.distribution import Distribution
 from loraplex.bench.records import RequestRecord
+from loraplex.core.words import plural
 
 _MAX_ERRORS_SHOWN = 5
 
@@ -137,7 +138,11 @@ def _error_lines(report: Report) -> list[Text]:
     shown = list(report.errors.items())[:_MAX_ERRORS_SHOWN]
     lines = [Text(f"failed {count}x: {error}", style="red") for error, count in shown]
     if hidden := len(report.errors) - len(shown):
-        lines.append(Text(f"... and {hidden} other errors (all of them are in the JSON)", style="red"))
+        lines.append(
+            Text(
+                f"... and {hidden} other {plural('error', hidden)} (all of them are in the JSON)", style="red"
+            )
+        )
     return lines
 
 

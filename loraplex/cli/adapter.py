@@ -18,6 +18,7 @@ import typer
 
 from loraplex.cli.sizes import format_size
 from loraplex.cli.table import Column, number_column, print_table, printable, text_column
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -191,11 +192,14 @@ def _print_report(console: Console, report: AdapterReport, warnings: Sequence[st
     path = printable(str(report.path))
     if report.spec is not None:
         size = format_size(_total_bytes(report))
-        summary = f"rank {report.spec.max_rank}, {len(report.modules)} modules, {size}"
+        num_modules = len(report.modules)
+        summary = f"rank {report.spec.max_rank}, {num_modules} {plural('module', num_modules)}, {size}"
         console.print(f"Servable: {path} ({summary})", style="green", soft_wrap=True)
     else:
-        reasons = "1 reason" if len(report.refusals) == 1 else f"{len(report.refusals)} reasons"
-        console.print(f"Refused for {reasons}: {path}", style="red", soft_wrap=True)
+        num_reasons = len(report.refusals)
+        console.print(
+            f"Refused for {num_reasons} {plural('reason', num_reasons)}: {path}", style="red", soft_wrap=True
+        )
     for error in report.refusals:
         console.print(f"- {printable(str(error))}")
     for warning in warnings:

@@ -13,6 +13,7 @@ import typer
 
 from loraplex.cli import bench_cold, bench_engine, bench_kernels
 from loraplex.cli.json_out import check_picture, check_writable, write_json
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from loraplex.bench.records import RequestRecord
@@ -197,7 +198,9 @@ async def _run_plan(plan: _Plan) -> list[RequestRecord]:
                     on_done=lambda _: progress.advance(task),
                 )
                 if failed := [record.error for record in warmed if not record.ok]:
-                    raise BenchError(f"{len(failed)} warm-up requests failed: {failed[0]}")
+                    raise BenchError(
+                        f"{len(failed)} warm-up {plural('request', len(failed))} failed: {failed[0]}"
+                    )
             if plan.workload is not None:
                 todo = workload_requests(source, workload=plan.workload, models=models)
                 task = progress.add_task("replay", total=len(todo))
@@ -255,9 +258,10 @@ def _publish(
     from loraplex.bench.report import latencies, render, summarize
 
     report = summarize(records)
-    who = f"{len(parameters['adapters'])} adapters" if parameters["adapters"] else "base model"
+    num_adapters = len(parameters["adapters"])
+    who = f"{num_adapters} {plural('adapter', num_adapters)}" if num_adapters else "base model"
     loop = parameters.get("workload") or f"closed loop of {parameters['concurrency']}"
-    title = f"{report.num_requests} requests, {loop}, {who}"
+    title = f"{report.num_requests} {plural('request', report.num_requests)}, {loop}, {who}"
     console = Console()
     console.print(render(report, title=title))
     if json_out is not None:

@@ -16,6 +16,7 @@ import typer
 from loraplex.cli import bench_engine as shared
 from loraplex.cli.json_out import check_picture
 from loraplex.core.cold_start import ColdStart
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from loraplex.adapters.spec import AdapterSpec
@@ -180,7 +181,7 @@ def _burst(
     cached = found[ColdStart.CACHED].p95
     rows = [(policy, _mean_p95(times), f"{times.p95 / cached:.2f}x") for policy, times in found.items()]
     headings = ("policy", "TTFT ms, mean (p95)", "p95 over cached")
-    _print_table(f"{size} requests at once, each on a cold adapter", headings, rows)
+    _print_table(f"{size} {plural('request', size)} at once, each on a cold adapter", headings, rows)
     return {
         policy: _rounded(times) | {"p95_over_cached": round(times.p95 / cached, 3)}
         for policy, times in found.items()

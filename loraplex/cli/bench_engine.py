@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex.cli.json_out import check_writable, write_json
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,7 +168,9 @@ def serve(
         bench.engine.warm_up()
         typer.echo(f"warm-up took {time.perf_counter() - started:.1f} s")
     report = summarize(replay(bench.engine, requests, bench.versions, bench.vocab_size))
-    Console().print(render(report, title=f"{workload.name}, {num_adapters} adapters"))
+    Console().print(
+        render(report, title=f"{workload.name}, {num_adapters} {plural('adapter', num_adapters)}")
+    )
     write(bench, json_out, report.as_json())
 
 

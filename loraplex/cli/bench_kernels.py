@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from loraplex.cli.json_out import check_writable, write_json
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,8 +54,8 @@ def kernels(
         copy_tb_per_s, rows = measure_kernels(shape, counts, wanted)
     except torch.cuda.OutOfMemoryError as error:
         raise CapacityError(
-            f"the device's memory does not hold {max(counts)} adapters of rank {max(wanted)}; "
-            "lower --num-adapters or --ranks"
+            f"the device's memory does not hold {max(counts)} {plural('adapter', max(counts))} of rank "
+            f"{max(wanted)}; lower --num-adapters or --ranks"
         ) from error
     halves = [half for row in rows for half in _halves(row, copy_tb_per_s)]
     _show(shape, copy_tb_per_s, halves)

@@ -9,6 +9,7 @@ import typer
 
 import loraplex
 from loraplex.cli import adapter, bench, profile, twin, workload
+from loraplex.cli.closed_pipe import end_with_the_reader
 from loraplex.cli.serve import demo, serve
 from loraplex.core.errors import LoraplexError
 
@@ -38,6 +39,7 @@ def _options(
 
 def main() -> None:
     """Run a command; what a user can fix is one line on stderr and exit code 1 (2 for bad usage)."""
+    end_with_the_reader()
     try:
         app()
     except LoraplexError as error:

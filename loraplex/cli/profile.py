@@ -6,14 +6,14 @@ Imports of torch wait until the command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from loraplex.cli.json_out import check_writable
+from loraplex.cli.progress import shown_progress
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _POOR_R_SQUARED: Final = 0.5
+_EXPECTED: Final = "some minutes, longer for larger models and while other programs run; an estimate follows"
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
 """What is read of a model's folder."""
 
@@ -69,7 +70,8 @@ def profile(
     folder = Path(model or "").expanduser()
     check_writable(json_out, inputs=() if model is None else tuple(folder / name for name in _MODEL_FILES))
     config, device, chosen = _resolve(model, shape, device, dtype)
-    with _told(_short_name(model) or shape or "a random model") as progress:
+    name = _short_name(model) or shape or "a random model"
+    with shown_progress(f"measuring {name}", expected=_EXPECTED) as progress:
         found = profile_machine(
             ProfileOptions(config=config, device=device, dtype=chosen, repeats=repeats), progress
         )
@@ -103,8 +105,8 @@ def fit(
         if not models:
             raise UserError("no run says at which rates requests came: there is nothing to fit to")
         raise UserError(f"runs of {len(models)} models: {', '.join(models)}; choose one with --model")
-    typer.echo("fitting takes minutes", err=True)
-    with _spinner(model or models[0]) as progress:
+    expected = "some minutes; an upper bound follows"
+    with shown_progress("fitting", expected=expected, at_most=True) as progress:
         fitted = fit_profiles(files, [model or models[0]], hardware=hardware, progress=progress)
     found = fitted.profiles[model or models[0]]
     for name, value in found.quality.items():
@@ -138,58 +140,6 @@ def _short_name(model: str | None) -> str | None:
     if model is None or not os.path.isdir(model):
         return model
     return Path(model).resolve().name
-
-
-@contextmanager
-def _told(name: str) -> Iterator[Callable[[str, float], None]]:
-    """A bar, or a line for each phase where no terminal is there to draw one on."""
-    from rich.console import Console
-
-    if Console(stderr=True).is_terminal:
-        with _bar(name) as progress:
-            yield progress
-    else:
-        yield _phase_lines(name)
-
-
-@contextmanager
-def _bar(name: str) -> Iterator[Callable[[str, float], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
-        task = bar.add_task(f"measuring {name}", total=1.0)
-        yield lambda phase, done: bar.update(task, description=f"measuring {name}: {phase}", completed=done)
-
-
-@contextmanager
-def _spinner(name: str) -> Iterator[Callable[[str], None]]:
-    """Of a fit, which ends when it gets no better: what it is at, and since when, but no share of it."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as line:
-        task = line.add_task(f"fitting {name}", total=None)
-        yield lambda text: line.update(task, description=f"fitting {text}")  # which begins with the name
-
-
-def _phase_lines(name: str) -> Callable[[str, float], None]:
-    told = ""
-
-    def tell(phase: str, done: float) -> None:
-        nonlocal told
-        if phase != told:
-            typer.echo(f"measuring {name}: {phase}", err=True)
-            told = phase
-
-    return tell
 
 
 def _show(model: CostModel) -> None:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from loraplex.cli.json_out import check_picture, check_writable, write_json
+from loraplex.cli.progress import shown_progress
 from loraplex.core.errors import UserError
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -116,12 +118,16 @@ def run(
     if shares is not None:
         _show_engines(shares)
     if json_out is not None:
-        document = {"summary": summary, "timeline": outcome.timeline(), "requests": _rows(outcome)}
+        document = {"summary": summary, "timeline": asdict(outcome.timeline()), "requests": _rows(outcome)}
         if shares is not None:
             document["engines"] = [asdict(each) for each in shares]
         write_json(json_out, document)
     if plot is not None:
-        _plot(outcome, plot)
+        from loraplex.cli.twin_plot import write_plot
+
+        on = profile.name if engines is None else f"{engines} {plural('engine', engines)} of {profile.name}"
+        write_plot(outcome, plot, workload=workload.name, profile=on)
+        typer.echo(f"wrote {plot}")
 
 
 @app.command()
@@ -199,10 +205,15 @@ def validate(
     if not asked.setups:
         raise UserError(f"{runs}: no run in it says at which rates requests came")
     if asked.num_others:
-        typer.echo(f"{asked.num_others} lines of {runs} do not say at which rates requests came: left out")
-    fitted = fit_for(asked.setups, [read_runs(path) for path in fit], progress=_progress)
-    predictions = predict(fitted, asked.setups)
-    _progress("")
+        lines = f"{asked.num_others} {plural('line', asked.num_others)}"
+        typer.echo(f"left out {lines} of {runs} without the rates at which requests came")
+    learnt = [read_runs(path) for path in fit]
+    expected = "some minutes for each model; an upper bound follows"
+    with shown_progress("fitting", expected=expected, at_most=True) as progress:
+        fitted = fit_for(asked.setups, learnt, progress=progress)
+    num_runs = len(asked.setups)
+    with shown_progress("predicting", expected=f"{num_runs} {plural('run', num_runs)}") as progress:
+        predictions = predict(fitted, asked.setups, progress=progress)
     found = report(predictions, asked.measured)
     if found["num_not_predicted"]:
         why = "; ".join(f"{count}: {reason}" for reason, count in found["not_predicted"].items())
@@ -332,12 +343,16 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def _show(summary: dict[str, Any]) -> None:
+    num_steps = summary["num_steps"]
     typer.echo(
         f"{summary['num_served']} of {summary['num_requests']} requests served in "
-        f"{summary['duration_s']:.1f} simulated seconds, {summary['num_steps']} steps"
+        f"{summary['duration_s']:.1f} simulated seconds, {num_steps} {plural('step', num_steps)}"
     )
     typer.echo(f"{summary['output_tok_s']:,.1f} output tok/s, {summary['input_tok_s']:,.1f} input tok/s")
-    typer.echo(f"{summary['num_loads']:,} loads of adapters, {summary['num_preemptions']:,} preemptions")
+    loads, preemptions = summary["num_loads"], summary["num_preemptions"]
+    typer.echo(
+        f"{loads:,} {plural('load', loads)} of adapters, {preemptions:,} {plural('preemption', preemptions)}"
+    )
     for name in ("ttft_s", "itl_s", "tpt_s", "e2e_s"):
         row = summary[name]
         if row is not None:
@@ -346,13 +361,14 @@ def _show(summary: dict[str, Any]) -> None:
     if summary["num_requests"] == 0:
         typer.echo("no request comes before --seconds are over")
     if summary["num_lost"]:
-        typer.echo(f"{summary['num_lost']:,} requests were lost: their client had no connection left")
+        lost = summary["num_lost"]
+        typer.echo(f"{lost:,} {plural('request', lost)} lost: their client had no connection left")
     if summary["starved"]:
         typer.echo("overloaded: it serves less than 90% of what is asked for")
 
 
 def _show_engines(engines: Sequence[EngineFigures]) -> None:
-    typer.echo(f"{len(engines)} engines      least     mean     most")
+    typer.echo(f"{len(engines)} {plural('engine', len(engines)):11} least     mean     most")
     for name, words in (
         ("num_requests", "requests"),
         ("mean_running", "running"),
@@ -379,28 +395,3 @@ def _rows(outcome: Outcome) -> list[dict[str, Any]]:
         }
         for each in outcome.requests
     ]
-
-
-def _plot(outcome: Outcome, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    timeline = outcome.timeline()
-    figure = Figure(figsize=(8, 4))
-    axes = figure.subplots()
-    for name in ("running", "waiting"):
-        axes.plot(timeline["at_s"], timeline[name], label=name)
-    axes.set_xlabel("simulated seconds")
-    axes.set_ylabel("requests")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    typer.echo(f"wrote {path}")
-
-
-def _progress(text: str) -> None:
-    """One line on a terminal, over the last one; nothing in a pipe."""
-    import sys
-
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text}")
-        sys.stderr.flush()

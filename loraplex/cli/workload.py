@@ -14,6 +14,7 @@ import typer
 
 from loraplex.cli import workload_options as options
 from loraplex.cli.json_out import check_picture, check_writable, write_json
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from loraplex.workload.recipe import RecipeError
@@ -89,7 +90,7 @@ def plot(
     counts = _counted(file)
     from loraplex.bench.workload_plots import plot_workload
 
-    plot_workload(counts, out, title=f"{file.name}: {counts.num_requests:,} requests")
+    plot_workload(counts, out, title=f"{file.name}: {_requests(counts.num_requests)}")
     typer.echo(f"drew {out}")
 
 
@@ -116,7 +117,12 @@ def _write(workload: Workload, out: Path) -> None:
 
     count = write_workload(out, _watched(workload, f"writing {out.name}"), workload.header)
     assert workload.header is not None, "what is made has a header"
-    typer.echo(f"wrote {out}: {count:,} requests for {workload.header.num_adapters:,} adapters")
+    num_adapters = workload.header.num_adapters
+    typer.echo(f"wrote {out}: {_requests(count)} for {num_adapters:,} {plural('adapter', num_adapters)}")
+
+
+def _requests(number: int) -> str:
+    return f"{number:,} {plural('request', number)}"
 
 
 def _counted(file: Path) -> WorkloadCounts:
@@ -138,7 +144,7 @@ def _watched(workload: Workload, what: str) -> Iterator[WorkloadRequest]:
     with Console(stderr=True).status(escape(what)) as status:
         for number, request in enumerate(workload):
             if number % _SHOW_EVERY == 0:
-                status.update(f"{escape(what)}: {number:,} requests")
+                status.update(f"{escape(what)}: {_requests(number)}")
             yield request
 
 

@@ -44,7 +44,9 @@ class EngineOutput:
     `logprobs` has one entry per new token when they were asked for. `prompt_logprobs` comes once, with
     the first token, one entry per prompt token (None for the first, which has nothing before it).
     `stop_token_id` is the stop token that ended the request, if one did; it is never in `token_ids`.
-    `error_param` is "model" where the failure is the adapter's: its files are gone, changed or broken.
+    `adapter_hit` says whether the request found its adapter in memory or on its way there; None for the base.
+    `error_param` is "model" where the failure is the adapter's: its files are gone, changed or broken,
+    or its weights overflow.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class EngineOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_cached_tokens: int = 0
+    adapter_hit: bool | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None

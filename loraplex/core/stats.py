@@ -13,7 +13,6 @@ class AdapterStats:
     tier: str
     num_bytes: int
     in_flight: int
-    hits: int
     loads: int
 
 

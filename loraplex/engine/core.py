@@ -225,6 +225,7 @@ class Engine:
             logprobs=() if logprob is None or update.token_id is None else (logprob,),
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
             num_cached_tokens=update.num_cached_tokens,
+            adapter_hit=update.adapter_hit,
             finish_reason=update.finish_reason,
             stop_token_id=update.stop_token_id,
             error=update.error,

@@ -43,6 +43,14 @@ class Detokenizer(Protocol):
         """What was held back, with replacement characters for what never became a character."""
         ...
 
+    def take_offsets(self) -> list[int]:
+        """Return where tokens begin in the text, in characters and in their order, each token once.
+
+        A token that continues a character begins where that character does. A token is left for a later call
+        while it is not certain which characters its bytes become. Only for detokenizers made `with_offsets`.
+        """
+        ...
+
 
 class _Family(Enum):
     BYTE_LEVEL = "byte-level"
@@ -79,15 +87,15 @@ class PieceTable:
             return None
         return max(len(self._look_up(token_id)) for token_id in self.backend.get_vocab().values())
 
-    def detokenizer(self, context: Sequence[int]) -> Detokenizer:
+    def detokenizer(self, context: Sequence[int], *, with_offsets: bool = False) -> Detokenizer:
         """A fresh detokenizer for tokens that follow `context` (the prompt)."""
         match self._family:
             case _Family.BYTE_LEVEL:
-                return _ByteLevelDetokenizer(self)
+                return _ByteLevelDetokenizer(self, with_offsets=with_offsets)
             case _Family.SENTENCE_PIECE:
-                return _SentencePieceDetokenizer(self)
+                return _SentencePieceDetokenizer(self, with_offsets=with_offsets)
             case _Family.OTHER:
-                return _WindowDetokenizer(self.backend, context)
+                return _WindowDetokenizer(self.backend, context, with_offsets=with_offsets)
 
     def is_byte_token(self, token_id: int) -> bool:
         """Whether the token stands for one byte of a character (SentencePiece only)."""
@@ -110,48 +118,93 @@ class PieceTable:
         return str(self.backend.decode([token_id], skip_special_tokens=False)).encode()
 
 
+class _Offsets:
+    """The characters made so far, and the offsets of tokens that nobody has taken yet."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+        self._untaken: list[int] = []
+
+    def place(self, *distances: int) -> None:
+        """Record tokens that begin this many characters behind the text made so far."""
+        self._untaken += [self.num_chars + distance for distance in distances]
+
+    def take(self) -> list[int]:
+        taken, self._untaken = self._untaken, []
+        return taken
+
+
 class _ByteLevelDetokenizer:
-    def __init__(self, pieces: PieceTable) -> None:
+    def __init__(self, pieces: PieceTable, *, with_offsets: bool) -> None:
         self._piece = pieces.piece
         self._special_ids = pieces.special_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offsets = _Offsets() if with_offsets else None
 
     def push(self, token_ids: Iterable[int]) -> str:
         piece, special = self._piece, self._special_ids
-        return self._utf8.decode(b"".join([piece(i) for i in token_ids if i not in special]))
+        if self._offsets is None:
+            return self._utf8.decode(b"".join([piece(i) for i in token_ids if i not in special]))
+        return "".join([self._push_placed(b"" if i in special else piece(i)) for i in token_ids])
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
+    def take_offsets(self) -> list[int]:
+        assert self._offsets is not None
+        return self._offsets.take()
+
+    def _push_placed(self, piece: bytes) -> str:
+        assert self._offsets is not None
+        held = self._utf8.getstate()[0]
+        # Bytes that cannot go on become a replacement character, and the token begins behind it.
+        self._offsets.place(1 if held and piece and not _may_continue(held, piece[:1]) else 0)
+        text = self._utf8.decode(piece)
+        self._offsets.num_chars += len(text)
+        return text
+
+
+def _may_continue(held: bytes, byte: bytes) -> bool:
+    """Return whether the byte completes or continues the character that the held bytes begin."""
+    try:
+        (held + byte).decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return True
+
 
 class _SentencePieceDetokenizer:
-    def __init__(self, pieces: PieceTable) -> None:
+    def __init__(self, pieces: PieceTable, *, with_offsets: bool) -> None:
         self._pieces = pieces
         self._run = bytearray()
+        self._offsets = _Offsets() if with_offsets else None
+        self._waiting: list[int] = []
+        """Tokens within the run, by the byte of it they begin at: their offsets are not certain yet."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         parts: list[str] = []
         for token_id in token_ids:
             # A skipped token does not end a run of bytes: the tokenizer's own decoder drops it first.
-            if token_id in self._pieces.special_ids:
-                continue
-            piece = self._pieces.piece(token_id)
+            piece = b"" if token_id in self._pieces.special_ids else self._pieces.piece(token_id)
             if len(piece) == 1 and self._pieces.is_byte_token(token_id):
+                self._place()
                 self._run += piece
                 if len(self._run) > _MAX_HELD_BYTES:
                     parts.append(self._take_whole_characters())
             elif piece:
                 parts.append(self.flush())
-                parts.append(piece.decode())
+                self._place()
+                parts.append(self._count(piece.decode()))
+            else:
+                self._place()
         return "".join(parts)
 
     def flush(self) -> str:
-        run = bytes(self._run)
-        self._run.clear()
-        try:
-            return run.decode()
-        except UnicodeDecodeError:
-            return REPLACEMENT * len(run)
+        return self._release(len(self._run))
+
+    def take_offsets(self) -> list[int]:
+        assert self._offsets is not None
+        return self._offsets.take()
 
     def _take_whole_characters(self) -> str:
         """All of the run but an unfinished character at its end."""
@@ -161,21 +214,49 @@ class _SentencePieceDetokenizer:
         except UnicodeDecodeError as error:
             if error.reason == "unexpected end of data" and error.end == len(self._run):
                 num_whole = error.start
-        unfinished = self._run[num_whole:]
-        del self._run[num_whole:]
-        text = self.flush()
-        self._run = unfinished
+        return self._release(num_whole)
+
+    def _release(self, num_bytes: int) -> str:
+        """Turn the first bytes of the run into text."""
+        released = bytes(self._run[:num_bytes])
+        del self._run[:num_bytes]
+        try:
+            text, is_valid = released.decode(), True
+        except UnicodeDecodeError:
+            text, is_valid = REPLACEMENT * num_bytes, False
+        if self._waiting and self._offsets is not None:
+            settled = [start for start in self._waiting if start <= num_bytes]
+            self._waiting = [start - num_bytes for start in self._waiting[len(settled) :]]
+            # "ignore" leaves out the character that the byte is a part of.
+            self._offsets.place(
+                *(len(released[:start].decode("utf-8", "ignore")) if is_valid else start for start in settled)
+            )
+        return self._count(text)
+
+    def _place(self) -> None:
+        """Record that a token begins here."""
+        if self._offsets is None:
+            return
+        if self._run:
+            self._waiting.append(len(self._run))
+        else:
+            self._offsets.place(0)
+
+    def _count(self, text: str) -> str:
+        if self._offsets is not None:
+            self._offsets.num_chars += len(text)
         return text
 
 
 class _WindowDetokenizer:
     """Decodes the last few tokens with and without the new one; the difference is the new text."""
 
-    def __init__(self, backend: BackendTokenizer, context: Sequence[int]) -> None:
+    def __init__(self, backend: BackendTokenizer, context: Sequence[int], *, with_offsets: bool) -> None:
         self._backend = backend
         self._known = list(context[-_WINDOW_CONTEXT_TOKENS:])
         self._known_text = self._decode(self._known)
         self._new: list[int] = []
+        self._offsets = _Offsets() if with_offsets else None
 
     def push(self, token_ids: Iterable[int]) -> str:
         parts: list[str] = []
@@ -189,11 +270,27 @@ class _WindowDetokenizer:
     def flush(self) -> str:
         return self._advance(self._decode(self._known + self._new)) if self._new else ""
 
+    def take_offsets(self) -> list[int]:
+        assert self._offsets is not None
+        return self._offsets.take()
+
     def _advance(self, text: str) -> str:
         delta = text[len(self._known_text) :]
+        if self._offsets is not None:
+            self._offsets.place(
+                *(self._num_whole_chars(count, len(delta)) for count in range(len(self._new)))
+            )
+            self._offsets.num_chars += len(delta)
         self._known, self._new = self._new, []
         self._known_text = self._decode(self._known)
         return delta
+
+    def _num_whole_chars(self, count: int, limit: int) -> int:
+        """How many characters the first `count` new tokens make, unfinished ones left out."""
+        if count == 0:
+            return 0
+        text = self._decode(self._known + self._new[:count]).rstrip(REPLACEMENT)
+        return min(max(len(text) - len(self._known_text), 0), limit)
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._backend.decode(token_ids, skip_special_tokens=True))

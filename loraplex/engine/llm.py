@@ -28,6 +28,7 @@ from loraplex.core.hub import HubRepo
 from loraplex.core.request import FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
+from loraplex.core.words import plural
 from loraplex.engine.async_local import LocalAsyncEngine
 from loraplex.engine.interface import EngineCore
 from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
@@ -43,10 +44,14 @@ ParamsList = SamplingParams | None | Sequence[SamplingParams]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One of the n answers to a prompt."""
+    """One of the n answers to a prompt.
+
+    `num_sampled` counts the tokens the model generated: those of the answer, and the token that ended it.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    num_sampled: int
     finish_reason: FinishReason
     stop: str | int | None = None
     logprobs: tuple[LogprobText, ...] = ()
@@ -317,6 +322,7 @@ def _choice(deltas: Sequence[TextDelta]) -> Choice:
     return Choice(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        num_sampled=sum(delta.num_sampled for delta in deltas),
         finish_reason=last.finish_reason,
         stop=last.stop,
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
@@ -327,7 +333,10 @@ def _one_each(value: Any, count: int, param: str) -> list[Any]:
     """The value for each of `count` prompts; a list must have that length."""
     if isinstance(value, (list, tuple)):
         if len(value) != count:
-            raise InvalidRequestError(f"{param} has {len(value)} entries for {count} prompts", param=param)
+            entries = "1 entry" if len(value) == 1 else f"{len(value)} entries"
+            raise InvalidRequestError(
+                f"{param} has {entries} for {count} {plural('prompt', count)}", param=param
+            )
         return list(value)
     return [value] * count
 

@@ -80,7 +80,7 @@ class PromptEncoder:
             return self._tokenizer.encode(text, add_special_tokens=False)
 
         return await self._run(
-            render_and_encode, num_chars=_num_chars(messages), in_thread=len(messages) > _INLINE_MESSAGES
+            render_and_encode, num_chars=_num_chars(messages), in_thread=_is_long(messages)
         )
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -110,7 +110,7 @@ class PromptEncoder:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
         return await self._run(
-            render_and_encode, num_chars=_num_chars(messages), in_thread=len(messages) > _INLINE_MESSAGES
+            render_and_encode, num_chars=_num_chars(messages), in_thread=_is_long(messages)
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -183,6 +183,11 @@ def _refuse_many_chars(text: str, *, param: str) -> None:
             "a time; send it in several requests",
             param=param,
         )
+
+
+def _is_long(messages: Sequence[Message]) -> bool:
+    """Whether rendering takes long whatever the texts are: many messages, or calls of tools of any depth."""
+    return len(messages) > _INLINE_MESSAGES or any("tool_calls" in message for message in messages)
 
 
 def _num_chars(messages: Sequence[Message]) -> int:

@@ -8,6 +8,7 @@ from typing import Final
 
 from loraplex.core.errors import ContextLengthError, InvalidRequestError
 from loraplex.core.sampling import SamplingParams
+from loraplex.core.words import plural
 
 # The automaton of a stop string is built in Python on the event loop; this keeps that under a millisecond.
 MAX_STOP_CHARS: Final = 1024
@@ -38,23 +39,24 @@ def check_token_ids(params: SamplingParams, *, vocab_size: int) -> None:
 def fit_max_tokens(params: SamplingParams, *, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
     """The same options with `max_tokens` set; ContextLengthError for what does not fit the context."""
     room = max_model_len - num_prompt_tokens
+    tokens = f"{num_prompt_tokens} {plural('token', num_prompt_tokens)}"
     if room < 1:
         raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens, and the context length is {max_model_len} tokens, "
+            f"the prompt has {tokens}, and the context length is {max_model_len} tokens, "
             "of which at least one must be left for the answer; shorten the prompt",
             param="prompt",
         )
     if params.max_tokens is None:
         if params.min_tokens > room:
             raise ContextLengthError(
-                f"min_tokens is {params.min_tokens}, but the prompt of {num_prompt_tokens} tokens leaves "
+                f"min_tokens is {params.min_tokens}, but the prompt of {tokens} leaves "
                 f"{room} of the context of {max_model_len} tokens",
                 param="min_tokens",
             )
         return replace(params, max_tokens=room)
     if params.max_tokens > room:
         raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, together "
+            f"the prompt has {tokens} and max_tokens is {params.max_tokens}, together "
             f"{num_prompt_tokens + params.max_tokens}, but the context length is {max_model_len} tokens; "
             "shorten the prompt or lower max_tokens",
             param="max_tokens",

@@ -18,16 +18,23 @@ import torch
 
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.core.sampling import SamplingParams
+from loraplex.scheduling.plan import StepPlan
 
 _FIRST_CANDIDATES = 256
 """How many of the likeliest tokens top_p looks at first; the nucleus is rarely wider."""
 
 
-NOT_FINITE = (
-    "the model's output is not finite (NaN or infinity): the adapter's or base model's weights overflow in "
-    "this dtype; serve with --dtype float32, or check the adapter"
-)
-"""Why a request fails whose logits are of no use."""
+def not_finite(plan: StepPlan, request_id: str, dtype: torch.dtype) -> str:
+    """Return why a request of a step fails whose logits are of no use, and what to do about it."""
+    adapter = next(chunk.adapter for chunk in plan.chunks if chunk.request_id == request_id)
+    name = str(dtype).removeprefix("torch.")
+    culprit = "the base model's weights overflow" if adapter is None else "the adapter's weights overflow"
+    advice = "" if dtype == torch.float32 else "serve with --dtype float32, or "
+    if adapter is None:
+        advice += "check the model's files"
+    else:
+        advice += "check the adapter: its weights or its scale (lora_alpha over rank) may be far too large"
+    return f"the model's output is not finite (NaN or infinity): {culprit} in {name}; {advice}"
 
 
 class SamplingState:

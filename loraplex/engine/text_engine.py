@@ -8,23 +8,32 @@ TextDelta batches ◀── stop strings ◀── detokenizer ◀────�
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from loraplex.core.errors import AdapterError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
-from loraplex.core.sampling import MAX_SEED, SamplingParams
+from loraplex.core.sampling import SamplingParams
 from loraplex.engine.interface import AsyncEngine
 from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.engine.request_checks import check_prompt, check_token_ids, fit_max_tokens
 from loraplex.engine.stop_strings import StopMatcher
 from loraplex.engine.tokenizer import Tokenizer
 
-_SEED_SPAN: Final = 2 * (MAX_SEED + 1)
 _STARTED_AT_ONCE: Final = 16
 """Choices of one call that are sent to the engine before other work of the event loop has its turn."""
+
+
+class TopToken(NamedTuple):
+    """One of the likeliest tokens at a place."""
+
+    token_id: int
+    piece: bytes
+    logprob: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,30 +41,36 @@ class LogprobText:
     """A token with its bytes and log-probability, and the likeliest tokens at its place (best first).
 
     `logprob` is None for the first prompt token only. A special token has its name as `piece`, but is no
-    part of the text.
+    part of the text. `offset` is the character of the choice's text at which the token begins; None for
+    tokens of the prompt. Where a stop string cut the text, it is at most the text's length.
     """
 
     token_id: int
     piece: bytes
     logprob: float | None
     special: bool = False
-    top: tuple[tuple[bytes, float], ...] = ()
+    offset: int | None = None
+    top: tuple[TopToken, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextDelta:
     """What was added to one choice. The last delta of a choice has a `finish_reason`.
 
-    `choice` counts through prompts × n: prompt `choice // n`. `stop` is the stop string or token that
+    `choice` counts through prompts × n: prompt `choice // n`. `num_sampled` is the number of tokens the model
+    generated for it: those in `token_ids`, and the stop token that is not part of the answer. `logprobs` may
+    come later than their tokens, with the text they belong to. `stop` is the stop string or token that
     ended the choice. `prompt_logprobs` comes once, with the first delta, when it was asked for.
     """
 
     choice: int
     text: str
     token_ids: tuple[int, ...]
+    num_sampled: int
     logprobs: tuple[LogprobText, ...] = ()
     prompt_logprobs: tuple[LogprobText, ...] | None = None
     num_cached_tokens: int = 0
+    adapter_hit: bool | None = None
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
 
@@ -204,8 +219,13 @@ class _Choice:
         self._index = index
         self._piece = tokenizer.pieces.piece
         self._special_ids = tokenizer.pieces.special_ids
-        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids)
         params = request.params
+        self._with_logprobs = params.logprobs is not None
+        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, with_offsets=self._with_logprobs)
+        self._num_shown_chars = 0
+        self._unshown: list[TokenLogprob] = []
+        self._offsets: list[int] = []
+        """Offsets of the first of the entries in `_unshown`."""
         self._matcher = (
             StopMatcher(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None
         )
@@ -214,6 +234,8 @@ class _Choice:
 
     def advance(self, output: EngineOutput) -> TextDelta:
         text, stop_string, num_tokens = self._text_of(output.token_ids)
+        # A stop token behind a stop string was sampled after the end.
+        num_sampled = num_tokens + (output.stop_token_id is not None and stop_string is None)
         finish_reason = output.finish_reason
         # The end-of-sequence token is no news: only what the caller asked to stop at is reported.
         stop: str | int | None = output.stop_token_id
@@ -232,11 +254,13 @@ class _Choice:
             choice=self._index,
             text=text,
             token_ids=output.token_ids[:num_tokens],
-            logprobs=tuple(
-                [self._logprob_text(entry.token_id, entry) for entry in output.logprobs[:num_tokens]]
-            ),
+            num_sampled=num_sampled,
+            logprobs=self._logprobs(output.logprobs[:num_tokens], text, ended=finish_reason is not None)
+            if self._with_logprobs
+            else (),
             prompt_logprobs=self._prompt_logprobs(output),
             num_cached_tokens=output.num_cached_tokens,
+            adapter_hit=output.adapter_hit,
             finish_reason=finish_reason,
             stop=stop,
         )
@@ -264,6 +288,24 @@ class _Choice:
         scan = self._matcher.push(text)
         return scan.text, scan.stop
 
+    def _logprobs(
+        self, entries: tuple[TokenLogprob, ...], text: str, *, ended: bool
+    ) -> tuple[LogprobText, ...]:
+        """Entries whose place in the text that was shown is certain; the others wait for their text."""
+        if ended:
+            self._detokenizer.flush()  # after a stop string there may be half a character
+        self._num_shown_chars += len(text)
+        self._unshown += entries
+        self._offsets += self._detokenizer.take_offsets()
+        limit = self._num_shown_chars
+        num_shown = len(self._offsets) if ended else bisect_right(self._offsets, limit)
+        shown = tuple(
+            self._logprob_text(entry.token_id, entry, offset=min(offset, limit))
+            for entry, offset in zip(self._unshown[:num_shown], self._offsets[:num_shown], strict=True)
+        )
+        del self._unshown[:num_shown], self._offsets[:num_shown]
+        return shown
+
     def _prompt_logprobs(self, output: EngineOutput) -> tuple[LogprobText, ...] | None:
         if output.prompt_logprobs is None:
             return None
@@ -274,14 +316,17 @@ class _Choice:
             *(self._logprob_text(entry.token_id, entry) for entry in others if entry is not None),
         )
 
-    def _logprob_text(self, token_id: int, entry: TokenLogprob | None) -> LogprobText:
+    def _logprob_text(
+        self, token_id: int, entry: TokenLogprob | None, *, offset: int | None = None
+    ) -> LogprobText:
         top = () if entry is None else entry.top
         return LogprobText(
             token_id=token_id,
             piece=self._piece(token_id),
             logprob=None if entry is None else entry.logprob,
             special=token_id in self._special_ids,
-            top=tuple((self._piece(other_id), logprob) for other_id, logprob in top),
+            offset=offset,
+            top=tuple([TopToken(other_id, self._piece(other_id), logprob) for other_id, logprob in top]),
         )
 
 
@@ -314,7 +359,11 @@ class _Mailbox:
 
 
 def _sibling_seed(seed: int | None, sibling: int) -> int | None:
-    """The first choice uses the seed itself, so that n changes nothing about it."""
-    if seed is None:
-        return None
-    return (seed + sibling + MAX_SEED + 1) % _SEED_SPAN - (MAX_SEED + 1)
+    """Return the seed of one of n choices. The first uses the seed itself: n changes nothing about it.
+
+    The others are hashed: with seed + 1, seed + 2, ... requests with adjacent seeds would share choices.
+    """
+    if seed is None or sibling == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{sibling}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

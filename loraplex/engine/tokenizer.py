@@ -61,6 +61,13 @@ class Tokenizer:
         """Bytes of the longest token, where every byte of a text becomes part of a token; else None."""
         return self.pieces.longest_piece_bytes()
 
+    @property
+    def template_knows_tools(self) -> bool:
+        """Whether the chat template does anything with tools; one that does not would drop their calls."""
+        template = self._hf.chat_template
+        sources = template.values() if isinstance(template, dict) else [template]
+        return any("tool" in str(source) for source in sources)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self.encode_many([text], add_special_tokens=add_special_tokens)[0]
 
@@ -76,9 +83,9 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, context: Sequence[int] = (), *, with_offsets: bool = False) -> Detokenizer:
         """An incremental decoder for tokens that continue `context`."""
-        return self.pieces.detokenizer(context)
+        return self.pieces.detokenizer(context, with_offsets=with_offsets)
 
     def render_chat(
         self,
@@ -92,6 +99,12 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions, or put a chat_template into its "
                 "tokenizer_config.json",
+                param="messages",
+            )
+        if any(map(_is_about_tools, messages)) and not self.template_knows_tools:
+            raise InvalidRequestError(
+                "this model's chat template does not know tools: leave out messages with tool_calls and "
+                "those of the role 'tool', or put a template that knows them into its tokenizer_config.json",
                 param="messages",
             )
         options = dict(template_options or {})
@@ -114,6 +127,10 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
+
+
+def _is_about_tools(message: Message) -> bool:
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))
 
 
 def _reserved_options(hf_tokenizer: Any) -> set[str]:

@@ -13,7 +13,7 @@ from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.executor import AdapterEvent, LandedFlight, LoadOrder, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
-from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
+from loraplex.engine.sampler import SamplingState, not_finite, sample
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
 
@@ -110,7 +110,7 @@ class TorchExecutor:
                     chunk,
                     states_LH[built.rows_of[chunk.request_id]],
                 )
-        self._sample(built, states_LH, result)
+        self._sample(plan, built, states_LH, result)
         return LandedFlight(result=result, runs_ahead=self._runs_ahead)
 
     def _known(self, chunk: Chunk) -> Chunk:
@@ -121,7 +121,7 @@ class TorchExecutor:
         last_token = self._states[chunk.request_id].last_token
         return chunk._replace(token_ids=[last_token or 0])
 
-    def _sample(self, built: BuiltBatch, states_LH: torch.Tensor, result: StepResult) -> None:
+    def _sample(self, plan: StepPlan, built: BuiltBatch, states_LH: torch.Tensor, result: StepResult) -> None:
         if not built.sampling:
             return
         request_ids = list(built.sampling)
@@ -131,7 +131,7 @@ class TorchExecutor:
         states = [self._states[request_id] for request_id in request_ids]
         for request_id, state, chosen in zip(request_ids, states, sample(logits_LV, states), strict=True):
             if chosen.token_id is None:
-                result.failures[request_id] = NOT_FINITE
+                result.failures[request_id] = not_finite(plan, request_id, self._dtype)
                 continue
             state.accept(chosen.token_id)
             result.tokens[request_id] = chosen.token_id

@@ -46,6 +46,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str | None = None
     """What config.json says the weights are stored in."""
+    cut_context: int | None = None
+    """The model's positions, where a sliding window, which is not implemented, ends contexts before them."""
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -60,6 +62,7 @@ def load_config(folder: Path) -> ModelConfig:
                 f"(served: {', '.join(str(value) for value in allowed if value is not None)})"
             )
     shape = _shape(raw, family, folder)
+    num_positions = _num_positions(raw)
     # Qwen2 always has biases on q, k and v; the others say so, and then mean o as well.
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
@@ -73,6 +76,7 @@ def load_config(folder: Path) -> ModelConfig:
         qk_norm=family == "qwen3",
         eos_token_ids=_eos_token_ids(raw, folder),
         checkpoint_dtype=raw.get("dtype") or raw.get("torch_dtype"),
+        cut_context=num_positions if shape.max_position < num_positions else None,
     )
 
 
@@ -116,9 +120,13 @@ def _shape(raw: Mapping[str, Any], family: str, folder: Path) -> ModelShape:
 
 def _context_length(raw: Mapping[str, Any], family: str) -> int:
     """Mistral's sliding window is no restriction below its size, so the context ends there."""
-    max_position = int(raw.get("max_position_embeddings", 2048))
+    num_positions = _num_positions(raw)
     window = raw.get("sliding_window") if family == "mistral" else None
-    return min(max_position, int(window)) if window else max_position
+    return min(num_positions, int(window)) if window else num_positions
+
+
+def _num_positions(raw: Mapping[str, Any]) -> int:
+    return int(raw.get("max_position_embeddings", 2048))
 
 
 def _eos_token_ids(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from loraplex.core.errors import ModelError
 from loraplex.core.modules import GROUPS, MODULES, module_path
+from loraplex.core.words import plural
 from loraplex.model.config import ModelConfig
 from loraplex.model.sharding import WHOLE, Shard
 
@@ -73,7 +74,8 @@ def load_weights(
     missing = sorted(wanted.keys() - tensors.keys())
     if missing:
         raise ModelError(
-            f"{folder} lacks {len(missing)} tensors of a {config.architecture}: {_some(missing)}. "
+            f"{folder} lacks {len(missing)} {plural('tensor', len(missing))} of a {config.architecture}: "
+            f"{_some(missing)}. "
             "The checkpoint is incomplete, or its config.json belongs to another model."
         )
     return _stack(tensors, config, shard)

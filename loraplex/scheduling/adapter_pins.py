@@ -82,6 +82,8 @@ class AdapterPins:
                     self.refused = sequence
                     return  # nobody overtakes: a large adapter must not starve behind small ones
             waiting.set_pinned(sequence, pinned=True)
+            if sequence.adapter_hit is None:
+                sequence.adapter_hit = not absent
             if absent:
                 self._load(version, num_tokens=len(sequence.token_ids))
             self._follow_moves(running)

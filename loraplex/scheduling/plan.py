@@ -99,5 +99,6 @@ class TokenUpdate(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    adapter_hit: bool | None = None
     error: str | None = None
     error_param: str | None = None

@@ -170,7 +170,8 @@ class Scheduler:
             sequence.num_unknown -= 1
             request_id = sequence.request_id
             if failed and request_id in failed:
-                self._fail(sequence, failed[request_id])
+                # What a step finds wrong with one request and not with others is its adapter.
+                self._fail(sequence, failed[request_id], param="model" if sequence.adapter else None)
             else:
                 updates.append(self._accept(sequence, sampled[request_id]))
         return updates
@@ -320,6 +321,7 @@ class Scheduler:
                 finish_reason=FinishReason.STOP,
                 stop_token_id=token_id,
                 num_cached_tokens=sequence.num_cached or 0,
+                adapter_hit=sequence.adapter_hit,
             )
         token_ids.append(token_id)
         num_tokens, max_tokens = len(token_ids), params.max_tokens
@@ -333,6 +335,7 @@ class Scheduler:
             token_id=token_id,
             finish_reason=finish_reason,
             num_cached_tokens=sequence.num_cached or 0,
+            adapter_hit=sequence.adapter_hit,
         )
 
     def _publish(self, sequence: Sequence, num_computed: int) -> None:

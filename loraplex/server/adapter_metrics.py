@@ -1,79 +1,90 @@
-"""The part of the /metrics page that grows with the adapters.
+"""The part of the /metrics page that grows with the adapters in use.
 
-Written by hand: a sample object of the Prometheus library costs many times what its line does, and there
-are six lines for each of what may be ten thousand adapters. Names of adapters need no escaping.
+An adapter that nobody has asked for and whose weights are on disk has no series: thousands of adapters may be
+registered. What a name is asked for is labelled by the name. What happens to weights is labelled by their
+version, which several names may share; `adapter_resident` has both.
+
+Written by hand: a sample object of the Prometheus library costs many times what its line does. Names and
+versions of adapters need no escaping.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.core.stats import EngineStats
 from loraplex.server.adapter_service import ServedAdapter
 from loraplex.server.metrics import ServerMetrics, Traffic
 
-_UNKNOWN = AdapterStats(version="", tier="disk", num_bytes=0, in_flight=0, hits=0, loads=0)
-"""What the engine says of no adapter: for a moment after its restart it knows none."""
-
 
 def render_adapters(adapters: Sequence[ServedAdapter], metrics: ServerMetrics, stats: EngineStats) -> bytes:
-    """The series of each adapter. A TTFT histogram is there only for those somebody has asked for."""
-    by_version = {each.version: each for each in stats.adapters}
-    idle = Traffic()
-    rows = [
-        (
-            adapter.name,
-            metrics.find_traffic(adapter.name) or idle,
-            by_version.get(adapter.version, _UNKNOWN),
-        )
+    """The series of served adapters that were asked for or are in memory."""
+    used = [
+        (adapter.name, traffic)
         for adapter in adapters
+        if (traffic := metrics.find_traffic(adapter.name)) is not None
     ]
 
-    def family(name: str, kind: str, text: str, value: Callable[[Traffic, AdapterStats], int]) -> str:
-        lines = [f'{name}{{adapter="{adapter}"}} {value(traffic, seen)}\n' for adapter, traffic, seen in rows]
-        return _family(name, kind, text, lines)
+    def by_name(name: str, kind: str, text: str, value: Callable[[Traffic], int]) -> str:
+        return _family(
+            name,
+            kind,
+            text,
+            [f'{name}{{adapter="{adapter}"}} {value(traffic)}\n' for adapter, traffic in used],
+        )
 
     return "".join(
         [
             _family(
                 "loraplex:adapter_ttft_seconds",
                 "histogram",
-                "Arrival to first token; only of adapters in use",
-                [_ttft_lines(name, traffic) for name, traffic, _ in rows if any(traffic.ttft.counts)],
+                "Arrival to first token",
+                [_ttft_lines(name, traffic) for name, traffic in used if any(traffic.ttft.counts)],
             ),
-            family(
-                "loraplex:adapter_requests_total", "counter", "Requests accepted", lambda t, _: t.num_requests
+            by_name(
+                "loraplex:adapter_requests_total", "counter", "Requests accepted", lambda t: t.num_requests
             ),
-            family(
+            by_name(
                 "loraplex:adapter_generation_tokens_total",
                 "counter",
                 "Tokens generated",
-                lambda t, _: t.num_tokens,
+                lambda t: t.num_tokens,
             ),
-            family(
-                "loraplex:adapter_loads_total",
-                "counter",
-                "Loads of the weights into memory",
-                lambda _, s: s.loads,
-            ),
-            family(
+            by_name(
                 "loraplex:adapter_hits_total",
                 "counter",
-                "Requests that found them there",
-                lambda _, s: s.hits,
+                "Requests that found the weights in memory or on their way there",
+                lambda t: t.num_hits,
             ),
-            family("loraplex:adapter_in_flight", "gauge", "Requests in the engine", lambda _, s: s.in_flight),
+            by_name("loraplex:adapter_in_flight", "gauge", "Requests in flight", lambda t: t.num_in_flight),
+            _family(
+                "loraplex:adapter_loads_total",
+                "counter",
+                "Loads of a version's weights into memory",
+                [
+                    f'loraplex:adapter_loads_total{{version="{seen.version}"}} {seen.loads}\n'
+                    for seen in stats.adapters
+                    if seen.loads
+                ],
+            ),
             _family(
                 "loraplex:adapter_resident",
                 "gauge",
-                "1, with the tier the weights are in",
-                [
-                    f'loraplex:adapter_resident{{adapter="{name}",tier="{seen.tier}"}} 1\n'
-                    for name, _, seen in rows
-                ],
+                "1, with the tier the weights are in; not there for those on disk alone",
+                _resident_lines(adapters, stats),
             ),
         ]
     ).encode()
+
+
+def _resident_lines(adapters: Sequence[ServedAdapter], stats: EngineStats) -> list[str]:
+    tiers = {seen.version: seen.tier for seen in stats.adapters if seen.tier != "disk"}
+    return [
+        f'loraplex:adapter_resident{{adapter="{adapter.name}",tier="{tiers[adapter.version]}",'
+        f'version="{adapter.version}"}} 1\n'
+        for adapter in adapters
+        if adapter.version in tiers
+    ]
 
 
 def _family(name: str, kind: str, text: str, lines: Iterable[str]) -> str:

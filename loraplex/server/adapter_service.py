@@ -110,13 +110,20 @@ class AdapterService:
         """All adapters, by name."""
         return [self._served[name] for name in sorted(self._served)]
 
-    def lease(self, model: str) -> Lease:
-        """Hold what a request calls `model`: the base, an adapter, or `base:adapter`."""
+    def find(self, model: str) -> ServedAdapter | None:
+        """Return the adapter that `model` means, as its own name or `base:adapter`; None means the base."""
         if model == self.base_model:
-            return Lease(name=None, version=None, use=None)
+            return None
         adapter = self._served.get(model) or self._served.get(model.removeprefix(f"{self.base_model}:"))
         if adapter is None:
             raise self._unknown(model)
+        return adapter
+
+    def lease(self, model: str) -> Lease:
+        """Hold what a request calls `model`."""
+        adapter = self.find(model)
+        if adapter is None:
+            return Lease(name=None, version=None, use=None)
         use = self._uses.setdefault(adapter.version, VersionUse())
         return Lease(name=adapter.name, version=adapter.version, use=use)
 

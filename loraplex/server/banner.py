@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from loraplex.core.words import plural
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -45,7 +47,9 @@ class Announcer:
             yield on_progress
 
     def registered(self, num_adapters: int, seconds: float) -> None:
-        self._console.print(f"registered {num_adapters:,} adapters in {seconds:.2f} s", style="dim")
+        self._console.print(
+            f"registered {num_adapters:,} {plural('adapter', num_adapters)} in {seconds:.2f} s", style="dim"
+        )
 
     def ready(
         self,
@@ -64,8 +68,8 @@ class Announcer:
         url = f"http://{_reachable(host)}:{port}"
         for note in notes[:_MAX_NOTES_SHOWN]:
             show("note:", note, style="yellow", markup=False)
-        if len(notes) > _MAX_NOTES_SHOWN:
-            show(f"... and {len(notes) - _MAX_NOTES_SHOWN} more notes", style="yellow")
+        if (num_hidden := len(notes) - _MAX_NOTES_SHOWN) > 0:
+            show(f"... and {num_hidden} more {plural('note', num_hidden)}", style="yellow")
         show(f"\nloraplex is ready at {url}/v1", style="bold green")
         show(f"  base model  {base_model}", markup=False)
         show(f"  adapters    {_summary(adapters)}", markup=False)
@@ -78,8 +82,8 @@ class Announcer:
         """The signal has come: what is still waited for, so that nobody sends a second one in doubt."""
         waiting = ""
         if num_in_flight:
-            requests = "1 request" if num_in_flight == 1 else f"{num_in_flight} requests"
-            waiting = f": waiting up to {grace_s:g} s for {requests} in flight"
+            requests = plural("request", num_in_flight)
+            waiting = f": waiting up to {grace_s:g} s for {num_in_flight} {requests} in flight"
         self._console.print(f"shutting down{waiting}", style="yellow")
 
     def stopped(self) -> None:

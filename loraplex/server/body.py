@@ -21,7 +21,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 _NOT_NUMBERS: Final = re.compile(rb"[:\[,]\s*-?(?:NaN|Infinity)\b")
 _LOCATION: Final = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 _UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_WRONG_VALUE: Final = re.compile(r"Invalid enum value (.*)", re.DOTALL)
+_WRONG_VALUE: Final = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
 _PATH_PART: Final = re.compile(r"[^.\[\]]+")
 _MISSING_FIELD: Final = re.compile(r"Object missing required field `(.*)`")
 _MAX_QUOTED_CHARS: Final = 100

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from loraplex.engine.text_engine import LogprobText, TextDelta
 from loraplex.server.generation import ChoiceResult, head_bytes
-from loraplex.server.logprobs import CompletionLogprobWriter
-from loraplex.server.responses import Completion, CompletionChoice, Usage
+from loraplex.server.logprobs import completion_logprobs
+from loraplex.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 
 _encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class EchoedPrompt:
+    """A prompt that the answer repeats. `token_offsets` are only there if log-probabilities are asked for."""
+
+    text: str
+    token_offsets: Sequence[int] = ()
+
+
+_NO_PROMPT: Final = EchoedPrompt(text="")
 
 
 class CompletionFormat:
     """The AnswerFormat of /v1/completions.
 
-    `echo` holds the text of each prompt when it is to be repeated, else it is None. `prompt_only` drops
+    `echo` holds each prompt when it is to be repeated, else it is None. `prompt_only` drops
     what was generated: with echo and max_tokens 0 only the prompt is wanted.
     """
 
@@ -30,7 +43,7 @@ class CompletionFormat:
         with_logprobs: bool,
         include_usage: bool,
         num_siblings: int,
-        echo: Sequence[str] | None,
+        echo: Sequence[EchoedPrompt] | None,
         prompt_only: bool,
     ) -> None:
         self._id, self._created, self._model = request_id, created, model
@@ -42,7 +55,6 @@ class CompletionFormat:
             {"id": request_id, "object": "text_completion", "created": created, "model": model}
         )
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._writers: dict[int, CompletionLogprobWriter] = {}
         self._begun: set[int] = set()
 
     def chunks(self, batch: Sequence[TextDelta]) -> bytes:
@@ -63,30 +75,42 @@ class CompletionFormat:
         )
 
     def _choice(self, index: int, result: ChoiceResult) -> CompletionChoice:
-        entries = (*(result.prompt_logprobs or ()), *([] if self._prompt_only else result.logprobs))
+        logprobs = None
+        if self._with_logprobs:
+            logprobs = self._logprobs(index, result.prompt_logprobs or (), result.logprobs)
         return CompletionChoice(
             index=index,
-            text=self._prompt_text(index) + ("" if self._prompt_only else result.text),
-            logprobs=CompletionLogprobWriter().write(entries) if self._with_logprobs else None,
+            text=self._prompt(index).text + ("" if self._prompt_only else result.text),
+            logprobs=logprobs,
             finish_reason="length" if self._prompt_only else result.finish_reason,
             stop_reason=None if self._prompt_only else result.stop,
         )
 
-    def _prompt_text(self, choice: int) -> str:
-        return "" if self._echo is None else self._echo[choice // self._num_siblings]
+    def _prompt(self, choice: int) -> EchoedPrompt:
+        return _NO_PROMPT if self._echo is None else self._echo[choice // self._num_siblings]
+
+    def _logprobs(
+        self, choice: int, prompt_entries: Sequence[LogprobText], entries: Sequence[LogprobText]
+    ) -> CompletionLogprobs:
+        prompt = self._prompt(choice)
+        offsets = list(prompt.token_offsets) if prompt_entries else []
+        if self._prompt_only:
+            entries = ()
+        offsets += [len(prompt.text) + (entry.offset or 0) for entry in entries]
+        return completion_logprobs([*prompt_entries, *entries], offsets)
 
     def _rich_chunk(self, delta: TextDelta) -> bytes:
         text = "" if self._prompt_only else delta.text
-        entries: tuple[LogprobText, ...] = () if self._prompt_only else delta.logprobs
+        prompt_logprobs: Sequence[LogprobText] = ()
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
-            text = self._prompt_text(delta.choice) + text
-            entries = (*(delta.prompt_logprobs or ()), *entries)
-        logprobs = b"null"
+            text = self._prompt(delta.choice).text + text
+            prompt_logprobs = delta.prompt_logprobs or ()
+        logprobs, num_entries = b"null", 0
         if self._with_logprobs:
-            writer = self._writers.setdefault(delta.choice, CompletionLogprobWriter())
-            logprobs = _encode(writer.write(entries))
-        if not (text or entries or delta.finish_reason is not None):
+            written = self._logprobs(delta.choice, prompt_logprobs, delta.logprobs)
+            logprobs, num_entries = _encode(written), len(written.tokens)
+        if not (text or num_entries or delta.finish_reason is not None):
             return b""
         return self._chunk(delta, text, logprobs)
 

@@ -189,7 +189,7 @@ class _UsageCount:
     def add(self, batch: Sequence[TextDelta]) -> None:
         for delta in batch:
             if not self._prompt_only:
-                self._num_completion_tokens += len(delta.token_ids)
+                self._num_completion_tokens += delta.num_sampled
             # A prompt is counted once however many choices it has, and so is what was cached of it.
             if delta.num_cached_tokens and delta.choice % self._num_siblings == 0:
                 self._num_cached_tokens[delta.choice] = delta.num_cached_tokens

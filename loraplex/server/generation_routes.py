@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -12,14 +12,18 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.prompt_encoder import PromptEncoder, refuse_many_messages
+from loraplex.core.words import plural
+from loraplex.engine.prompt_encoder import PromptEncoder
+from loraplex.engine.prompt_offsets import prompt_offsets
+from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import Lease
 from loraplex.server.chat_format import ChatFormat
-from loraplex.server.completion_format import CompletionFormat
+from loraplex.server.chat_messages import template_messages
+from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
-from loraplex.server.requests import ChatMessage, ChatRequest, CompletionRequest, SamplingFields
+from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
 
@@ -72,22 +76,6 @@ def generation_router(deps: ServerDeps) -> APIRouter:
     return router
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: plain text, and no developer, who is the system's successor."""
-    refuse_many_messages(
-        len(messages), sum(len(m.content) for m in messages if not isinstance(m.content, str))
-    )
-    plain = []
-    for message in messages:
-        content = message.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        role = "system" if message.role == "developer" else message.role
-        name = {} if message.name is None else {"name": message.name}
-        plain.append({"role": role, "content": content, **name})
-    return plain
-
-
 async def _start_chat(deps: ServerDeps, body: ChatRequest, lease: Lease) -> GenerationResponse:
     params = chat_params(body)
     deps.waiting.refuse_if_full(params.n)
@@ -118,8 +106,8 @@ async def _start_completion(deps: ServerDeps, body: CompletionRequest, lease: Le
     num_choices = _num_prompts(body) * params.n
     if num_choices > MAX_CHOICES_PER_REQUEST:
         raise InvalidRequestError(
-            f"{num_choices // params.n} prompts with n = {params.n} make more than {MAX_CHOICES_PER_REQUEST} "
-            "choices; send several requests",
+            f"{num_choices // params.n} {plural('prompt', num_choices // params.n)} with n = {params.n} make "
+            f"more than {MAX_CHOICES_PER_REQUEST} choices; send several requests",
             param="prompt",
         )
     deps.waiting.refuse_if_full(num_choices)
@@ -134,7 +122,7 @@ async def _start_completion(deps: ServerDeps, body: CompletionRequest, lease: Le
         with_logprobs=params.logprobs is not None,
         include_usage=generation.include_usage,
         num_siblings=params.n,
-        echo=await _prompt_texts(deps.text.prompts, body, prompts) if body.echo else None,
+        echo=await _echoed(deps.text, body, prompts) if body.echo else None,
         prompt_only=prompt_only,
     )
     return _response(deps, generation, completion_format)
@@ -211,6 +199,19 @@ def _refuse_empty(texts: Sequence[str]) -> None:
     """Of the text and not of its tokens: many tokenizers make a beginning-of-text token of nothing."""
     if "" in texts:
         raise InvalidRequestError("prompt is empty; give at least one character", param="prompt")
+
+
+async def _echoed(
+    text_engine: TextEngine, body: CompletionRequest, prompts: Sequence[Sequence[int]]
+) -> list[EchoedPrompt]:
+    pieces = text_engine.tokenizer.pieces
+    return [
+        EchoedPrompt(
+            text=text,
+            token_offsets=() if body.logprobs is None else prompt_offsets(pieces, prompt, text),
+        )
+        for text, prompt in zip(await _prompt_texts(text_engine.prompts, body, prompts), prompts, strict=True)
+    ]
 
 
 async def _prompt_texts(

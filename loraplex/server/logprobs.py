@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from loraplex.engine.text_engine import LogprobText
@@ -21,8 +21,8 @@ def chat_logprobs(entries: Iterable[LogprobText]) -> ChatLogprobs:
                 logprob=_finite(entry.logprob or 0.0),
                 bytes=list(entry.piece),
                 top_logprobs=[
-                    TopLogprob(token=_lossy(piece), logprob=_finite(logprob), bytes=list(piece))
-                    for piece, logprob in entry.top
+                    TopLogprob(token=_lossy(top.piece), logprob=_finite(top.logprob), bytes=list(top.piece))
+                    for top in entry.top
                 ],
             )
             for entry in entries
@@ -30,29 +30,31 @@ def chat_logprobs(entries: Iterable[LogprobText]) -> ChatLogprobs:
     )
 
 
-class CompletionLogprobWriter:
-    """Makes the parallel lists of one choice, whose offsets go on from one call to the next."""
+def completion_logprobs(entries: Sequence[LogprobText], offsets: Sequence[int]) -> CompletionLogprobs:
+    """Parallel lists; `offsets` are those of the tokens in the text of the answer."""
+    return CompletionLogprobs(
+        tokens=[_unambiguous(entry.piece) for entry in entries],
+        token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
+        top_logprobs=[None if e.logprob is None else _top_by_text(e, e.logprob) for e in entries],
+        text_offset=list(offsets),
+    )
 
-    def __init__(self) -> None:
-        self._offset = 0
 
-    def write(self, entries: Iterable[LogprobText]) -> CompletionLogprobs:
-        """One more piece of the choice's text. Must see every token of it, in order."""
-        entries = list(entries)
-        offsets = []
-        for entry in entries:
-            offsets.append(self._offset)
-            if not entry.special:
-                self._offset += len(entry.piece.decode("utf-8", "ignore"))
-        return CompletionLogprobs(
-            tokens=[_unambiguous(entry.piece) for entry in entries],
-            token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
-            top_logprobs=[
-                None if e.logprob is None else {_unambiguous(p): _finite(lp) for p, lp in e.top}
-                for e in entries
-            ],
-            text_offset=offsets,
-        )
+def _top_by_text(entry: LogprobText, logprob: float) -> dict[str, float]:
+    """The likeliest tokens by their text, and the token of the answer, whether it is one of them or not.
+
+    The answer's token has its text to itself. Any other token of the same text goes by its bytes, and of
+    several such tokens only the likeliest is there.
+    """
+    own_text = _unambiguous(entry.piece)
+    by_text: dict[str, float] = {}
+    for top in entry.top:
+        text = _unambiguous(top.piece)
+        if top.token_id != entry.token_id and (text == own_text or text in by_text):
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in top.piece)
+        by_text.setdefault(text, _finite(top.logprob))
+    by_text.setdefault(own_text, _finite(logprob))
+    return by_text
 
 
 def _lossy(piece: bytes) -> str:

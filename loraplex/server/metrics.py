@@ -61,18 +61,24 @@ class Histogram:
 class Traffic:
     """Requests of one adapter name."""
 
-    __slots__ = ("num_requests", "num_running", "num_tokens", "num_waiting", "ttft")
+    __slots__ = ("num_hits", "num_requests", "num_running", "num_tokens", "num_waiting", "ttft")
 
     def __init__(self) -> None:
         self.num_requests = 0
+        self.num_hits = 0
         self.num_tokens = 0
         self.num_waiting = 0
         self.num_running = 0
         self.ttft = Histogram(ADAPTER_TTFT_BUCKETS_S)
 
+    @property
+    def num_in_flight(self) -> int:
+        return self.num_waiting + self.num_running
+
     def copy(self) -> Traffic:
         copied = Traffic.__new__(Traffic)
         copied.num_requests, copied.num_tokens = self.num_requests, self.num_tokens
+        copied.num_hits = self.num_hits
         copied.num_waiting, copied.num_running = self.num_waiting, self.num_running
         copied.ttft = self.ttft.copy()
         return copied
@@ -150,7 +156,7 @@ class RequestMeter:
         metrics, now_s = self._metrics, self._metrics.clock.now_s()
         num_tokens = 0
         for delta in batch:
-            count = len(delta.token_ids)
+            count = delta.num_sampled
             if count:
                 last_s = self._last_token_s.get(delta.choice)
                 if last_s is not None:
@@ -161,6 +167,8 @@ class RequestMeter:
                 metrics.num_finished[delta.finish_reason] += 1
                 self._num_finished += 1
         if self._first_token_s is None:
+            # One hit at most, however many choices there are: the others share what the first one loads.
+            self._traffic.num_hits += batch[0].adapter_hit is True
             self._on_first_batch(now_s)
         self._num_tokens += num_tokens
         metrics.num_generation_tokens += num_tokens

@@ -38,7 +38,7 @@ class MetricsSnapshot:
 
 
 def render_metrics(snapshot: MetricsSnapshot) -> bytes:
-    """The page. Adapters without a single request are on it, unloaded ones are not."""
+    """The page. Of adapters it shows those that were asked for or are in memory, and only while served."""
     # A registry for each page: its content is a snapshot, so there is nothing to keep between two.
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Page(snapshot))
@@ -78,6 +78,7 @@ class _Page:
         yield self._counter(
             "loraplex:engine_restarts", "Restarts of the engine process after it died", self._num_restarts
         )
+        yield self._gauge("loraplex:adapters", "Adapters that are served", len(self._adapters))
         num_bytes, budget = stats.host_adapter_bytes, stats.host_adapter_budget_bytes
         yield self._gauge("loraplex:host_adapter_bytes", "Host memory held by adapter weights", num_bytes)
         yield self._gauge("loraplex:host_adapter_budget_bytes", "Most of it that may be held", budget)

@@ -29,6 +29,16 @@ def model_router(deps: ServerDeps) -> APIRouter:
         return json_response(ModelList(data=_models(deps, started_unix_s)))
 
     @router.get(
+        "/v1/models/{model_id:path}",
+        **operation(summary="Describe one model", path="model_id", answer=Model, errors=(401, 404)),
+    )
+    async def model(request: Request) -> Response:
+        model_id = request.path_params["model_id"]
+        if not model_id:
+            return await models()
+        return json_response(_model(deps, model_id, deps.adapters.find(model_id), started_unix_s))
+
+    @router.get(
         "/v1/adapters", **operation(summary="List the adapters", answer=AdapterList, errors=(401, 503))
     )
     async def adapters() -> Response:
@@ -84,14 +94,19 @@ def json_response(answer: msgspec.Struct) -> Response:
 
 
 def _models(deps: ServerDeps, created: int) -> list[Model]:
-    base, max_model_len = deps.adapters.base_model, deps.text.max_model_len
-    models = [Model(id=base, created=created, root=deps.base_root, parent=None, max_model_len=max_model_len)]
-    for adapter in deps.adapters.served():
-        root = str(adapter.spec.path)
-        models.append(
-            Model(id=adapter.name, created=created, root=root, parent=base, max_model_len=max_model_len)
-        )
-    return models
+    base = _model(deps, deps.adapters.base_model, None, created)
+    return [base, *(_model(deps, each.name, each, created) for each in deps.adapters.served())]
+
+
+def _model(deps: ServerDeps, model_id: str, adapter: ServedAdapter | None, created: int) -> Model:
+    """A model by the name it was asked for; `adapter` is None for the base model."""
+    return Model(
+        id=model_id,
+        created=created,
+        root=deps.base_root if adapter is None else str(adapter.spec.path),
+        parent=None if adapter is None else deps.adapters.base_model,
+        max_model_len=deps.text.max_model_len,
+    )
 
 
 def _adapter_info(deps: ServerDeps, adapter: ServedAdapter, stats: AdapterStats | None) -> AdapterInfo:
@@ -104,8 +119,8 @@ def _adapter_info(deps: ServerDeps, adapter: ServedAdapter, stats: AdapterStats 
         rank=adapter.spec.max_rank,
         bytes=stats.num_bytes if stats else 0,
         tier=stats.tier if stats else "disk",
-        in_flight=stats.in_flight if stats else 0,
-        hits=stats.hits if stats else 0,
+        in_flight=traffic.num_in_flight if traffic else 0,
+        hits=traffic.num_hits if traffic else 0,
         loads=stats.loads if stats else 0,
         requests=traffic.num_requests if traffic else 0,
         tokens=traffic.num_tokens if traffic else 0,

@@ -22,6 +22,7 @@ from loraplex.server.responses import (
     Completion,
     ErrorBody,
     Health,
+    Model,
     ModelList,
     Text,
     Tokens,
@@ -45,21 +46,25 @@ BODY_ERRORS: Final = (400, 408, 413, 503)
 
 _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, TokenizeRequest,
-    DetokenizeRequest, ChatCompletion, Completion, ModelList, AdapterList, Tokens, Text, Version, Health,
-    ErrorBody,
+    DetokenizeRequest, ChatCompletion, Completion, Model, ModelList, AdapterList, Tokens, Text, Version,
+    Health, ErrorBody,
 )  # fmt: skip
 
 
 def operation(
     *,
     summary: str,
+    path: str | None = None,
     body: type[msgspec.Struct] | None = None,
     answer: type[msgspec.Struct] | None = None,
     answer_text: str | None = None,
     streams: bool = False,
     errors: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """Keyword arguments for a route that describe it. `answer_text` is the media type of a textual answer."""
+    """Keyword arguments for a route that describe it.
+
+    `path` names a parameter in its path. `answer_text` is the media type of a textual answer.
+    """
     content: dict[str, Any] = {}
     if answer is not None:
         content["application/json"] = {"schema": _reference(answer)}
@@ -74,6 +79,8 @@ def operation(
             "content": {"application/json": {"schema": _reference(ErrorBody)}},
         }
     extra: dict[str, Any] = {}
+    if path is not None:
+        extra["parameters"] = [{"name": path, "in": "path", "required": True, "schema": {"type": "string"}}]
     if body is not None:
         extra["requestBody"] = {
             "required": True,

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from loraplex.core.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS
+from loraplex.server.chat_messages import ChatMessage
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -70,24 +71,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
     use_beam_search: Literal[False] | None = None
     response_format: TextFormat | None = None
-
-
-class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
-    name: str | None = None
-    # What answers of ours carry when a client sends them back as history.
-    refusal: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_call_id: None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -187,8 +170,6 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
     "moderation": _LEAVE_OUT,
     "suffix": _LEAVE_OUT,
     # Fields of OpenAI's messages.
-    "tool_calls": _LEAVE_OUT,
-    "tool_call_id": _LEAVE_OUT,
     "refusal": _LEAVE_OUT,
     "annotations": _LEAVE_OUT,
     "image_url": _TEXT_ONLY,
@@ -203,7 +184,7 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
 with one of them, that it is not supported says more than which type was expected."""
 
 SUPPORTED_VALUES: Final[Mapping[str, str]] = {
-    "role": "send system, developer, user or assistant",
+    "role": "send system, developer, user, assistant or tool",
     "type": _TEXT_ONLY,
 }
 """Fields of messages that are supported with some of their values, and which."""

@@ -122,7 +122,8 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter. `tier` is where its weights are; `requests` and `tokens` are of this name since start."""
+    """One adapter. `version`, `rank`, `bytes`, `tier` and `loads` are those of its weights, which several
+    names may share; `in_flight`, `hits`, `requests` and `tokens` are those of this name, since start."""
 
     name: str
     version: str

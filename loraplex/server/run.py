@@ -218,7 +218,7 @@ async def _start(
         waiting=WaitingBook(options.waiting, clock),
         bodies=BodyReader(options.limits),
     )
-    return deps, client, (*_context_note(client.info.max_model_len, options.engine, config), *report.notes)
+    return deps, client, (*_context_notes(client.info.max_model_len, options.engine, config), *report.notes)
 
 
 def _connection_book(options: ServeOptions) -> ConnectionBook:
@@ -237,15 +237,19 @@ def default_state_dir() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "loraplex"
 
 
-def _context_note(max_model_len: int, options: EngineOptions, config: ModelConfig) -> tuple[str, ...]:
-    """Says so where memory, not the model or its operator, decides how long a context may be."""
-    if max_model_len >= (options.max_model_len or config.shape.max_position):
-        return ()
-    note = (
-        f"KV memory holds contexts of {max_model_len:,} tokens, the model could take "
-        f"{config.shape.max_position:,}; raise --kv-memory for longer ones"
-    )
-    return (note,)
+def _context_notes(max_model_len: int, options: EngineOptions, config: ModelConfig) -> Iterator[str]:
+    """Say so where memory or a sliding window, not the operator, decides how long a context may be."""
+    longest = config.shape.max_position
+    if config.cut_context is not None and options.max_model_len is None:
+        yield (
+            f"the model's sliding window is not implemented: contexts end with it, at {longest:,} tokens, "
+            f"not at the model's {config.cut_context:,}"
+        )
+    if max_model_len < (options.max_model_len or longest):
+        yield (
+            f"KV memory holds contexts of {max_model_len:,} tokens, the model could take {longest:,}; raise "
+            "--kv-memory for longer ones"
+        )
 
 
 def _model_identity(model: str) -> str:

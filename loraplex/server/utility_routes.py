@@ -11,9 +11,9 @@ from starlette.responses import Response
 import loraplex
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
 from loraplex.engine.prompt_encoder import check_detokenized
+from loraplex.server.chat_messages import template_messages
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import EngineState
-from loraplex.server.generation_routes import template_messages
 from loraplex.server.metrics_export import CONTENT_TYPE, MetricsSnapshot, render_metrics
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation

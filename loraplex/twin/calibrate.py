@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from loraplex.core.errors import UserError
+from loraplex.core.words import plural
 from loraplex.perf.serving_costs import AdapterLoadCost, BatchDecode, Prefill, SchedulerCost, SlotMemory
 from loraplex.perf.slot_profile import PARTS, ClientLimits, SlotCosts, SlotProfile
 from loraplex.twin.first_guess import first_guess
@@ -29,7 +30,8 @@ from loraplex.twin.scores import smape
 from loraplex.twin.slot_state import Floats
 
 Run = tuple[RunSetup, Measured]
-Progress = Callable[[str], None]
+Progress = Callable[[str, float], None]
+"""Takes what is being done, and its share of the most that there may be to do."""
 
 _NUM_RUNS: Final = 32
 """That are simulated over and over; more change little and take longer."""
@@ -116,12 +118,14 @@ def calibrate(
     memory: SlotMemory,
     *,
     hardware: str,
-    progress: Progress = lambda _: None,
+    progress: Progress = lambda phase, done: None,
 ) -> SlotProfile:
     """A profile of the one model that these runs are of."""
     model = runs[0][0].model if runs else "the model"
     if len(runs) < _LEAST_RUNS:
-        raise UserError(f"{len(runs)} runs of {model} to fit to; there must be {_LEAST_RUNS} at least")
+        raise UserError(
+            f"{len(runs)} {plural('run', len(runs))} of {model} to fit to; give at least {_LEAST_RUNS}"
+        )
     chosen, held_out = _spread(runs, _NUM_RUNS)
     start = SlotProfile(
         model=model,
@@ -131,24 +135,37 @@ def calibrate(
         client=START_CLIENT,
         max_running=START_MAX_RUNNING,
     )
-    search = _Search(start, chosen, book)
-    best = search.run(progress)
+    search = _Search(start, chosen, book, progress)
+    best = search.run()
     profile = search.profile(best.moves_K)
     others = _spread(held_out, _NUM_HELD_OUT)[0]
     return replace(profile, quality=_quality(profile, book, chosen, others))
 
 
 def predict_all(
-    profile: SlotProfile, book: WorkloadBook, setups: Sequence[RunSetup]
+    profile: SlotProfile,
+    book: WorkloadBook,
+    setups: Sequence[RunSetup],
+    on_done: Callable[[], None] = lambda: None,
 ) -> list[Predicted | None]:
-    """In their order. Compiled code lets go of the interpreter, so threads are enough."""
+    """In their order. Compiled code lets go of the interpreter, so threads are enough. `on_done` is called in
+    this thread after each."""
+    found = []
     with ThreadPoolExecutor(max_workers=cpu_count()) as pool:
-        return list(pool.map(lambda setup: predict_run(profile, book, setup), setups))
+        for each in pool.map(lambda setup: predict_run(profile, book, setup), setups):
+            found.append(each)
+            on_done()
+    return found
 
 
 class _Search:
-    def __init__(self, start: SlotProfile, runs: Sequence[Run], book: WorkloadBook) -> None:
+    def __init__(
+        self, start: SlotProfile, runs: Sequence[Run], book: WorkloadBook, progress: Progress
+    ) -> None:
         self._start = start
+        self._progress = progress
+        self._phase = "first guesses"
+        self._num_trials = 0
         self._setups = [setup for setup, _ in runs]
         self._measured_N3 = np.array([[m.output_tok_s, m.itl_s, m.ttft_s] for _, m in runs])
         self._book = book
@@ -171,11 +188,12 @@ class _Search:
             spare_share=min(float(spare_share), _MAX_SPARE),
         )
 
-    def run(self, progress: Progress) -> _Trial:
+    def run(self) -> _Trial:
         best = min((self._trial(moves_K) for moves_K in self._starts()), key=lambda trial: trial.loss)
         for number in range(_MAX_ROUNDS):
-            slope_MK = self._slope(best, number, progress)
-            before, best = best, self._descend(best, slope_MK, progress)
+            self._phase = f"round {number + 1} of at most {_MAX_ROUNDS}"
+            slope_MK = self._slope(best)
+            before, best = best, self._descend(best, slope_MK)
             if best.loss > (1 - _LEAST_GAIN) * before.loss:
                 break
         return best
@@ -191,12 +209,15 @@ class _Search:
             starts.append(moves_K)
         return starts
 
-    def _descend(self, best: _Trial, slope_MK: Floats, progress: Progress) -> _Trial:
+    @property
+    def _most_trials(self) -> int:
+        return len(self._starts()) + _MAX_ROUNDS * (len(self._moving) + _STEPS_PER_ROUND)
+
+    def _descend(self, best: _Trial, slope_MK: Floats) -> _Trial:
         damping = 1.0
-        for number in range(_STEPS_PER_ROUND):
+        for _ in range(_STEPS_PER_ROUND):
             move_K = self._move(best, slope_MK, damping)
             trial = self._trial(best.moves_K + move_K)
-            progress(f"step {number + 1}, loss {min(best.loss, trial.loss):.4f}")
             change_M = (trial.errors_N3 - best.errors_N3).ravel()
             slope_MK = slope_MK + np.outer(change_M - slope_MK @ move_K, move_K) / (move_K @ move_K)
             if trial.loss < best.loss:
@@ -213,19 +234,20 @@ class _Search:
         downhill_K = weighted_KM @ errors_M + _PULL * at.moves_K
         return np.clip(-np.linalg.solve(curve_KK, downhill_K), -_MAX_MOVE, _MAX_MOVE)
 
-    def _slope(self, at: _Trial, number: int, progress: Progress) -> Floats:
+    def _slope(self, at: _Trial) -> Floats:
         slope_MK = np.zeros((at.errors_N3.size, len(at.moves_K)))
-        for done, index in enumerate(self._moving, start=1):
+        for index in self._moving:
             moved_K = at.moves_K.copy()
             moved_K[index] += _SLOPE_STEP
             slope_MK[:, index] = (self._trial(moved_K).errors_N3 - at.errors_N3).ravel() / _SLOPE_STEP
-            progress(f"slope {number + 1}, {done / len(self._moving):.0%}")
         return slope_MK
 
     def _trial(self, moves_K: Floats) -> _Trial:
         profile, inputs = self.profile(moves_K), zip(self._setups, self._requests, strict=True)
         with ThreadPoolExecutor(max_workers=cpu_count()) as pool:
             predicted = list(pool.map(lambda run: predict_run(profile, self._book, *run), inputs))
+        self._num_trials += 1
+        self._progress(self._phase, self._num_trials / self._most_trials)
         found_N3 = np.array(
             [
                 measured if each is None else [each.output_tok_s, each.itl_s, each.ttft_s]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from loraplex.core.errors import UserError
 from loraplex.core.modules import module_names
+from loraplex.core.words import plural
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.outcome import Outcome
@@ -68,8 +69,8 @@ def compare(outcome: Outcome, live: Any) -> dict[str, dict[str, float]]:
     asked = summary["num_requests"]
     if isinstance(result, dict) and result.get("num_requests", asked) != asked:
         raise UserError(
-            f"the live result is of {result['num_requests']} requests, the workload has {asked}; give a run "
-            "of the same workload"
+            f"the live result is of {result['num_requests']} {plural('request', result['num_requests'])}, "
+            f"the workload has {asked}; give a run of the same workload"
         )
     num_tokens = sum(each.request.prompt_tokens for each in outcome.requests)
     if isinstance(result, dict) and not result.get("num_failed"):

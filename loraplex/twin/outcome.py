@@ -125,6 +125,16 @@ class Recorder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """Numbers of requests, each the mean over an interval; `at_s` are the middles of the intervals."""
+
+    interval_s: float
+    at_s: Sequence[float]
+    running: Sequence[float]
+    waiting: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """`num_loads`: of adapters to the device. `gaps`: between tokens, in the order of time; where a request
     was preempted in between, only the step counts that brought the later token."""
@@ -138,26 +148,34 @@ class Outcome:
     mean_waiting: float
     gaps: Sequence[Gaps]
 
-    def timeline(self, num_points: int = 200) -> dict[str, list[float]]:
-        """Requests that run and that wait, at as many moments. One waits up to its first token, unless it
-        fails before that."""
+    def timeline(self, num_intervals: int = 200) -> Timeline:
+        """Requests that run and that wait, as means over intervals of equal length. A request waits up to its
+        first token, unless it fails before that."""
         known = [each for each in self.requests if not each.lost]
         begun = [each for each in known if each.first_token_s is not None]
-        at_s = np.linspace(0.0, self.duration_s, num_points)
+        edges_s = np.linspace(0.0, self.duration_s, num_intervals + 1)
+        interval_s = self.duration_s / num_intervals
 
-        def by_then(moments: Iterable[float | None]) -> npt.NDArray[np.int64]:
-            happened = np.sort(_seconds(each for each in moments if each is not None))
-            return np.searchsorted(happened, at_s, "right")
+        def mean_by_then(moments: Iterable[float | None]) -> Floats:
+            """How many of the moments were past, on the mean over each interval."""
+            happened_s = np.sort(_seconds(each for each in moments if each is not None))
+            count = np.searchsorted(happened_s, edges_s, "right")
+            sums_s = np.concatenate([[0.0], np.cumsum(happened_s)])
+            past_s = count * edges_s - sums_s[count]  # each moment's time since then, summed
+            means: Floats = np.diff(past_s) / (interval_s or 1.0)
+            return means
 
-        came = by_then(each.request.arrival_s for each in known)
-        began = by_then(each.first_token_s for each in begun)
-        ended = by_then(each.finish_s for each in begun)
-        gave_up = by_then(each.finish_s for each in known if each.first_token_s is None)
-        return {
-            "at_s": at_s.tolist(),
-            "running": (began - ended).tolist(),
-            "waiting": (came - began - gave_up).tolist(),
-        }
+        came = mean_by_then(each.request.arrival_s for each in known)
+        began = mean_by_then(each.first_token_s for each in begun)
+        ended = mean_by_then(each.finish_s for each in begun)
+        gave_up = mean_by_then(each.finish_s for each in known if each.first_token_s is None)
+        return Timeline(
+            interval_s=interval_s,
+            at_s=((edges_s[:-1] + edges_s[1:]) / 2).tolist(),
+            # Rounded: differences of large sums are off by what a float64 cannot hold.
+            running=(began - ended).round(6).tolist(),
+            waiting=(came - began - gave_up).round(6).tolist(),
+        )
 
     def summary(self) -> dict[str, Any]:
         """Seconds, and tokens per second. First tokens, tokens and gaps between them are of all requests that

@@ -6,14 +6,14 @@ Runs that are among those to be predicted are taken out of those to fit to, what
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
 from loraplex.core.errors import UserError
 from loraplex.perf.slot_profile import SlotProfile
-from loraplex.twin.calibrate import Run, calibrate, fit_memory, predict_all
+from loraplex.twin.calibrate import Progress, Run, calibrate, fit_memory, predict_all
 from loraplex.twin.outcome import STARVED_BELOW
 from loraplex.twin.predict_run import Predicted
 from loraplex.twin.recorded_runs import Measured, RunSetup, RunsFile, without
@@ -58,7 +58,7 @@ def fit(
     models: Sequence[str],
     *,
     hardware: str = "one GPU",
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda phase, done: None,
 ) -> Fitted:
     """Profiles of these models, from all the files; raises if there is none that can be made."""
     runs = _runs(files)
@@ -66,7 +66,7 @@ def fit(
     kv_samples = [sample for file in files for sample in file.kv_samples]
     profiles: dict[str, SlotProfile] = {}
     left_out: dict[str, str] = {}
-    for model in models:
+    for index, model in enumerate(models):
         own = [run for run in runs if run[0].model == model]
         try:
             if not own:
@@ -75,8 +75,8 @@ def fit(
                     "predicted, that say at which rates requests came"
                 )
             memory = fit_memory(kv_samples, model, own[0][0].max_running)
-            say = partial(_say_of, model, progress)
-            profiles[model] = calibrate(own, book, memory, hardware=hardware, progress=say)
+            part = partial(_report_part, progress, model, index, len(models))
+            profiles[model] = calibrate(own, book, memory, hardware=hardware, progress=part)
         except UserError as error:
             left_out[model] = str(error)
     if not profiles:
@@ -84,15 +84,18 @@ def fit(
     return Fitted(profiles=profiles, book=book, num_runs=len(runs), left_out=left_out)
 
 
-def _say_of(model: str, progress: Callable[[str], None], text: str) -> None:
-    progress(f"{model}: {text}")
+def _report_part(
+    progress: Progress, model: str, index: int, num_models: int, phase: str, done: float
+) -> None:
+    """Report the fit of one of several models as a share of all of them."""
+    progress(f"{model}: {phase}", (index + done) / num_models)
 
 
 def fit_for(
     setups: Sequence[RunSetup],
     files: Sequence[RunsFile],
     *,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda phase, done: None,
 ) -> Fitted:
     """All that is needed to predict these runs, from none of them."""
     keys = [setup.key for setup in setups]
@@ -100,12 +103,22 @@ def fit_for(
     return fit([without(file, keys) for file in files], models, progress=progress)
 
 
-def predict(fitted: Fitted, setups: Sequence[RunSetup]) -> list[Prediction]:
+def predict(
+    fitted: Fitted, setups: Sequence[RunSetup], *, progress: Progress = lambda phase, done: None
+) -> list[Prediction]:
     """In their order."""
     found: dict[str, Predicted | None] = {}
+    num_done = 0
+
+    def on_done() -> None:
+        nonlocal num_done
+        num_done += 1
+        progress("simulating runs", num_done / len(setups))
+
     for model, profile in fitted.profiles.items():
         own = [setup for setup in setups if setup.model == model]
-        found.update(zip((s.key for s in own), predict_all(profile, fitted.book, own), strict=True))
+        predicted = predict_all(profile, fitted.book, own, on_done)
+        found.update(zip((s.key for s in own), predicted, strict=True))
     return [_prediction(fitted, setup, found.get(setup.key)) for setup in setups]
 
 

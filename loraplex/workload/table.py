@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loraplex.core.words import plural
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.text_files import read_lines
 
@@ -37,7 +38,10 @@ def read_table(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, tup
         if number == 1:
             continue
         if len(row) != len(names):
-            raise WorkloadError(f"{path}:{number}: {len(row)} values for {len(names)} columns")
+            raise WorkloadError(
+                f"{path}:{number}: {len(row)} {plural('value', len(row))} for "
+                f"{len(names)} {plural('column', len(names))}"
+            )
         try:
             yield number, tuple(_parsed(column, row[place]) for column, place in places)
         except ValueError as error:

@@ -57,6 +57,17 @@ def streamed(backend: BackendTokenizer, token_ids: list[int], *, context: list[i
     return "".join([detokenizer.push([token_id]) for token_id in token_ids]) + detokenizer.flush()
 
 
+def placed(backend: BackendTokenizer, token_ids: list[int], *, batch: int = 1) -> tuple[str, list[int]]:
+    """The text of the tokens, and the offset of each in it."""
+    detokenizer = PieceTable(backend).detokenizer([], with_offsets=True)
+    parts, offsets = [], []
+    for start in range(0, len(token_ids), batch):
+        parts.append(detokenizer.push(token_ids[start : start + batch]))
+        offsets += detokenizer.take_offsets()
+    parts.append(detokenizer.flush())
+    return "".join(parts), offsets + detokenizer.take_offsets()
+
+
 def continued(backend: BackendTokenizer, token_ids: list[int]) -> str:
     """The whole decoded at once, as the continuation of an ordinary token."""
     context = backend.token_to_id("a")
@@ -146,3 +157,54 @@ def test_other_tokenizers_are_decoded_in_their_context() -> None:
     context = backend.encode("story", add_special_tokens=False).ids
     assert streamed(backend, token_ids, context=context) == " unbelievable"
     assert PieceTable(backend).piece(4) == b"story"
+
+
+BYTES = {byte: sentence_piece_backend().token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "offsets"),
+    [
+        pytest.param(["▁He", *"é".encode(), "llo"], " Heéllo", [0, 3, 3, 4], id="a whole character"),
+        pytest.param(["a", 0xC3, "o"], "a\ufffdo", [0, 1, 2], id="half a character"),
+        pytest.param([0xE4, 0xBD, "o"], "\ufffd\ufffdo", [0, 1, 2], id="each byte of a broken run"),
+        pytest.param(
+            ["a", *"é".encode(), 0xC3, "o"], "a\ufffd\ufffd\ufffdo", [0, 1, 2, 3, 4], id="the run breaks"
+        ),
+        pytest.param([*"é".encode(), "</s>", *"é".encode()], "éé", [0, 0, 1, 1, 1], id="a special token"),
+        pytest.param(["a", 0xC3], "a\ufffd", [0, 1], id="an unfinished end"),
+        pytest.param(
+            [*("ฟ" * 20).encode()], "ฟ" * 20, [index // 3 for index in range(60)], id="longer than is held"
+        ),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 2, 100])
+def test_sentence_piece_tokens_lie_where_their_characters_are(
+    tokens: list[str | int], text: str, offsets: list[int], batch: int
+) -> None:
+    backend = sentence_piece_backend()
+    token_ids = [BYTES[token] if isinstance(token, int) else backend.token_to_id(token) for token in tokens]
+    assert placed(backend, token_ids, batch=batch) == (text, offsets)
+
+
+@pytest.mark.parametrize("backend", [byte_level_backend, sentence_piece_backend])
+@given(data=st.data())
+@settings(max_examples=200)
+def test_tokens_of_any_kind_lie_in_order_within_their_text(backend, data: st.DataObject) -> None:
+    ids = st.integers(0, backend().get_vocab_size() - 1)
+    token_ids = data.draw(st.lists(ids, max_size=_MAX_HELD_BYTES))
+    text, offsets = placed(backend(), token_ids)
+    assert text == streamed(backend(), token_ids)
+    assert len(offsets) == len(token_ids)
+    assert offsets == sorted(offsets)
+    pieces = PieceTable(backend())
+    for token_id, (offset, end) in zip(token_ids, pairwise([*offsets, len(text)]), strict=True):
+        piece = pieces.piece(token_id).decode("utf-8", "replace")
+        is_whole = "\ufffd" not in piece and not pieces.is_byte_token(token_id)
+        if is_whole and token_id not in pieces.special_ids:
+            assert text[offset:end] == piece
+
+
+def test_tokens_of_other_tokenizers_lie_where_they_are_decoded() -> None:
+    text, offsets = placed(word_piece_backend(), [1, 2, 3, 4, 5])
+    assert [text[a:b] for a, b in pairwise([*offsets, len(text)])] == ["un", "believ", "able", " story", "!"]

@@ -332,7 +332,42 @@ def test_logits_that_overflow_fail_that_request_alone(engine: Engine, base, tmp_
     done = run_to_end(engine)
     assert done["bad"].finish_reason is FinishReason.ERROR
     assert "not finite" in str(done["bad"].error)
+    assert "the adapter's weights overflow in float32" in str(done["bad"].error)
+    assert "--dtype" not in str(done["bad"].error)  # it is float32 already
+    assert done["bad"].error_param == "model"
     assert done["good"].finish_reason is FinishReason.LENGTH
+
+
+def test_overflow_in_half_precision_advises_float32_and_names_the_culprit(base, tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a", base[1], rank=4, seed=9)
+    weights = tmp_path / "a" / "adapter_model.safetensors"
+    save_file({name: tensor * 1e4 for name, tensor in load_file(weights).items()}, weights)
+    spec = read_adapter(tmp_path / "a", load_config(base[0]).shape)
+    half = build(base, dtype="float16")
+    half.add_adapter(spec)
+    failed = alone(half, adapter=spec.version)
+    half.close()
+    assert "the adapter's weights overflow in float16; serve with --dtype float32" in str(failed.error)
+    assert failed.error_param == "model"
+
+
+def test_overflow_of_the_base_model_is_not_blamed_on_an_adapter(base, tmp_path: Path) -> None:
+    shutil.copytree(base[0], tmp_path / "base")
+    weights = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 3e38)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    broken = build((tmp_path / "base", None))
+    failed = alone(broken)
+    broken.close()
+    assert "the base model's weights overflow in float32; check the model's files" in str(failed.error)
+    assert failed.error_param is None
+
+
+def test_a_request_says_whether_its_adapter_was_in_memory(engine: Engine, specs: list[AdapterSpec]) -> None:
+    engine.add_adapter(specs[0])
+    found = [alone(engine, adapter=adapter).adapter_hit for adapter in (None, specs[0].version) * 2]
+    assert found == [None, False, None, True]
 
 
 @pytest.mark.parametrize(

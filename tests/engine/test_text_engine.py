@@ -47,7 +47,7 @@ def test_text_arrives_as_it_is_made_and_the_last_delta_says_why_it_ended() -> No
 
 def test_choices_of_several_prompts_are_counted_through() -> None:
     def script(request: EngineRequest) -> Script:
-        return Script(token_ids=[request.prompt_token_ids[0], request.params.seed or 0])
+        return Script(token_ids=[request.prompt_token_ids[0], 20 if request.params.seed == 20 else 21])
 
     text_engine, engine = make_engine(script)
     deltas = collect(text_engine, SamplingParams(n=2, seed=20), prompts=[[30], [40]])
@@ -57,10 +57,23 @@ def test_choices_of_several_prompts_are_counted_through() -> None:
     assert all(request.params.n == 1 for request in engine.requests)
 
 
-def test_seeds_of_siblings_wrap_around_at_the_end_of_the_range() -> None:
+def seeds_of(seed: int, n: int) -> list[int | None]:
     text_engine, engine = make_engine(says("a"))
-    collect(text_engine, SamplingParams(n=2, seed=MAX_SEED))
-    assert [request.params.seed for request in engine.requests] == [MAX_SEED, -MAX_SEED - 1]
+    collect(text_engine, SamplingParams(n=n, seed=seed))
+    return [request.params.seed for request in engine.requests]
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, MAX_SEED, -MAX_SEED - 1])
+def test_the_first_choice_has_the_seed_itself_and_the_others_have_the_same_ones_each_time(seed: int) -> None:
+    seeds = seeds_of(seed, n=4)
+    assert seeds[0] == seed
+    assert seeds == seeds_of(seed, n=4)
+    assert seeds[:2] == seeds_of(seed, n=2)
+
+
+def test_requests_with_adjacent_seeds_share_no_choice() -> None:
+    seeds = [seed for first in range(20) for seed in seeds_of(first, n=8)]
+    assert len(set(seeds)) == len(seeds)
 
 
 def test_without_a_seed_siblings_have_none() -> None:
@@ -122,6 +135,27 @@ def test_a_stop_token_the_caller_listed_is_reported_and_the_end_token_is_not() -
     text_engine, _ = make_engine(says("Hello"))
     assert collect(text_engine, SamplingParams(stop_token_ids=(2,)))[-1].stop == 2
     assert collect(text_engine, SamplingParams())[-1].stop is None
+
+
+@pytest.mark.parametrize(
+    ("params", "num_sampled"),
+    [
+        pytest.param({}, 4, id="with the end token"),
+        pytest.param({"stop_token_ids": (2,)}, 4, id="with a stop token of the caller"),
+        pytest.param({"max_tokens": 3}, 3, id="at the length there is no end token"),
+        pytest.param({"stop": ("w",)}, 3, id="a stop token behind a stop string is not counted"),
+    ],
+)
+@pytest.mark.parametrize("tokens_per_output", [1, 1000])
+def test_every_token_the_model_generated_is_counted(
+    params: dict[str, Any], num_sampled: int, tokens_per_output: int
+) -> None:
+    token_ids = [tiny_tokenizer().encode(letter)[0] for letter in "how"]
+    script = Script(token_ids=token_ids, tokens_per_output=tokens_per_output)
+    text_engine, _ = make_engine(lambda request: script)
+    deltas = collect(text_engine, SamplingParams(**params))
+    assert sum(delta.num_sampled for delta in deltas) == num_sampled
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == token_ids
 
 
 def test_logprobs_carry_the_bytes_of_their_tokens() -> None:

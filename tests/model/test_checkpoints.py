@@ -115,7 +115,7 @@ def test_mistral_serves_no_further_than_its_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.norm.weight"), r"lacks 1 tensors.*model\.norm\.weight"),
+        (lambda t: t.pop("model.norm.weight"), r"lacks 1 tensor of.*model\.norm\.weight"),
         (lambda t: t.update(extra=torch.zeros(1)), "extra, which this architecture does not have"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"\(3,\), config.json says \(64,\)"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}), "quantised"),

@@ -153,7 +153,7 @@ class FakeCore:
             num_steps=self.num_steps,
             adapters=tuple(
                 AdapterStats(
-                    version=version, tier="disk", num_bytes=0, in_flight=users.count(version), hits=0, loads=0
+                    version=version, tier="disk", num_bytes=0, in_flight=users.count(version), loads=0
                 )
                 for version in sorted(self.adapters)
             ),

@@ -84,6 +84,7 @@ def make_server(
     tmp_path: Path,
     script: Callable[[EngineRequest], Script] | None = None,
     *,
+    base_model: str = "base",
     api_keys: tuple[str, ...] = (),
     limits: BodyLimits | None = None,
     waiting: WaitingLimits | None = None,
@@ -94,9 +95,9 @@ def make_server(
 ) -> Served:
     engine = FakeEngine(script or says("Hello world! How are you?"))
     service = AdapterService(
-        base_model="base",
+        base_model=base_model,
         engine=engine,
-        registry=AdapterRegistry(tmp_path / "state", "base"),
+        registry=AdapterRegistry(tmp_path / "state", base_model),
         shape=SHAPE,
         allowed=AllowedPaths(allowed or []),
         hub=hub,

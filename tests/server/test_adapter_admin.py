@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -48,14 +49,58 @@ def test_a_loaded_adapter_is_a_model_and_in_the_registry(api: Api, folder: Path)
     assert api.post("/v1/chat/completions", {"model": "new", "messages": USER}).status_code == 200
 
 
-def test_the_list_of_adapters_tells_what_the_engine_knows(api: Api, folder: Path) -> None:
+@pytest.mark.parametrize("base_model", ["base", "owner/name"])
+def test_one_model_is_described_as_in_the_list(make_api: Callable[..., Api], base_model: str) -> None:
+    api = make_api(base_model=base_model)
+    listed = {model["id"]: model for model in api.get("/v1/models").json()["data"]}
+    assert listed.keys() == {base_model, "pirate", "poet"}
+    for model_id, expected in listed.items():
+        assert api.get(f"/v1/models/{model_id}").json() == expected
+    assert expected.keys() >= {"id", "object", "created", "owned_by"}
+    longer = f"{base_model}:pirate"
+    assert api.get(f"/v1/models/{longer}").json() == {**listed["pirate"], "id": longer}
+    quoted = quote(longer, safe="")
+    assert api.get(f"/v1/models/{quoted}").json() == {**listed["pirate"], "id": longer}
+    assert api.get("/v1/models/").json() == api.get("/v1/models").json()
+
+
+@pytest.mark.parametrize("model_id", ["pirat", "owner/pirate", "base:nobody", "no such/thing"])
+def test_a_model_that_is_not_served_is_not_found(api: Api, model_id: str) -> None:
+    response = api.get(f"/v1/models/{model_id}")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert repr(model_id) in error["message"]
+
+
+def test_the_list_of_adapters_tells_what_the_engine_knows(make_api: Callable[..., Api], folder: Path) -> None:
+    api = make_api(says("Hello", adapter_hit=True), allowed=[folder])
     load(api, "new", folder / "one")
     api.post("/v1/chat/completions", {"model": "new", "messages": USER})
     info = next(a for a in api.get("/v1/adapters").json()["data"] if a["name"] == "new")
     assert info["rank"] == 4
-    assert (info["tier"], info["bytes"], info["hits"], info["loads"]) == ("host", 4096, 3, 1)
+    assert (info["tier"], info["bytes"], info["hits"], info["loads"]) == ("host", 4096, 1, 1)
     assert info["requests"] == 1
     assert info["tokens"] > 0
+
+
+def test_two_names_of_one_version_are_counted_each_for_itself(
+    make_api: Callable[..., Api], folder: Path
+) -> None:
+    api = make_api(says("Hello", adapter_hit=True), allowed=[folder])
+    for name in ("new", "alias"):
+        load(api, name, folder / "one")
+    for _ in range(3):
+        api.post("/v1/chat/completions", {"model": "new", "messages": USER, "n": 2})
+    listed = {a["name"]: a for a in api.get("/v1/adapters").json()["data"]}
+    assert listed["new"]["version"] == listed["alias"]["version"]
+    assert (listed["new"]["hits"], listed["alias"]["hits"]) == (3, 0)
+    assert (listed["new"]["in_flight"], listed["alias"]["in_flight"]) == (0, 0)
+    page = api.get("/metrics").text
+    assert [line for line in page.splitlines() if line.startswith("loraplex:adapter_hits_total")] == [
+        'loraplex:adapter_hits_total{adapter="new"} 3'
+    ]
+    version = listed["new"]["version"]
+    assert page.count(f'loraplex:adapter_loads_total{{version="{version}"}} 1\n') == 1
 
 
 def test_an_adapter_of_another_base_that_fits_is_served_with_a_warning(

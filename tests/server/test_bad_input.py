@@ -21,6 +21,7 @@ from loraplex.server.body import BodyLimits
 from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.requests import ChatRequest, CompletionRequest
 
+CALL = {"function": {"name": "f", "arguments": "{}"}}
 CHAT = {"model": "base", "messages": USER}
 COMPLETION = {"model": "base", "prompt": "hi"}
 
@@ -90,10 +91,17 @@ def test_suffix_is_not_supported_for_completions_either(api: Api) -> None:
 @pytest.mark.parametrize(
     ("message", "param", "advice"),
     [
-        ({"role": "assistant", "tool_calls": [{}]}, "tool_calls", "leave it out"),
-        ({"role": "tool", "content": "x"}, "role", "send system, developer, user or assistant"),
-        ({"content": [{"type": "image_url", "image_url": {}}]}, "content[0].type", "send text alone"),
-        ({"content": [{"image_url": {}, "type": "image_url"}]}, "content[0].image_url", "send text alone"),
+        ({"role": "robot", "content": "x"}, "role", "send system, developer, user, assistant or tool"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "content[0].type",
+            "send text alone",
+        ),
+        (
+            {"role": "user", "content": [{"image_url": {}, "type": "image_url"}]},
+            "content[0].image_url",
+            "send text alone",
+        ),
     ],
 )
 def test_messages_of_a_kind_that_is_not_supported_are_told_what_is(
@@ -121,11 +129,29 @@ def test_every_field_of_openais_client_is_known(theirs: type, ours: type[msgspec
         ([], "messages"),
         ("hi", "messages"),
         ([{"role": "user"}], "messages[0].content"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "robot", "content": "x"}], "messages[0].role"),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+        ([{"role": "tool", "tool_call_id": "x"}], "messages[0].content"),
+        ([{"role": "assistant"}], "messages[0].content"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
+        ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "x", "tool_call_id": "x"}], "messages[0].tool_call_id"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": "x", "extra": 1}], "messages[0].extra"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        (
+            [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+            "messages[0].tool_calls[0].function",
+        ),
         ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], "messages"),
         ([{"role": "user", "content": "long " * 1000}], "messages"),
     ],

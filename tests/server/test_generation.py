@@ -9,8 +9,8 @@ from serving_fakes import Script, says, tiny_tokenizer
 
 from loraplex.core.errors import CapacityError, EngineDeadError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
-from loraplex.engine.text_engine import LogprobText
-from loraplex.server.logprobs import CompletionLogprobWriter
+from loraplex.engine.text_engine import LogprobText, TopToken
+from loraplex.server.logprobs import chat_logprobs, completion_logprobs
 
 TEXT = "Hello world! How are you?"
 
@@ -35,7 +35,7 @@ def test_chat_answers_in_one_piece(api: Api) -> None:
     assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
     assert choice["finish_reason"] == "stop"
     usage = answer["usage"]
-    assert usage["completion_tokens"] == len(tiny_tokenizer().encode(TEXT))
+    assert usage["completion_tokens"] == len(tiny_tokenizer().encode(TEXT)) + 1
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
@@ -55,7 +55,7 @@ def test_the_last_chunk_has_the_usage_when_asked_for(make_api: Callable[..., Api
     *chunks, last = events(api.post("/v1/chat/completions", body))
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == len(tiny_tokenizer().encode(TEXT))
+    assert last["usage"]["completion_tokens"] == len(tiny_tokenizer().encode(TEXT)) + 1
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
 
 
@@ -130,9 +130,8 @@ def test_a_prompt_has_four_forms(api: Api, prompt: Any, expected: list[list[int]
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_count_through_prompts_and_n(make_api: Callable[..., Api], stream: bool) -> None:
     def script(request: EngineRequest) -> Script:
-        seed = request.params.seed
-        assert seed is not None
-        return Script(token_ids=[request.prompt_token_ids[0], tiny_tokenizer().encode("abc")[seed]])
+        letter = tiny_tokenizer().encode("a" if request.params.seed == 0 else "b")
+        return Script(token_ids=[request.prompt_token_ids[0], *letter])
 
     api = make_api(script)
     first, second = (tiny_tokenizer().encode(text)[0] for text in ("x", "y"))
@@ -163,17 +162,130 @@ def test_echo_repeats_the_prompt_with_its_logprobs(api: Api, stream: bool, promp
     assert choices[0]["logprobs"]["top_logprobs"][0] is None
 
 
-def test_special_tokens_take_no_room_in_the_text() -> None:
+def test_parts_of_characters_go_by_their_bytes_and_impossible_tokens_have_a_finite_logprob() -> None:
     entries = [
         LogprobText(token_id=1, piece=b"<s>", logprob=None, special=True),
         LogprobText(token_id=5, piece=b"a\xc3", logprob=float("-inf")),
-        LogprobText(token_id=6, piece=b"\xa4b", logprob=-1.0, top=((b"\xa4b", -1.0), (b"\xa5", -2.0))),
+        LogprobText(
+            token_id=6,
+            piece=b"\xa4b",
+            logprob=-1.0,
+            top=(TopToken(6, b"\xa4b", -1.0), TopToken(7, b"\xa5", -2.0)),
+        ),
     ]
-    written = CompletionLogprobWriter().write(entries)
+    written = completion_logprobs(entries, [0, 0, 1])
     assert written.text_offset == [0, 0, 1]
     assert written.token_logprobs == [None, -9999.0, -1.0]
     assert written.tokens == ["<s>", "bytes:a\\xc3", "bytes:\\xa4b"]
     assert written.top_logprobs[2] == {"bytes:\\xa4b": -1.0, "bytes:\\xa5": -2.0}
+
+
+LIKELIER = (TopToken(8, b"A", -0.1), TopToken(9, b"B", -2.5))
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        pytest.param(
+            LogprobText(token_id=7, piece=b"C", logprob=-5.0, top=LIKELIER),
+            {"A": -0.1, "B": -2.5, "C": -5.0},
+            id="the token of the answer is there though it is not among the likeliest",
+        ),
+        pytest.param(
+            LogprobText(token_id=7, piece=b"C", logprob=-5.0),
+            {"C": -5.0},
+            id="also where none were asked for",
+        ),
+        pytest.param(
+            LogprobText(token_id=7, piece=b"A", logprob=-5.0, top=LIKELIER),
+            {"bytes:\\x41": -0.1, "B": -2.5, "A": -5.0},
+            id="the answer's token has the text and the likelier one of the same text goes by its bytes",
+        ),
+        pytest.param(
+            LogprobText(token_id=8, piece=b"A", logprob=-0.1, top=(*LIKELIER, TopToken(3, b"B", -3.0))),
+            {"A": -0.1, "B": -2.5, "bytes:\\x42": -3.0},
+            id="of two others the likelier has the text",
+        ),
+        pytest.param(
+            LogprobText(
+                token_id=8,
+                piece=b"",
+                logprob=-1.0,
+                top=tuple(TopToken(i, b"", -float(i)) for i in range(1, 9)),
+            ),
+            {"": -8.0, "bytes:": -1.0},
+            id="of many the likeliest is kept",
+        ),
+    ],
+)
+def test_top_logprobs_of_completions_lose_no_token_of_the_answer(
+    entry: LogprobText, expected: dict[str, float]
+) -> None:
+    written = completion_logprobs([entry], [0])
+    assert written.top_logprobs == [expected]
+
+
+def test_top_logprobs_of_chat_hold_tokens_of_the_same_text_side_by_side() -> None:
+    top = (TopToken(8, b"A", -0.1), TopToken(7, b"A", -5.0))
+    [entry] = chat_logprobs([LogprobText(token_id=7, piece=b"A", logprob=-5.0, top=top)]).content
+    assert (entry.token, entry.logprob) == ("A", -5.0)
+    assert [(other.token, other.logprob) for other in entry.top_logprobs] == [("A", -0.1), ("A", -5.0)]
+
+
+def half_characters() -> list[int]:
+    """Tokens of one byte each: a, the first byte of an emoji, b, all four of it, c."""
+    letters = {0xF0: "ð", 0x9F: "Ł", 0x98: "ĺ", 0x80: "Ģ"}
+    names = ["a", letters[0xF0], "b", *(letters[byte] for byte in "😀".encode()), "c"]
+    token_ids = [tiny_tokenizer().pieces.backend.token_to_id(name) for name in names]
+    assert tiny_tokenizer().decode(token_ids) == "a\ufffdb😀c"
+    return token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_text_offsets_are_right_behind_half_a_character(
+    make_api: Callable[..., Api], stream: bool, echo: bool
+) -> None:
+    api = make_api(lambda request: Script(token_ids=half_characters()))
+    body = completion(prompt=half_characters(), echo=echo, logprobs=0, stream=stream)
+    response = api.post("/v1/completions", body)
+    choices = [c for a in (events(response) if stream else [response.json()]) for c in a["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "a\ufffdb😀c" * (1 + echo)
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    expected = [0, 1, 2, 3, 3, 3, 3, 4]
+    assert offsets == expected + [5 + offset for offset in expected] * echo
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offsets_stay_within_a_text_that_a_stop_string_cut(api: Api, stream: bool) -> None:
+    response = api.post("/v1/completions", completion(logprobs=0, stop="ld! How are", stream=stream))
+    choices = [c for a in (events(response) if stream else [response.json()]) for c in a["choices"]]
+    text = "".join(choice["text"] for choice in choices)
+    assert text == "Hello wor"
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    assert offsets == sorted(offsets)
+    assert max(offsets) == len(text)
+    assert "ld! How are" in "".join(tokens)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_of_nothing_but_its_end_counts_one_token(
+    make_api: Callable[..., Api], path: str, stream: bool
+) -> None:
+    api = make_api(lambda request: Script(token_ids=[]))
+    fields: dict[str, Any] = {"stream": stream, **({"logprobs": 0} if path == "/v1/completions" else {})}
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+    response = api.post(path, (completion if path == "/v1/completions" else chat)(**fields))
+    answers = events(response) if stream else [response.json()]
+    assert answers[-1]["usage"]["completion_tokens"] == 1
+    [choice] = [choice for answer in answers for choice in answer["choices"]]
+    assert choice["finish_reason"] == "stop"
+    if path == "/v1/completions":
+        assert (choice["text"], choice["logprobs"]["tokens"]) == ("", [])
+    assert 'vllm:generation_tokens_total{model_name="base"} 1.0' in api.get("/metrics").text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -44,7 +44,7 @@ def test_requests_and_tokens_are_counted(api: Api) -> None:
     chat(api)
     chat(api, "pirate")
     page = samples(api)
-    num_tokens = len(tiny_tokenizer().encode("Hello world! How are you?"))
+    num_tokens = len(tiny_tokenizer().encode("Hello world! How are you?")) + 1  # with the end token
     assert page["vllm:generation_tokens_total"] == 2 * num_tokens
     assert page["vllm:prompt_tokens_total"] == 2 * len(api.served.engine.requests[0].prompt_token_ids)
     assert page["vllm:request_success_total[stop]"] == 2
@@ -69,28 +69,35 @@ def test_the_page_shows_the_engine(api: Api) -> None:
         assert page[name] == 0
 
 
-def test_idle_adapters_are_visible_and_unloaded_ones_are_not(api: Api) -> None:
+def test_adapters_in_memory_are_visible_and_unloaded_ones_are_not(api: Api) -> None:
     page = samples(api)
-    assert page["loraplex:adapter_requests_total[poet]"] == 0
-    assert page["loraplex:adapter_hits_total[poet]"] == 3
-    assert page["loraplex:adapter_loads_total[poet]"] == 1
-    assert page["loraplex:adapter_resident[poet,host]"] == 1
+    assert page["loraplex:adapter_resident[poet,host,version-of-poet]"] == 1
+    assert page["loraplex:adapter_loads_total[version-of-poet]"] == 1
     assert sum(name.startswith("loraplex:adapter_resident[poet") for name in page) == 1
-    assert not any(name.startswith("loraplex:adapter_ttft") for name in page)  # nobody has asked yet
+    assert "loraplex:adapter_requests_total[poet]" not in page  # nobody has asked yet
+    chat(api, "poet")
+    page = samples(api)
+    assert page["loraplex:adapter_requests_total[poet]"] == 1
+    assert page["loraplex:adapter_hits_total[poet]"] == 0
+    assert page["loraplex:adapter_in_flight[poet]"] == 0
     assert api.post("/v1/unload_lora_adapter", {"lora_name": "poet"}).status_code == 200
     assert not any("poet" in name for name in samples(api))
 
 
-def test_an_adapter_costs_a_page_six_lines_until_somebody_asks_for_it(api: Api) -> None:
-    def num_lines() -> int:
-        return len(api.get("/metrics").text.splitlines())
+def test_an_adapter_on_disk_costs_a_page_nothing_until_somebody_asks_for_it(api: Api) -> None:
+    def lines() -> list[str]:
+        return api.get("/metrics").text.splitlines()
 
-    before = num_lines()
+    before = len(lines())
     for number in range(100):
         spec = make_spec(f"v{number}")
         api.served.service._served[f"a{number}"] = ServedAdapter(name=f"a{number}", spec=spec)
-    assert num_lines() == before + 6 * 100
+    assert len(lines()) == before
+    assert samples(api)["loraplex:adapters"] == 102
     assert "a7" not in api.served.deps.metrics._traffic  # looking does not make counters
+    api.served.engine.adapters["v7"] = make_spec("v7")
+    chat(api, "a7")
+    assert {line.split('"')[1] for line in lines() if 'adapter="a' in line} == {"a7"}
 
 
 def test_a_page_is_rendered_outside_of_the_event_loop(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

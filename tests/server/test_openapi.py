@@ -24,6 +24,7 @@ BODIES = [
     "/detokenize",
 ]
 READS = ["/v1/models", "/v1/adapters", "/health", "/version", "/metrics"]
+MODEL = "/v1/models/{model_id}"
 CALLS_PER_BODY = 175
 CHECKS = [
     checks.not_a_server_error,
@@ -83,7 +84,12 @@ def test_every_page_is_as_documented(schema: Any, path: str) -> None:
     assert set(call_many(schema[path]["GET"], GenerationMode.POSITIVE, 5)) == {200}
 
 
+def test_any_model_id_is_answered_as_documented(schema: Any) -> None:
+    statuses = call_many(schema[MODEL]["GET"], GenerationMode.POSITIVE, 50)
+    assert statuses[404] > 0
+
+
 def test_every_operation_is_covered(schema: Any) -> None:
     documented = {operation.ok().label for operation in schema.get_all_operations()}
-    assert documented == {f"POST {path}" for path in BODIES} | {f"GET {path}" for path in READS}
+    assert documented == {f"POST {path}" for path in BODIES} | {f"GET {path}" for path in (*READS, MODEL)}
     assert len(BODIES) * len(GenerationMode) * CALLS_PER_BODY >= 2000

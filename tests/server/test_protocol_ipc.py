@@ -38,7 +38,7 @@ EVENTS: list[ipc.Event] = [
     ipc.Stats(
         EngineStats(
             num_steps=4,
-            adapters=(AdapterStats(version="v1", tier="host", num_bytes=1, in_flight=0, hits=2, loads=1),),
+            adapters=(AdapterStats(version="v1", tier="host", num_bytes=1, in_flight=0, loads=1),),
         )
     ),
 ]

@@ -246,3 +246,15 @@ def test_a_context_cut_short_by_memory_is_said_at_the_start(model_folder: Path, 
         longest = httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
         assert f"contexts of {longest} tokens" in said
         assert longest < 512
+
+
+def test_a_context_cut_to_a_sliding_window_is_said_at_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny.save_model(folder, "mistral", vocab_size=400, sliding_window=128)
+    hf_tokenizer().save_pretrained(folder)
+    with serving(folder, "--state-dir", str(tmp_path / "state")) as (_, url, said):
+        assert "sliding window is not implemented: contexts end with it, at 128 tokens" in said
+        assert "not at the model's 512" in said
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 128
+    with serving(folder, "--state-dir", str(tmp_path / "state"), "--max-model-len", "100") as (_, _, said):
+        assert "sliding window" not in said  # the operator has decided

@@ -100,7 +100,7 @@ def test_an_overloaded_twin_ends_and_says_so(make: Callable[..., Simulator]) -> 
     summary = outcome.summary()
     assert outcome.duration_s == 20.0
     assert summary["starved"]
-    assert outcome.timeline()["waiting"][-1] > 1000
+    assert outcome.timeline().waiting[-1] > 1000
     assert 0 < summary["num_served"] < 2000
 
 

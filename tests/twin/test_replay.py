@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from loraplex.bench.records import RequestRecord
 from loraplex.bench.report import summarize
 from loraplex.cli.main import app
+from loraplex.cli.twin_plot import draw_outcome
 from loraplex.core.errors import CapacityError, LoraplexError
 from loraplex.core.modules import MODULES
 from loraplex.perf.engine_memory import EngineMemory
@@ -24,6 +25,7 @@ from loraplex.perf.held_out import HeldOut
 from loraplex.perf.least_squares import FitQuality
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
+from loraplex.twin.outcome import Outcome, RequestOutcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of
 from loraplex.workload.jsonl import WorkloadHeader, WorkloadRequest, read_workload, write_workload
 
@@ -63,12 +65,43 @@ def test_a_workload_is_simulated_written_and_drawn(profile: Path, workload: Path
     assert "50 of 50 requests served" in result.output
     found = json.loads(out.read_text())
     assert found["summary"]["num_served"] == len(found["requests"]) == 50
-    assert max(found["timeline"]["running"]) >= 1
-    assert found["timeline"]["running"][-1] == 0
+    timeline = found["timeline"]
+    assert len(timeline["at_s"]) == len(timeline["running"]) == len(timeline["waiting"])
+    ran_s = sum(each["finish_s"] - each["first_token_s"] for each in found["requests"])
+    waited_s = sum(each["first_token_s"] - each["arrival_s"] for each in found["requests"])
+    assert sum(timeline["running"]) * timeline["interval_s"] == pytest.approx(ran_s, rel=1e-3)
+    assert sum(timeline["waiting"]) * timeline["interval_s"] == pytest.approx(waited_s, rel=1e-3)
     assert plot.stat().st_size > 1000
     refused = twin("run", profile, workload, "--plot", str(tmp_path / "out.txt"))
     assert refused.exit_code == 2
     assert "out.txt is no .png" in refused.output
+
+
+def test_the_picture_shows_means_and_says_what_of() -> None:
+    """Two requests that run for half of each second are one on the mean, at whatever instant one looks."""
+
+    def request(arrival_s: float) -> WorkloadRequest:
+        return WorkloadRequest(arrival_s=arrival_s, prompt_tokens=1, output_tokens=2, adapter=0)
+
+    requests = [
+        RequestOutcome(request(float(at)), first_token_s=float(at), finish_s=at + 0.5)
+        for at in range(10)
+        for _ in range(2)
+    ]
+    outcome = Outcome(
+        requests=requests,
+        duration_s=10.0,
+        num_steps=10,
+        num_loads=0,
+        num_preemptions=0,
+        mean_running=1.0,
+        mean_waiting=0.0,
+        gaps=(),
+    )
+    assert outcome.timeline(num_intervals=5).running == pytest.approx([1.0] * 5)
+    [axes] = draw_outcome(outcome, workload="w.jsonl", profile="p.json").axes
+    assert axes.get_title() == "w.jsonl on p.json"
+    assert "mean over 0.1 s" in axes.get_ylabel()
 
 
 def test_ranks_are_those_that_the_workload_names(workload: Path, tmp_path: Path) -> None:
@@ -403,7 +436,7 @@ def test_lost_requests_are_told_of(workload: Path, tmp_path: Path) -> None:
     num_lost = found["summary"]["num_lost"]
     assert 0 < num_lost == sum(each["lost"] for each in found["requests"])
     assert found["summary"]["num_served"] == 50 - num_lost
-    assert f"{num_lost} requests were lost" in result.output
+    assert f"{num_lost} requests lost" in result.output
     assert max(found["timeline"]["waiting"]) <= 2
     assert found["timeline"]["waiting"][-1] == 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from loraplex.core.errors import LoraplexError, UserError
 from loraplex.perf.slot_profile import read_slot_profile
 from loraplex.twin import calibrate as calibration
 from loraplex.twin import validate as validation
+from loraplex.twin.calibrate import Progress
 from loraplex.twin.recorded_runs import RunsError, read_runs, without
 from loraplex.twin.run_workload import WorkloadBook
 from loraplex.twin.scores import in_authors_unit, macro_f1, smape, ttft_of_all
@@ -129,6 +129,10 @@ def test_other_runs_of_the_same_engine_are_predicted(runs_file: Path, tmp_path: 
     out = tmp_path / "out.json"
     result = invoke("twin", "validate", "--runs", str(asked), "--fit", str(runs_file), "--json", str(out))
     assert result.exit_code == 0, result.output
+    told = result.stderr.splitlines()
+    assert told[0] == "fitting: some minutes for each model; an upper bound follows"
+    assert any(line.startswith(f"fitting: {MODEL}: round 1 of at most 3") for line in told)
+    assert any(line.startswith("predicting: simulating runs") for line in told)
     found = json.loads(out.read_text())
     assert len(found["rows"]) == len(setups()[1::6])
     assert found["smape"]["output_throughput"] < 10
@@ -166,20 +170,24 @@ def test_runs_to_fit_to_are_not_written_over(
         assert out.read_bytes() == before
 
 
-def test_a_fit_says_what_it_is_at_and_no_share_that_it_does_not_know(
+def test_a_fit_says_up_front_that_it_takes_long_and_then_how_far_it_is(
     runs_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fit(*_: object, progress: Callable[[str], None], **__: object) -> SimpleNamespace:
-        progress(f"{MODEL}: step 3, loss 0.5")
+    def fit(*_: object, progress: Progress, **__: object) -> SimpleNamespace:
+        progress(f"{MODEL}: round 1 of at most 3", 0.25)
         return SimpleNamespace(profiles={MODEL: TRUTH})
 
     monkeypatch.setattr(validation, "fit", fit)
+    command = ("profile", "fit", "--runs", str(runs_file), "--out", str(tmp_path / "profile.json"))
+    result = invoke(*command)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines() == [
+        "fitting: some minutes; an upper bound follows",
+        f"fitting: {MODEL}: round 1 of at most 3, 25%",
+    ]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    result = invoke("profile", "fit", "--runs", str(runs_file), "--out", str(tmp_path / "profile.json"))
-    assert result.exit_code == 0, result.output
-    assert f"fitting {MODEL}: step 3, loss 0.5" in result.stderr
-    assert "%" not in result.stderr
+    assert f"fitting: {MODEL}: round 1" in invoke(*command).stderr
 
 
 @pytest.mark.parametrize(
@@ -234,6 +242,21 @@ def test_some_rates_may_be_zero_and_lines_without_rates_share_a_name(runs_file: 
     assert found.setups[0].rates == ((0.0, 8), (0.1, 8))
     assert found.num_others == 2
     assert len(found.kv_samples) == len(setups())
+
+
+def test_the_share_of_a_fit_grows_to_the_whole_at_most(
+    runs_file: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_MAX_ROUNDS", 1)
+    shares: list[float] = []
+    found = read_runs(runs_file)
+    fitted = validation.fit([found], [MODEL], progress=lambda _, done: shares.append(done))
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.1
+    assert shares[-1] == 1.0
+    shares.clear()
+    validation.predict(fitted, found.setups[:4], progress=lambda _, done: shares.append(done))
+    assert shares == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_runs_that_are_not_predicted_are_counted_with_the_reason(runs_file: Path) -> None:

@@ -35,7 +35,7 @@ from loraplex.engine.cuda.streams import Moment, use_device
 from loraplex.engine.executor import AdapterEvent, LoadOrder, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
-from loraplex.engine.sampler import NOT_FINITE, SamplingState, sample
+from loraplex.engine.sampler import SamplingState, not_finite, sample
 from loraplex.kernels.triton.lora_step import MAX_RANK
 from loraplex.model.decoder import Decoder
 from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
@@ -49,6 +49,8 @@ _ARRIVAL_WAIT_S: Final = 50e-6
 class CudaFlight:
     """A step under way: its (token, finite) pairs are being copied to the host."""
 
+    plan: StepPlan
+    dtype: torch.dtype
     request_ids: tuple[str, ...]
     tokens_L2: torch.Tensor
     done: Moment
@@ -66,7 +68,7 @@ class CudaFlight:
             if finite:
                 result.tokens[request_id] = token
             else:
-                result.failures[request_id] = NOT_FINITE
+                result.failures[request_id] = not_finite(self.plan, request_id, self.dtype)
         return result
 
 
@@ -261,6 +263,8 @@ class CudaExecutor:
         self._told.append((done, output.host_block))
         self._ship_behind_launch()
         return CudaFlight(
+            plan=plan,
+            dtype=output.logits_LV.dtype,
             request_ids=tuple(built.sampling),
             tokens_L2=host_L2,
             done=done,

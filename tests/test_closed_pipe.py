@@ -1,0 +1,45 @@
+"""`loraplex ... | head`: commands whose reader leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loraplex.workload.jsonl import WorkloadRequest, write_workload
+
+COMMAND = [sys.executable, "-m", "loraplex.cli.main"]
+
+
+def run_without_reader(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run a command whose stdout nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return subprocess.run([*COMMAND, *args], stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize("args", [("--version",), ("adapter", "--help"), ("workload", "describe", "FILE")])
+def test_a_closed_pipe_ends_a_command_without_a_word(args: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    write_workload(file, [WorkloadRequest(arrival_s=0.0, prompt_tokens=1, output_tokens=2, adapter=0)])
+    done = run_without_reader(*(str(file) if arg == "FILE" else arg for arg in args))
+    assert done.stderr == ""
+    assert done.returncode == 141
+
+
+def test_errors_keep_their_message_and_exit_code(tmp_path: Path) -> None:
+    done = run_without_reader("workload", "describe", str(tmp_path / "missing.jsonl"))
+    assert "missing.jsonl" in done.stderr
+    assert done.returncode in (1, 2)
+
+
+def test_what_is_read_to_the_end_ends_well() -> None:
+    done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
