@@ -10,6 +10,7 @@ from loraplex.server.adapter_service import AdapterService
 from loraplex.server.body import BodyLimits
 from loraplex.server.engine_status import EngineStatus
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.web_guard import WebAccess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,5 +23,7 @@ class ServerDeps:
     base_root: str
     engine_status: Callable[[], EngineStatus]
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    web: WebAccess = field(default_factory=WebAccess)
     limits: BodyLimits = field(default_factory=BodyLimits)
     drain_timeout_s: float = 30.0

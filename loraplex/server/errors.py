@@ -49,6 +49,18 @@ class UnauthorizedError(UserError):
     """No API key, or a wrong one."""
 
 
+class InvalidHostError(UserError):
+    """The Host header is missing, duplicated or malformed."""
+
+
+class ForbiddenError(UserError):
+    """The server does not do this for this client."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class NotServedError(UserError):
     """The adapter to change is not there."""
 
@@ -103,6 +115,10 @@ def describe(error: Exception) -> HttpError:
         case UnauthorizedError():
             headers = {"www-authenticate": "Bearer"}
             return _http_error(401, message, code="invalid_api_key", headers=headers)
+        case InvalidHostError():
+            return _http_error(400, message, code="invalid_host")
+        case ForbiddenError():
+            return _http_error(403, message, code=error.code)
         case CapacityError():
             return _http_error(400, message, code="capacity_exceeded")
         case UserError():

@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.stats import AdapterStats
 from loraplex.server.adapter_service import ServedAdapter
+from loraplex.server.auth import Administrators
 from loraplex.server.body import read_struct
 from loraplex.server.deps import ServerDeps
 from loraplex.server.openapi import operation
@@ -24,19 +25,25 @@ _TEXT: Final = "text/plain"
 def model_router(deps: ServerDeps) -> APIRouter:
     router = APIRouter()
     started_unix_s = int(time.time())
+    administrators = Administrators(deps.admin_keys)
 
     @router.get("/v1/models", **operation(summary="List the models", answer=ModelList, errors=(401,)))
-    async def models() -> Response:
-        return json_response(ModelList(data=_models(deps, started_unix_s)))
+    async def models(request: Request) -> Response:
+        models = _models(deps, started_unix_s, shows_paths=administrators.include(request.scope))
+        return json_response(ModelList(data=models))
 
     @router.get(
         "/v1/adapters", **operation(summary="List the adapters", answer=AdapterList, errors=(401, 503))
     )
-    async def adapters() -> Response:
+    async def adapters(request: Request) -> Response:
+        shows_paths = administrators.include(request.scope)
         stats = await deps.text.engine.stats()
         by_version = {adapter.version: adapter for adapter in stats.adapters}
         served = deps.adapters.served()
-        data = [_adapter_info(deps, adapter, by_version.get(adapter.version)) for adapter in served]
+        data = [
+            _adapter_info(deps, adapter, by_version.get(adapter.version), shows_paths=shows_paths)
+            for adapter in served
+        ]
         return json_response(AdapterList(data=data))
 
     @router.post(
@@ -49,6 +56,7 @@ def model_router(deps: ServerDeps) -> APIRouter:
         ),
     )
     async def load_lora_adapter(request: Request) -> Response:
+        administrators.require(request.scope)
         body = await read_struct(request, LoadAdapterRequest, deps.limits)
         await deps.adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -59,10 +67,11 @@ def model_router(deps: ServerDeps) -> APIRouter:
             summary="Unload an adapter after its requests in flight",
             body=UnloadAdapterRequest,
             answer_text=_TEXT,
-            errors=(401, 404, 409, 503),
+            errors=(401, 403, 404, 409, 503),
         ),
     )
     async def unload_lora_adapter(request: Request) -> Response:
+        administrators.require(request.scope)
         body = await read_struct(request, UnloadAdapterRequest, deps.limits)
         name = body.lora_name
         drained = await deps.adapters.unload(
@@ -84,24 +93,27 @@ def json_response(answer: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-def _models(deps: ServerDeps, created: int) -> list[Model]:
+def _models(deps: ServerDeps, created: int, *, shows_paths: bool) -> list[Model]:
     base, max_model_len = deps.adapters.base_model, deps.text.max_model_len
-    models = [Model(id=base, created=created, root=deps.base_root, parent=None, max_model_len=max_model_len)]
+    root = deps.base_root if shows_paths else None
+    models = [Model(id=base, created=created, root=root, parent=None, max_model_len=max_model_len)]
     for adapter in deps.adapters.served():
-        root = str(adapter.spec.path)
+        root = str(adapter.spec.path) if shows_paths else None
         models.append(
             Model(id=adapter.name, created=created, root=root, parent=base, max_model_len=max_model_len)
         )
     return models
 
 
-def _adapter_info(deps: ServerDeps, adapter: ServedAdapter, stats: AdapterStats | None) -> AdapterInfo:
+def _adapter_info(
+    deps: ServerDeps, adapter: ServedAdapter, stats: AdapterStats | None, *, shows_paths: bool
+) -> AdapterInfo:
     """`stats` is None for a moment after the engine was restarted; the adapter then is on disk only."""
     traffic = deps.metrics.find_traffic(adapter.name)
     return AdapterInfo(
         name=adapter.name,
         version=adapter.version,
-        path=str(adapter.spec.path),
+        path=str(adapter.spec.path) if shows_paths else None,
         rank=adapter.spec.max_rank,
         bytes=stats.num_bytes if stats else 0,
         tier=stats.tier if stats else "disk",

@@ -105,13 +105,16 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A base model (`parent` null) or an adapter (`root` is its folder, `parent` the base model)."""
+    """A base model (`parent` null) or an adapter (`parent` is the base model).
+
+    `root` is its folder; only administrators see it.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "loraplex"
-    root: str
+    root: str | None
     parent: str | None
     max_model_len: int
 
@@ -122,11 +125,14 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter. `tier` is where its weights are; `requests` and `tokens` are of this name since start."""
+    """One adapter. `tier` is where its weights are; `requests` and `tokens` are of this name since start.
+
+    `path` is its folder; only administrators see it.
+    """
 
     name: str
     version: str
-    path: str
+    path: str | None
     rank: int
     bytes: int
     tier: str

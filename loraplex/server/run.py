@@ -37,6 +37,7 @@ from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.web_guard import WebAccess
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,9 @@ class ServeOptions:
     port: int = 8000
     state_dir: Path | None = None
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     limits: BodyLimits = field(default_factory=BodyLimits)
     shutdown_grace_s: float = 5.0
 
@@ -106,6 +110,7 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                proxy_headers=False,  # the peer decides who is an administrator, not what it says of itself
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(options.shutdown_grace_s + _LAST_WORDS_S),
             )
@@ -190,6 +195,12 @@ async def _start(
         base_root=str(folder),
         engine_status=lambda: client.status,
         api_keys=options.api_keys,
+        admin_keys=options.admin_keys,
+        web=WebAccess(
+            bound_host=options.host,
+            allowed_hosts=options.allowed_hosts,
+            allowed_origins=options.allowed_origins,
+        ),
         limits=options.limits,
     )
     return deps, client, (*_context_note(client.info.max_model_len, options.engine, config), *report.notes)

@@ -32,6 +32,7 @@ from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.web_guard import WebAccess
 
 SHAPE = ModelShape(
     family="llama",
@@ -82,6 +83,8 @@ def make_server(
     script: Callable[[EngineRequest], Script] | None = None,
     *,
     api_keys: tuple[str, ...] = (),
+    admin_keys: tuple[str, ...] = (),
+    web: WebAccess | None = None,
     limits: BodyLimits | None = None,
     allowed: list[Path] | None = None,
     hub: HubAdapters | None = None,
@@ -108,6 +111,8 @@ def make_server(
         base_root="/models/base",
         engine_status=lambda: status_of(engine),
         api_keys=api_keys,
+        admin_keys=admin_keys,
+        web=web or WebAccess(),
         limits=limits or BodyLimits(),
         drain_timeout_s=drain_timeout_s,
     )
@@ -135,9 +140,11 @@ class Api:
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         return self.run(self.send(method, path, **options))
 
-    async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        transport = httpx.ASGITransport(self.served.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async def send(
+        self, method: str, path: str, *, peer: str = "127.0.0.1", **options: Any
+    ) -> httpx.Response:
+        transport = httpx.ASGITransport(self.served.app, client=(peer, 123))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.request(method, path, **options)
 
     def close(self) -> None:

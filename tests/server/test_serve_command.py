@@ -162,6 +162,9 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, model_folder: Path) -> 
         (["serve", "--model", "/does/not/exist"], 1, "/does/not/exist"),
         (["serve", "--model", "x", "--api-key", ""], 2, "--api-key"),
         (["serve", "--model", "x", "--api-key", "good", "--api-key", " "], 2, "--api-key"),
+        (["serve", "--model", "x", "--admin-key", " "], 2, "--admin-key"),
+        (["serve", "--model", "x", "--allowed-origins", "chat.example.com"], 2, "is not an origin"),
+        (["serve", "--model", "x", "--allowed-hosts", "http://x"], 2, "is not a host name"),
         (["--version"], 0, ""),
         (["--help"], 0, "serve"),
     ],
@@ -188,6 +191,20 @@ def test_requests_may_fetch_from_the_hub_only_what_is_named(monkeypatch: pytest.
     for options in ([], ["--allow-adapter-repo", "a/*", "--allow-adapter-repo", "b/c"]):
         assert CliRunner().invoke(app, ["serve", "--model", "x", *options]).exit_code == 0
     assert [options.allow_adapter_repos for options in seen] == [(), ("a/*", "b/c")]
+
+
+def test_names_origins_and_admin_keys_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[run.ServeOptions] = []
+    monkeypatch.setattr(run, "serve", seen.append)
+    hosts = ["--allowed-hosts", "API.example.com,*.lan", "--allowed-hosts", "box"]
+    origins = ["--allowed-origins", "https://chat.example.com/, http://localhost:3000"]
+    command = ["serve", "--model", "x", *hosts, *origins]
+    done = CliRunner().invoke(app, command, env={"LORAPLEX_ADMIN_KEY": "root"})
+    assert done.exit_code == 0, done.output
+    [options] = seen
+    assert options.allowed_hosts == ("api.example.com", "*.lan", "box")
+    assert options.allowed_origins == ("https://chat.example.com", "http://localhost:3000")
+    assert options.admin_keys == ("root",)
 
 
 def test_the_names_of_options_are_whole_on_a_narrow_terminal() -> None:
