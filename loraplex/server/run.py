@@ -22,7 +22,7 @@ from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.core.clock import MonotonicClock
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import EngineFailedError, LoraplexError
 from loraplex.engine.build import EngineOptions
 from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
@@ -75,7 +75,10 @@ class AddressError(LoraplexError):
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
-    """Serve until SIGINT or SIGTERM. Raises LoraplexError if it cannot start."""
+    """Serve until SIGINT or SIGTERM. Raises LoraplexError if it cannot start.
+
+    EngineFailedError, after HTTP was shut down in order, if the engine died too often to go on.
+    """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(options, announcer or Announcer()))
 
@@ -135,19 +138,32 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
                 raise _cannot_listen(options.host, options.port, error) from error
             finally:
                 ending.cancel()
+            if client.failed.is_set() and not stop.is_set():
+                raise EngineFailedError(f"{client.status.message}; the log says why, start the server again")
 
 
 async def _end(
     stop: asyncio.Event, server: _Server, client: EngineClient, announcer: Announcer, grace_s: float
 ) -> None:
-    """After the signal: no new connections, a while for requests in flight, then an error for the rest."""
+    """After a signal, or when the engine is gone for good: no new connections, a while for requests in
+    flight, then an error for the rest."""
     await server.is_listening.wait()  # a signal before that cancels the start instead
-    await stop.wait()
+    await _first_of(stop, client.failed)
     announcer.stopping(num_in_flight=server.num_in_flight, grace_s=grace_s)
     server.should_exit = True
     await asyncio.sleep(grace_s)
     # Streams end with an error event instead of a cut connection.
     await client.close()
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 async def _start(

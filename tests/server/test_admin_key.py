@@ -10,6 +10,9 @@ import openai
 import pytest
 from server_fixtures import Api, Served, live, write_adapter
 
+from loraplex.core.errors import EngineDeadError
+from loraplex.server.errors import describe
+
 BODY = {"lora_name": "one", "lora_path": "one"}
 
 
@@ -130,3 +133,15 @@ def test_the_openai_client_reads_a_list_without_paths(make_served: Callable[...,
             ("pirate", None),
             ("poet", None),
         ]
+
+
+@pytest.mark.parametrize("path", ["/models/secret/config.json", "~/models/x", "../models/x/", "/mnt/a/b"])
+def test_why_an_engine_died_is_told_without_paths(path: str) -> None:
+    error = EngineDeadError(
+        f"the engine died ({path} cannot be read: gone); and '{path}': see 3/4 and HTTP/1.1"
+    )
+    message = describe(error).detail.message
+    assert "models" not in message
+    assert "mnt" not in message
+    assert message.startswith("the engine died (")
+    assert message.endswith("see 3/4 and HTTP/1.1")
