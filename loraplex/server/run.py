@@ -175,7 +175,8 @@ async def _start(
         discover_adapters(adapter_dir)  # a folder that is not there should not cost a minute to find out
     base_model = options.served_model_name or options.engine.model.rstrip("/")
     key = base_model_key(_model_identity(options.engine.model), config.shape)
-    registry = AdapterRegistry(options.state_dir or default_state_dir(), key)
+    state_dir = options.state_dir or default_state_dir()
+    registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
     client = EngineClient(options.engine)
@@ -219,7 +220,12 @@ async def _start(
         ),
         limits=options.limits,
     )
-    return deps, client, (*_context_note(client.info.max_model_len, options.engine, config), *report.notes)
+    notes = (
+        *_context_note(client.info.max_model_len, options.engine, config),
+        *_shared_state_note(registry, state_dir),
+        *report.notes,
+    )
+    return deps, client, notes
 
 
 def default_state_dir() -> Path:
@@ -236,6 +242,23 @@ def _context_note(max_model_len: int, options: EngineOptions, config: ModelConfi
     note = (
         f"KV memory holds contexts of {max_model_len:,} tokens, the model could take "
         f"{config.shape.max_position:,}; raise --kv-memory for longer ones"
+    )
+    return (note,)
+
+
+def _shared_state_note(registry: AdapterRegistry, state_dir: Path) -> tuple[str, ...]:
+    """Say so where another server remembers its adapters in the same place."""
+    others = registry.other_servers
+    if not others:
+        return ()
+    servers = (
+        f"another server (process {others[0]}) uses"
+        if len(others) == 1
+        else f"{len(others)} other servers use"
+    )
+    note = (
+        f"{servers} the state folder {state_dir}: adapters loaded there are served here from the next start "
+        "on, and what one server has registered the other cannot change; give each a --state-dir of its own"
     )
     return (note,)
 
