@@ -124,7 +124,8 @@ def _is_link(scope: Scope) -> bool:
 
 def _is_health(scope: Scope) -> bool:
     """Load balancers check health by address, whatever the server is bound to."""
-    return scope["path"] == _HEALTH or scope["path"].startswith(f"{_HEALTH}/")
+    path: str = scope["path"]
+    return path == _HEALTH or path.startswith(f"{_HEALTH}/")
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
