@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
+from typing import Final
 
+from loraplex.adapters.open_file import open_beneath
 from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
 from loraplex.core.errors import PathNotAllowedError
+
+_NUM_ATTEMPTS: Final = 3
+_IS_LINK: Final = (errno.ELOOP, errno.ENOTDIR)
+"""A part of the path has become a symlink since it was resolved, so it must be resolved again."""
 
 
 class AllowedPaths:
@@ -41,7 +49,26 @@ class AllowedPaths:
                     return candidate
             if inside:
                 return inside[0]
-        raise PathNotAllowedError(f"{str(path)!r} is outside the folders that adapters may be loaded from")
+        raise _outside(path)
+
+    def open(self, path: Path) -> FileIO:
+        """Open a file that lies inside at the moment of opening: PathNotAllowedError if it does not.
+
+        `check` alone is not enough: a symlink may be swapped between checking and opening. Here the path is
+        resolved, and what it resolves to is opened without following any further link.
+        """
+        attempts_left = _NUM_ATTEMPTS
+        while True:
+            resolved = Path(os.path.realpath(path))
+            root = next((root for root in self._roots if resolved.is_relative_to(root)), None)
+            if root is None:
+                raise _outside(path)
+            try:
+                return open_beneath(root, resolved.relative_to(root))
+            except OSError as exc:
+                attempts_left -= 1
+                if exc.errno not in _IS_LINK or attempts_left == 0:
+                    raise
 
     def _resolve_inside(self, path: Path) -> Path | None:
         try:
@@ -53,3 +80,7 @@ class AllowedPaths:
 
     def _is_inside(self, resolved: Path) -> bool:
         return any(resolved.is_relative_to(root) for root in self._roots)
+
+
+def _outside(path: str | Path) -> PathNotAllowedError:
+    return PathNotAllowedError(f"{str(path)!r} is outside the folders that adapters may be loaded from")

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from loraplex.adapters.checkpoint_files import open_checkpoint
+from loraplex.adapters.open_file import OpenFile, open_regular
 from loraplex.adapters.peft_config import parse_config, shorten
 from loraplex.adapters.spec import CONFIG_FILE
-from loraplex.core.errors import AdapterError
+from loraplex.core.errors import UserError
 
 _MAX_NAME_CHARS: Final = 100
 _MAX_ADAPTERS_NAMED: Final = 5
@@ -40,16 +41,16 @@ def base_names(model: str, *served_as: str) -> frozenset[str]:
     return frozenset(map(comparable_name, names))
 
 
-def other_base(path: Path, known: frozenset[str]) -> str | None:
+def other_base(path: Path, known: frozenset[str], open_file: OpenFile = open_regular) -> str | None:
     """The base model that the adapter in a folder names, if it names one and it is not this one."""
     try:
-        with open_checkpoint(path) as files:
+        with open_checkpoint(path, open_file) as files:
             name = (
                 parse_config(files.read_config()).get("base_model_name_or_path")
                 if files.config is not None
                 else None
             )
-    except (AdapterError, OSError):
+    except (UserError, OSError):
         return None  # what is wrong with the files is told by those who read the adapter
     if not isinstance(name, str) or comparable_name(name) in ("", *known):
         return None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from loraplex.adapters.fingerprint import join_fingerprints
+from loraplex.adapters.open_file import NotRegularFileError, OpenFile, open_regular
 from loraplex.adapters.peft_config import MAX_CONFIG_BYTES
 from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
 from loraplex.core.errors import AdapterFormatError
@@ -47,12 +48,19 @@ class _OpenFile:
 class CheckpointFiles:
     """Config and weights, open at their beginnings; one that is not there is None and in `problems`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, open_file: OpenFile = open_regular) -> None:
+        self._open_file = open_file
         self.problems: list[AdapterFormatError] = []
-        self._config = self._open(
-            folder / CONFIG_FILE, f"no {CONFIG_FILE} in {folder}; is it a PEFT checkpoint?"
-        )
-        self._weights = self._open(folder / WEIGHTS_FILE, _no_weights(folder))
+        self._config: _OpenFile | None = None
+        self._weights: _OpenFile | None = None
+        try:
+            self._config = self._open(
+                folder / CONFIG_FILE, f"no {CONFIG_FILE} in {folder}; is it a PEFT checkpoint?"
+            )
+            self._weights = self._open(folder / WEIGHTS_FILE, _no_weights(folder))
+        except BaseException:
+            self.close()
+            raise
         self._settle()
 
     @property
@@ -89,11 +97,9 @@ class CheckpointFiles:
 
     def _open(self, path: Path, if_missing: str) -> _OpenFile | None:
         try:
-            # Looked at before opening, as opening a named pipe would wait for a writer for ever.
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                self.problems.append(AdapterFormatError(f"{path} is not a regular file"))
-                return None
-            file = FileIO(path)
+            file = self._open_file(path)
+        except NotRegularFileError:
+            self.problems.append(AdapterFormatError(f"{path} is not a regular file"))
         except FileNotFoundError:
             self.problems.append(AdapterFormatError(if_missing))
         except OSError as exc:
@@ -110,10 +116,10 @@ class CheckpointFiles:
 
 
 @contextmanager
-def open_checkpoint(folder: Path) -> Iterator[CheckpointFiles]:
+def open_checkpoint(folder: Path, open_file: OpenFile = open_regular) -> Iterator[CheckpointFiles]:
     """Open a checkpoint folder; AdapterFormatError if it is not a folder at all."""
     _check_folder(folder)
-    files = CheckpointFiles(folder)
+    files = CheckpointFiles(folder, open_file)
     try:
         yield files
     finally:

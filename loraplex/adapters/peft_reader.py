@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from loraplex.adapters.checkpoint_files import CheckpointFiles, FilesChangedError, open_checkpoint
+from loraplex.adapters.open_file import OpenFile, open_regular
 from loraplex.adapters.peft_config import ConfigVerdict, Finding, judge_config, parse_config
-from loraplex.adapters.spec import WEIGHTS_FILE, AdapterSpec, LoraModule
+from loraplex.adapters.spec import AdapterSpec, LoraModule
 from loraplex.adapters.targets import TargetPlan, plan_targets
 from loraplex.adapters.tensor_check import check_tensors
 from loraplex.adapters.tensors import (
@@ -26,7 +27,7 @@ from loraplex.adapters.tensors import (
     read_header,
     scan_data,
 )
-from loraplex.core.errors import AdapterError, AdapterFormatError
+from loraplex.core.errors import AdapterError, AdapterFormatError, UserError
 from loraplex.core.shape import ModelShape
 
 _MAX_THREADS: Final = 8
@@ -52,38 +53,42 @@ class AdapterReport:
     spec: AdapterSpec | None = None
 
 
-def read_adapter(path: Path, shape: ModelShape) -> AdapterSpec:
+def read_adapter(path: Path, shape: ModelShape, *, open_file: OpenFile = open_regular) -> AdapterSpec:
     """A validated adapter. Raises AdapterError: AdapterFormatError names the field or tensor,
-    AdapterMismatchError says that the adapter belongs to another base."""
-    report = inspect_adapter(path, shape)
+    AdapterMismatchError says that the adapter belongs to another base; and what `open_file` raises."""
+    report = inspect_adapter(path, shape, open_file=open_file)
     if report.spec is None:
         raise _as_one(report.refusals)
     return report.spec
 
 
 def read_adapters(
-    paths: Sequence[Path], shape: ModelShape, *, num_threads: int | None = None
-) -> list[AdapterSpec | AdapterError]:
+    paths: Sequence[Path],
+    shape: ModelShape,
+    *,
+    num_threads: int | None = None,
+    open_file: OpenFile = open_regular,
+) -> list[AdapterSpec | UserError]:
     """Read many at once; the result has, for each path in order, its spec or the error."""
     if num_threads is None:
         num_threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))  # some wait for the disk
 
-    def read_one(path: Path) -> AdapterSpec | AdapterError:
+    def read_one(path: Path) -> AdapterSpec | UserError:
         try:
-            return read_adapter(path, shape)
-        except AdapterError as exc:
+            return read_adapter(path, shape, open_file=open_file)
+        except UserError as exc:
             return exc
 
     with ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="read-adapter") as pool:
         return list(pool.map(read_one, paths))
 
 
-def inspect_adapter(path: Path, shape: ModelShape) -> AdapterReport:
+def inspect_adapter(path: Path, shape: ModelShape, *, open_file: OpenFile = open_regular) -> AdapterReport:
     """Everything about a checkpoint, with every problem in `refusals`. Does not raise for bad input."""
     path = path.absolute()
     for _ in range(_NUM_ATTEMPTS):
         try:
-            with open_checkpoint(path) as files:
+            with open_checkpoint(path, open_file) as files:
                 report = _inspect_open(path, files, shape)
                 files.check_unchanged()
             return report
@@ -119,7 +124,7 @@ def _inspect_open(path: Path, files: CheckpointFiles, shape: ModelShape) -> Adap
             refusals += plan.refusals
     if files.weights is not None:
         try:
-            header = read_header(path / WEIGHTS_FILE, files.weights)
+            header = read_header(files.weights)
         except AdapterFormatError as exc:
             refusals.append(exc)
     if header is not None:

@@ -7,6 +7,7 @@ fsync each is cheap, and an adapter that was reported as loaded is still there a
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Final
 
 from loraplex.core.errors import StorageError
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 
 START_AFRESH: Final = (
     "stop the servers that use it, move it away together with its -wal and -shm files, "
@@ -35,6 +36,7 @@ CREATE TABLE adapters (
     loaded_at  REAL NOT NULL,
     origin     TEXT NOT NULL,
     source     TEXT,
+    writer     TEXT NOT NULL DEFAULT '',
     PRIMARY KEY (base_model, name)
 ) WITHOUT ROWID
 """
@@ -42,6 +44,8 @@ CREATE TABLE adapters (
 _ADD_ORIGIN: Final = "ALTER TABLE adapters ADD COLUMN origin TEXT NOT NULL DEFAULT 'api'"
 # Up to schema 2 all adapters were folders of the user.
 _ADD_SOURCE: Final = "ALTER TABLE adapters ADD COLUMN source TEXT"
+# Up to schema 3 an entry did not say which server wrote it; one that is not running any more, then.
+_ADD_WRITER: Final = "ALTER TABLE adapters ADD COLUMN writer TEXT NOT NULL DEFAULT ''"
 
 
 @contextmanager
@@ -62,6 +66,19 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def file_identity(path: Path) -> tuple[tuple[int, int] | None, ...]:
+    """Which files the database and its write-ahead log are; None for one that is not there."""
+    return tuple(_identity(file) for file in (path, path.with_name(f"{path.name}-wal")))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
@@ -89,6 +106,8 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(_ADD_ORIGIN)
     if version in (1, 2):
         connection.execute(_ADD_SOURCE)
+    if version in (1, 2, 3):
+        connection.execute(_ADD_WRITER)
     if version < SCHEMA_VERSION:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")

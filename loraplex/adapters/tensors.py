@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from itertools import groupby
-from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -103,14 +102,15 @@ class WeightsHeader:
         return len(self.raw)
 
 
-def read_header(path: Path, file: FileIO) -> WeightsHeader:
-    """Validate the file at `path` with the safetensors library, then parse the header through `file`.
+def read_header(file: FileIO) -> WeightsHeader:
+    """Validate an open file with the safetensors library, then parse the header.
 
-    `file` is the same file, open and at its beginning; it is left at the first byte of the data.
+    `file` is at its beginning and is left at the first byte of the data. The library takes a path: that of
+    the descriptor, as another file may have taken the place of the one that is open.
     Raises AdapterFormatError for anything that is not a sound safetensors file.
     """
     try:
-        with safe_open(path, framework="numpy"):
+        with safe_open(f"/dev/fd/{file.fileno()}", framework="numpy"):
             pass
     except (SafetensorError, ValueError) as exc:
         raise _not_safetensors(file, exc) from exc

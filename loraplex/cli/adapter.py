@@ -60,7 +60,10 @@ def check(
 def list_adapters(
     base_url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(envvar="LORAPLEX_API_KEY", help="Sent as a bearer token.")
+        str | None,
+        typer.Option(
+            envvar="LORAPLEX_API_KEY", help="Sent as a bearer token; folders are shown for an admin key."
+        ),
     ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Read this state folder instead of asking a server.")
@@ -275,7 +278,7 @@ def _from_server(base_url: str, api_key: str | None) -> list[dict[str, Any]]:
             answer = json.loads(response.read())
     except urllib.error.HTTPError as error:
         with error:
-            _fail(_explain_status(error.code, url), EXIT_REFUSED)
+            _fail(_explain_status(error.code, url, error.read()), EXIT_REFUSED)
     except ValueError:
         _fail(f"{url} did not answer with JSON; is it a loraplex server?", EXIT_REFUSED)
     except (OSError, http.client.HTTPException) as error:
@@ -291,14 +294,23 @@ def _from_server(base_url: str, api_key: str | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _explain_status(status: int, url: str) -> str:
+def _explain_status(status: int, url: str, body: bytes) -> str:
     match status:
-        case 401 | 403:
+        case 401:
             return f"{url} wants an API key (status {status}); give it with --api-key"
+        case 403:
+            return f"{url} refuses this client (status {status}): {_error_message(body)}"
         case 404:
             return f"{url} does not exist there; is it a loraplex server?"
         case _:
             return f"{url} answered with status {status}; see the server's log"
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "it does not say why"
 
 
 def _short_version(version: str) -> str:

@@ -11,7 +11,8 @@ import loraplex
 from loraplex.cli import adapter, bench, profile, twin, workload
 from loraplex.cli.closed_pipe import end_with_the_reader
 from loraplex.cli.serve import demo, serve
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import EngineFailedError, LoraplexError
+from loraplex.core.exits import EXIT_ENGINE_FAILED
 
 app = typer.Typer(
     help="Many LoRA adapters on one base LLM, at the price of the base model.",
@@ -38,14 +39,18 @@ def _options(
 
 
 def main() -> None:
-    """Run a command; what a user can fix is one line on stderr and exit code 1 (2 for bad usage)."""
+    """Run a command. An error is one line on stderr and an exit code.
+
+    2: bad usage. 3: the engine of a server died too often, and the server should be started again.
+    1: everything else.
+    """
     end_with_the_reader()
     try:
         app()
     except LoraplexError as error:
         message = " ".join(str(error).split())
         typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
-        sys.exit(1)
+        sys.exit(EXIT_ENGINE_FAILED if isinstance(error, EngineFailedError) else 1)
 
 
 if __name__ == "__main__":

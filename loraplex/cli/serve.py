@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,7 +16,8 @@ import typer
 from loraplex.adapters.names import validate_adapter_name
 from loraplex.cli.sizes import parse_size
 from loraplex.core.cold_start import ColdStart
-from loraplex.core.errors import InvalidRequestError
+from loraplex.core.errors import InvalidRequestError, UserError
+from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
 
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 _Adapters = Annotated[
@@ -38,6 +39,22 @@ _AllowedRepos = Annotated[
         metavar="PATTERN",
         help="Hugging Face repositories that adapters may be fetched from at run time, as in 'my-org/*'; "
         "may be repeated. None by default.",
+    ),
+]
+_AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="DNS names that the server answers to beside localhost and --host: api.example.com, "
+        "*.example.com, or * for any; may be repeated.",
+    ),
+]
+_AllowedOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ORIGIN",
+        help="Web pages that may call the server from a browser: https://chat.example.com, or * for any; "
+        "may be repeated.",
     ),
 ]
 
@@ -118,13 +135,27 @@ def serve(
         list[str] | None,
         typer.Option(metavar="KEY", envvar="LORAPLEX_API_KEY", help="Clients must send one of these."),
     ] = None,
+    admin_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="LORAPLEX_ADMIN_KEY",
+            help="Loading and unloading adapters needs one of these; without any, only clients on this "
+            "machine may.",
+        ),
+    ] = None,
+    allowed_hosts: _AllowedHosts = None,
+    allowed_origins: _AllowedOrigins = None,
 ) -> None:
     """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""
     kv_memory_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
     adapter_bytes = (
         None if host_adapter_memory is None else parse_size(host_adapter_memory, "--host-adapter-memory")
     )
-    api_keys = _checked_keys(api_key or ())
+    api_keys = _checked_keys(api_key or (), "--api-key")
+    admin_keys = _checked_keys(admin_key or (), "--admin-key")
+    hosts = _parse_list(allowed_hosts or (), parse_allowed_host, "--allowed-hosts")
+    origins = _parse_list(allowed_origins or (), parse_allowed_origin, "--allowed-origins")
     adapter_sources = _parse_adapters(adapter or ())
     _log_to_stderr()
 
@@ -165,6 +196,9 @@ def serve(
             api_keys=api_keys,
             waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens),
             connections=ConnectionLimits(max_connections=max_connections),
+            admin_keys=admin_keys,
+            allowed_hosts=hosts,
+            allowed_origins=origins,
         )
     )
 
@@ -215,10 +249,18 @@ def _parse_adapters(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:
+def _checked_keys(keys: Sequence[str], option: str) -> tuple[str, ...]:
     if any(not key.strip() for key in keys):
-        raise typer.BadParameter("an API key must not be empty", param_hint="--api-key")
+        raise typer.BadParameter("a key must not be empty", param_hint=option)
     return tuple(keys)
+
+
+def _parse_list(texts: Sequence[str], parse: Callable[[str], str], option: str) -> tuple[str, ...]:
+    """The values of an option that is repeated, or given once with commas between its values."""
+    try:
+        return tuple(parse(part) for text in texts for part in text.split(",") if part.strip())
+    except UserError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _log_to_stderr() -> None:

@@ -17,6 +17,7 @@
     ├── StorageError               the state directory cannot be written
     ├── KernelError                a GPU kernel could not be compiled or launched (names it, and its shapes)
     └── EngineDeadError            the engine process died; in-flight work is lost, new work will be served
+        └── EngineFailedError          it died too often, and the server ends
 
 Bugs of our own are asserts, not members of this tree.
 """
@@ -98,3 +99,7 @@ class KernelError(LoraplexError):
 
 class EngineDeadError(LoraplexError):
     """The engine process ended while work was in flight."""
+
+
+class EngineFailedError(EngineDeadError):
+    """The engine process died too often to be started again."""

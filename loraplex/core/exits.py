@@ -1,9 +1,13 @@
-"""How processes end, in words."""
+"""How processes end: the exit codes of our own, and those of others in words."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+from typing import Final
+
+EXIT_ENGINE_FAILED: Final = 3
+"""`serve` ends with it when the engine died too often: a supervisor should start the server again."""
 
 
 def describe_exit(exit_code: int) -> str:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from loraplex.adapters.fingerprint import join_fingerprints
+from loraplex.adapters.open_file import open_regular
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.slab import SlabLayout
 from loraplex.adapters.spec import CONFIG_FILE, AdapterSpec
@@ -71,7 +72,7 @@ def read_slab(
     The files must be those of this version: where they do not look it, they are hashed again. They must stay
     as they are until the end.
     """
-    with FileIO(spec.weights_path) as file:
+    with open_regular(spec.weights_path) as file:
         fingerprint = _checked_fingerprint(spec, file, shard.whole(layout.shape))
         try:
             header = parse_header(file)

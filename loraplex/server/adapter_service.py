@@ -24,6 +24,7 @@ from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, other_base, other_base_warning
 from loraplex.adapters.hub import nowhere
 from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
+from loraplex.adapters.open_file import OpenFile, open_regular
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.adapters.spec import AdapterSpec
@@ -142,7 +143,9 @@ class AdapterService:
                     param="lora_name",
                 )
             folder, source = await self._bring(path)
-            spec, other = await asyncio.to_thread(self._read, folder)
+            # What the hub's client fetched lies in its cache, as symlinks to where it keeps the contents.
+            open_file = self.allowed.open if source is None else open_regular
+            spec, other = await asyncio.to_thread(self._read, folder, open_file)
             async with self._lock(spec.version):
                 await self._engine.add_adapter(spec)
                 try:
@@ -194,10 +197,10 @@ class AdapterService:
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)
 
-    def _read(self, path: Path) -> tuple[AdapterSpec, str | None]:
+    def _read(self, path: Path, open_file: OpenFile) -> tuple[AdapterSpec, str | None]:
         """The adapter in a folder, and the other base model that it names, if any."""
-        spec = read_adapter(path, self.shape)
-        return spec, other_base(path, self.known_as)
+        spec = read_adapter(path, self.shape, open_file=open_file)
+        return spec, other_base(path, self.known_as, open_file)
 
     def _point(self, name: str, spec: AdapterSpec) -> ServedAdapter:
         """Let a name stand for a version, and retire the one it stood for."""

@@ -58,6 +58,11 @@ class _Candidate:
     source: HubRepo | None = None
 
     @property
+    def is_checked(self) -> bool:
+        """Whether it may only be read from folders that are open for loading."""
+        return self.origin is Origin.API and self.source is None
+
+    @property
     def where(self) -> str:
         return str(self.source or self.repo or self.path)
 
@@ -237,6 +242,13 @@ def _fetched(candidate: _Candidate, repo: HubRepo, result: Path | AdapterError) 
 
 
 def _read_missing(service: AdapterService, candidates: Sequence[_Candidate]) -> list[AdapterSpec | UserError]:
-    unread = [candidate.path for candidate in candidates if candidate.spec is None]
-    read = iter(read_adapters(unread, service.shape))
-    return [next(read) if candidate.spec is None else candidate.spec for candidate in candidates]
+    """The spec of each candidate. Folders that were named through the API must still be allowed ones."""
+    unread = [each for each in candidates if each.spec is None]
+    from_api = [each.path for each in unread if each.is_checked]
+    given = [each.path for each in unread if not each.is_checked]
+    read_given = iter(read_adapters(given, service.shape))
+    read_from_api = iter(read_adapters(from_api, service.shape, open_file=service.allowed.open))
+    return [
+        each.spec if each.spec is not None else next(read_from_api if each.is_checked else read_given)
+        for each in candidates
+    ]

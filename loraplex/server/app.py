@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 import loraplex
 from loraplex.server.auth import ApiKeyMiddleware
@@ -13,6 +14,7 @@ from loraplex.server.model_routes import model_router
 from loraplex.server.openapi import install_openapi
 from loraplex.server.pacing import PacingMiddleware
 from loraplex.server.utility_routes import utility_router
+from loraplex.server.web_guard import WebGuardMiddleware
 
 
 def create_app(deps: ServerDeps) -> FastAPI:
@@ -23,7 +25,18 @@ def create_app(deps: ServerDeps) -> FastAPI:
     app.include_router(utility_router(deps))
     install_error_handlers(app)
     install_openapi(app)
+    # The last one added is the first to see a request.
     if deps.api_keys:
-        app.add_middleware(ApiKeyMiddleware, api_keys=deps.api_keys)
-    app.add_middleware(PacingMiddleware, pacer=deps.pacer)  # the last added comes first
+        app.add_middleware(ApiKeyMiddleware, api_keys=(*deps.api_keys, *deps.admin_keys))
+    if deps.web.allowed_origins:
+        # Before keys are asked for: browsers send none with a preflight request.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=deps.web.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("*",),
+        )
+    app.add_middleware(WebGuardMiddleware, access=deps.web)
+    app.add_middleware(PacingMiddleware, pacer=deps.pacer)
     return app

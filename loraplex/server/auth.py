@@ -1,4 +1,9 @@
-"""API keys: every route but /health wants one of them, once any is configured."""
+"""Keys: API keys for every route but /health, and admin keys for whatever changes adapters.
+
+Without an admin key, administrators are the clients on this machine. A reverse proxy on this machine makes
+everybody look like one, so a request that was forwarded does not count; proxies that leave no trace of
+forwarding need an admin key.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +14,82 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loraplex.server.errors import UnauthorizedError, describe
+from loraplex.server.addresses import is_loopback
+from loraplex.server.errors import ForbiddenError, UnauthorizedError, describe
 
 _OPEN_PATHS: Final = frozenset({"/health"})
+_FORWARDED: Final = frozenset({b"forwarded", b"via", b"x-real-ip"})
+_FORWARDED_PREFIX: Final = b"x-forwarded-"
 
 
-class ApiKeyMiddleware:
-    """Plain ASGI, so that streams pass through untouched."""
+class Keys:
+    """Keys to compare a request's `Authorization: Bearer KEY` with."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
-        self._app = app
+    def __init__(self, keys: Sequence[str]) -> None:
         # Digests of equal length: neither the length of a key nor how far a guess agrees shows in the time.
-        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._digests = [_digest(key.encode()) for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._is_allowed(scope):
-            await self._app(scope, receive, send)
-            return
-        error = UnauthorizedError("no valid API key; send it as 'Authorization: Bearer KEY'")
-        await describe(error).response()(scope, receive, send)
+    def __bool__(self) -> bool:
+        return bool(self._digests)
 
-    def _is_allowed(self, scope: Scope) -> bool:
+    def match(self, scope: Scope) -> bool:
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = header.partition(b" ")
         given = _digest(key.strip())
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return bool(scheme.lower() == b"bearer" and any(matches))
+
+
+class ApiKeyMiddleware:
+    """Asks for one of the keys. Plain ASGI, so that streams pass through untouched."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = Keys(api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._keys.match(scope):
+            await self._app(scope, receive, send)
+            return
+        error = UnauthorizedError("no valid API key; send it as 'Authorization: Bearer KEY'")
+        await describe(error).response()(scope, receive, send)
+
+
+class Administrators:
+    """Who may change adapters and see file paths: holders of an admin key or, without any, this machine."""
+
+    def __init__(self, admin_keys: Sequence[str] = ()) -> None:
+        self._keys = Keys(admin_keys)
+
+    def include(self, scope: Scope) -> bool:
+        return self._keys.match(scope) if self._keys else _is_local(scope)
+
+    def require(self, scope: Scope) -> None:
+        """Raise UnauthorizedError or ForbiddenError unless an administrator sent the request."""
+        if self.include(scope):
+            return
+        if not self._keys:
+            raise ForbiddenError(
+                "adapters are changed from the server's own machine only; start the server with --admin-key "
+                "KEY (or LORAPLEX_ADMIN_KEY) and send that key to change them from elsewhere or by a proxy",
+                code="admin_only",
+            )
+        if any(name == b"authorization" for name, _ in scope["headers"]):
+            raise ForbiddenError(
+                "this key may not change adapters; send the one given to the server with --admin-key",
+                code="admin_only",
+            )
+        raise UnauthorizedError(
+            "adapters are changed with the admin key; send it as 'Authorization: Bearer KEY'"
+        )
+
+
+def _is_local(scope: Scope) -> bool:
+    """Whether the peer is a process of this machine and speaks for itself."""
+    client = scope.get("client")
+    if client is None or not is_loopback(client[0]):
+        return False
+    return not any(name in _FORWARDED or name.startswith(_FORWARDED_PREFIX) for name, _ in scope["headers"])
 
 
 def _digest(key: bytes) -> bytes:

@@ -12,6 +12,7 @@ from loraplex.server.engine_status import EngineStatus
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.pacing import Pacer
 from loraplex.server.waiting import WaitingBook
+from loraplex.server.web_guard import WebAccess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class ServerDeps:
     base_root: str
     engine_status: Callable[[], EngineStatus]
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    web: WebAccess = field(default_factory=WebAccess)
     bodies: BodyReader = field(default_factory=lambda: BodyReader(BodyLimits()))
     pacer: Pacer = field(default_factory=Pacer)
     drain_timeout_s: float = 30.0

@@ -83,6 +83,8 @@ class EngineClient:
         self._message = "the engine was not started"
         self._num_restarts = 0
         self._settled = asyncio.Event()  # set unless the engine is on its way up
+        self.failed = asyncio.Event()
+        """Set when a started engine has died too often and is not started again."""
         self._child: EngineChild | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -261,9 +263,11 @@ class EngineClient:
         except LoraplexError as error:
             self._set_state(EngineState.FAILED, str(error))
             logger.critical("%s", error)
+            self.failed.set()
         except Exception:
             self._set_state(EngineState.FAILED, "the supervision of the engine process failed")
             logger.exception("%s", self._message)
+            self.failed.set()
 
     async def _restart(self, reason: str) -> EngineChild:
         """A new child that is ready; EngineDeadError when the policy has seen enough crashes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 INVALID_REQUEST: Final = "invalid_request_error"
 SERVER_ERROR: Final = "server_error"
 _RETRY_AFTER_S: Final = "5"
+_PATH: Final = re.compile(r"""(?<![\w/:])[~.]{0,2}(?:/[^\s/'"()\[\],;:]+){2,}/?""")
 
 
 class BodyTooLargeError(UserError):
@@ -69,6 +71,18 @@ class BusyError(UserError):
 
 class UnauthorizedError(UserError):
     """No API key, or a wrong one."""
+
+
+class InvalidHostError(UserError):
+    """The Host header is missing, duplicated or malformed."""
+
+
+class ForbiddenError(UserError):
+    """The server does not do this for this client."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class NotServedError(UserError):
@@ -140,6 +154,10 @@ def describe(error: Exception) -> HttpError:
         case UnauthorizedError():
             headers = {"www-authenticate": "Bearer"}
             return _http_error(401, message, code="invalid_api_key", headers=headers)
+        case InvalidHostError():
+            return _http_error(400, message, code="invalid_host")
+        case ForbiddenError():
+            return _http_error(403, message, code=error.code)
         case CapacityError():
             return _http_error(400, message, code="capacity_exceeded")
         case UserError():
@@ -148,9 +166,10 @@ def describe(error: Exception) -> HttpError:
             # Nothing is wrong with this process, and the message says what to fix: not a 5xx.
             return _http_error(409, message, code="storage_failed")
         case EngineDeadError():
-            return _http_error(503, message, code="engine_down", headers={"retry-after": _RETRY_AFTER_S})
+            headers = {"retry-after": _RETRY_AFTER_S}
+            return _http_error(503, _without_paths(message), code="engine_down", headers=headers)
         case LoraplexError():
-            return _http_error(500, message)
+            return _http_error(500, _without_paths(message))
         case _:
             return _http_error(500, "internal error; the server's log has the details")
 
@@ -201,6 +220,11 @@ def _http_error(
     kind = kind or (SERVER_ERROR if status >= 500 else INVALID_REQUEST)
     detail = ErrorDetail(message=_encodable(message), type=kind, param=param, code=code)
     return HttpError(status=status, detail=detail, headers=headers or {})
+
+
+def _without_paths(message: str) -> str:
+    """An engine says why it died in words that were meant for its operator, and may name files."""
+    return _PATH.sub("(a path)", message)
 
 
 def _encodable(text: str) -> str:

@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.stats import AdapterStats
 from loraplex.server.adapter_service import ServedAdapter
+from loraplex.server.auth import Administrators
 from loraplex.server.deps import ServerDeps
 from loraplex.server.openapi import operation
 from loraplex.server.requests import LoadAdapterRequest, UnloadAdapterRequest
@@ -23,10 +24,12 @@ _TEXT: Final = "text/plain"
 def model_router(deps: ServerDeps) -> APIRouter:
     router = APIRouter()
     started_unix_s = int(time.time())
+    administrators = Administrators(deps.admin_keys)
 
     @router.get("/v1/models", **operation(summary="List the models", answer=ModelList, errors=(401,)))
-    async def models() -> Response:
-        return json_response(ModelList(data=_models(deps, started_unix_s)))
+    async def models(request: Request) -> Response:
+        models = _models(deps, started_unix_s, shows_paths=administrators.include(request.scope))
+        return json_response(ModelList(data=models))
 
     @router.get(
         "/v1/models/{model_id:path}",
@@ -35,17 +38,23 @@ def model_router(deps: ServerDeps) -> APIRouter:
     async def model(request: Request) -> Response:
         model_id = request.path_params["model_id"]
         if not model_id:
-            return await models()
-        return json_response(_model(deps, model_id, deps.adapters.find(model_id), started_unix_s))
+            return await models(request)
+        shows_paths = administrators.include(request.scope)
+        found = deps.adapters.find(model_id)
+        return json_response(_model(deps, model_id, found, started_unix_s, shows_paths=shows_paths))
 
     @router.get(
         "/v1/adapters", **operation(summary="List the adapters", answer=AdapterList, errors=(401, 503))
     )
-    async def adapters() -> Response:
+    async def adapters(request: Request) -> Response:
+        shows_paths = administrators.include(request.scope)
         stats = await deps.text.engine.stats()
         by_version = {adapter.version: adapter for adapter in stats.adapters}
         served = deps.adapters.served()
-        data = [_adapter_info(deps, adapter, by_version.get(adapter.version)) for adapter in served]
+        data = [
+            _adapter_info(deps, adapter, by_version.get(adapter.version), shows_paths=shows_paths)
+            for adapter in served
+        ]
         return json_response(AdapterList(data=data))
 
     @router.post(
@@ -58,6 +67,7 @@ def model_router(deps: ServerDeps) -> APIRouter:
         ),
     )
     async def load_lora_adapter(request: Request) -> Response:
+        administrators.require(request.scope)
         body = await deps.bodies.read(request, LoadAdapterRequest)
         await deps.adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -68,10 +78,11 @@ def model_router(deps: ServerDeps) -> APIRouter:
             summary="Unload an adapter after its requests in flight",
             body=UnloadAdapterRequest,
             answer_text=_TEXT,
-            errors=(401, 404, 409, 503),
+            errors=(401, 403, 404, 409, 503),
         ),
     )
     async def unload_lora_adapter(request: Request) -> Response:
+        administrators.require(request.scope)
         body = await deps.bodies.read(request, UnloadAdapterRequest)
         name = body.lora_name
         drained = await deps.adapters.unload(
@@ -93,29 +104,37 @@ def json_response(answer: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-def _models(deps: ServerDeps, created: int) -> list[Model]:
-    base = _model(deps, deps.adapters.base_model, None, created)
-    return [base, *(_model(deps, each.name, each, created) for each in deps.adapters.served())]
+def _models(deps: ServerDeps, created: int, *, shows_paths: bool) -> list[Model]:
+    base = _model(deps, deps.adapters.base_model, None, created, shows_paths=shows_paths)
+    return [
+        base,
+        *(_model(deps, each.name, each, created, shows_paths=shows_paths) for each in deps.adapters.served()),
+    ]
 
 
-def _model(deps: ServerDeps, model_id: str, adapter: ServedAdapter | None, created: int) -> Model:
+def _model(
+    deps: ServerDeps, model_id: str, adapter: ServedAdapter | None, created: int, *, shows_paths: bool
+) -> Model:
     """A model by the name it was asked for; `adapter` is None for the base model."""
+    root = deps.base_root if adapter is None else str(adapter.spec.path)
     return Model(
         id=model_id,
         created=created,
-        root=deps.base_root if adapter is None else str(adapter.spec.path),
+        root=root if shows_paths else None,
         parent=None if adapter is None else deps.adapters.base_model,
         max_model_len=deps.text.max_model_len,
     )
 
 
-def _adapter_info(deps: ServerDeps, adapter: ServedAdapter, stats: AdapterStats | None) -> AdapterInfo:
+def _adapter_info(
+    deps: ServerDeps, adapter: ServedAdapter, stats: AdapterStats | None, *, shows_paths: bool
+) -> AdapterInfo:
     """`stats` is None for a moment after the engine was restarted; the adapter then is on disk only."""
     traffic = deps.metrics.find_traffic(adapter.name)
     return AdapterInfo(
         name=adapter.name,
         version=adapter.version,
-        path=str(adapter.spec.path),
+        path=str(adapter.spec.path) if shows_paths else None,
         rank=adapter.spec.max_rank,
         bytes=stats.num_bytes if stats else 0,
         tier=stats.tier if stats else "disk",

@@ -33,7 +33,7 @@ _REF: Final = "#/components/schemas/{name}"
 _ERROR_TEXT: Final = {
     400: "The request is wrong; the message says what and how to fix it",
     401: "No valid API key",
-    403: "The path or repository is none that adapters may be loaded from",
+    403: "The client may not change adapters, or not load them from this path or repository",
     404: "There is no such model or adapter",
     408: "The request body did not arrive in time",
     409: "The adapter is being changed by another call, or the state directory cannot be written",

@@ -105,13 +105,16 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A base model (`parent` null) or an adapter (`root` is its folder, `parent` the base model)."""
+    """A base model (`parent` null) or an adapter (`parent` is the base model).
+
+    `root` is its folder; only administrators see it.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "loraplex"
-    root: str
+    root: str | None
     parent: str | None
     max_model_len: int
 
@@ -123,11 +126,14 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter. `version`, `rank`, `bytes`, `tier` and `loads` are those of its weights, which several
-    names may share; `in_flight`, `hits`, `requests` and `tokens` are those of this name, since start."""
+    names may share; `in_flight`, `hits`, `requests` and `tokens` are those of this name, since start.
+
+    `path` is its folder; only administrators see it.
+    """
 
     name: str
     version: str
-    path: str
+    path: str | None
     rank: int
     bytes: int
     tier: str

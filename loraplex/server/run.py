@@ -25,7 +25,7 @@ from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.core.clock import MonotonicClock
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import EngineFailedError, LoraplexError
 from loraplex.engine.build import EngineOptions
 from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
@@ -49,6 +49,7 @@ from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.pacing import PacedListener
 from loraplex.server.waiting import WaitingBook, WaitingLimits
+from loraplex.server.web_guard import WebAccess
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,9 @@ class ServeOptions:
     port: int = 8000
     state_dir: Path | None = None
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     limits: BodyLimits = field(default_factory=BodyLimits)
     waiting: WaitingLimits = field(default_factory=WaitingLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
@@ -86,7 +90,10 @@ class AddressError(LoraplexError):
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
-    """Serve until SIGINT or SIGTERM. Raises LoraplexError if it cannot start."""
+    """Serve until SIGINT or SIGTERM. Raises LoraplexError if it cannot start.
+
+    EngineFailedError, after HTTP was shut down in order, if the engine died too often to go on.
+    """
     # Threads that encode prompts let go of the interpreter's lock sooner than by default (5 ms), so that
     # streams do not wait for them.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -125,6 +132,7 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                proxy_headers=False,  # the peer decides who is an administrator, not what it says of itself
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(options.shutdown_grace_s + _LAST_WORDS_S),
             )
@@ -153,19 +161,32 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
                 raise _cannot_listen(options.host, options.port, error) from error
             finally:
                 ending.cancel()
+            if client.failed.is_set() and not stop.is_set():
+                raise EngineFailedError(f"{client.status.message}; the log says why, start the server again")
 
 
 async def _end(
     stop: asyncio.Event, server: _Server, client: EngineClient, announcer: Announcer, grace_s: float
 ) -> None:
-    """After the signal: no new connections, a while for requests in flight, then an error for the rest."""
+    """After a signal, or when the engine is gone for good: no new connections, a while for requests in
+    flight, then an error for the rest."""
     await server.is_listening.wait()  # a signal before that cancels the start instead
-    await stop.wait()
+    await _first_of(stop, client.failed)
     announcer.stopping(num_in_flight=server.num_in_flight, grace_s=grace_s)
     server.should_exit = True
     await asyncio.sleep(grace_s)
     # Streams end with an error event instead of a cut connection.
     await client.close()
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 async def _start(
@@ -177,7 +198,8 @@ async def _start(
         discover_adapters(adapter_dir)  # a folder that is not there should not cost a minute to find out
     base_model = options.served_model_name or options.engine.model.rstrip("/")
     key = base_model_key(_model_identity(options.engine.model), config.shape)
-    registry = AdapterRegistry(options.state_dir or default_state_dir(), key)
+    state_dir = options.state_dir or default_state_dir()
+    registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
     client = EngineClient(options.engine)
@@ -215,10 +237,21 @@ async def _start(
         base_root=str(folder),
         engine_status=lambda: client.status,
         api_keys=options.api_keys,
+        admin_keys=options.admin_keys,
+        web=WebAccess(
+            bound_host=options.host,
+            allowed_hosts=options.allowed_hosts,
+            allowed_origins=options.allowed_origins,
+        ),
         waiting=WaitingBook(options.waiting, clock),
         bodies=BodyReader(options.limits),
     )
-    return deps, client, (*_context_notes(client.info.max_model_len, options.engine, config), *report.notes)
+    notes = (
+        *_context_notes(client.info.max_model_len, options.engine, config),
+        *_shared_state_note(registry, state_dir),
+        *report.notes,
+    )
+    return deps, client, notes
 
 
 def _connection_book(options: ServeOptions) -> ConnectionBook:
@@ -250,6 +283,23 @@ def _context_notes(max_model_len: int, options: EngineOptions, config: ModelConf
             f"KV memory holds contexts of {max_model_len:,} tokens, the model could take {longest:,}; raise "
             "--kv-memory for longer ones"
         )
+
+
+def _shared_state_note(registry: AdapterRegistry, state_dir: Path) -> tuple[str, ...]:
+    """Say so where another server remembers its adapters in the same place."""
+    others = registry.other_servers
+    if not others:
+        return ()
+    servers = (
+        f"another server (process {others[0]}) uses"
+        if len(others) == 1
+        else f"{len(others)} other servers use"
+    )
+    note = (
+        f"{servers} the state folder {state_dir}: adapters loaded there are served here from the next start "
+        "on, and what one server has registered the other cannot change; give each a --state-dir of its own"
+    )
+    return (note,)
 
 
 def _model_identity(model: str) -> str:

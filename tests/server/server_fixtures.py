@@ -35,6 +35,7 @@ from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.waiting import WaitingBook, WaitingLimits
+from loraplex.server.web_guard import WebAccess
 
 SHAPE = ModelShape(
     family="llama",
@@ -86,6 +87,8 @@ def make_server(
     *,
     base_model: str = "base",
     api_keys: tuple[str, ...] = (),
+    admin_keys: tuple[str, ...] = (),
+    web: WebAccess | None = None,
     limits: BodyLimits | None = None,
     waiting: WaitingLimits | None = None,
     allowed: list[Path] | None = None,
@@ -113,6 +116,8 @@ def make_server(
         base_root="/models/base",
         engine_status=lambda: status_of(engine),
         api_keys=api_keys,
+        admin_keys=admin_keys,
+        web=web or WebAccess(),
         waiting=WaitingBook(waiting or WaitingLimits(), clock or ManualClock()),
         bodies=BodyReader(limits or BodyLimits()),
         drain_timeout_s=drain_timeout_s,
@@ -141,9 +146,11 @@ class Api:
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         return self.run(self.send(method, path, **options))
 
-    async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        transport = httpx.ASGITransport(self.served.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async def send(
+        self, method: str, path: str, *, peer: str = "127.0.0.1", **options: Any
+    ) -> httpx.Response:
+        transport = httpx.ASGITransport(self.served.app, client=(peer, 123))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.request(method, path, **options)
 
     def close(self) -> None:

@@ -15,10 +15,12 @@ from adapter_calls import load, unload, version_of
 from safetensors.numpy import load_file, save_file
 from server_fixtures import SHAPE, USER, Api, write_adapter
 from serving_fakes import make_spec, says
+from swapping import before_opening, point
 
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
 from loraplex.core.errors import StorageError
+from loraplex.server.adapter_startup import start_adapters
 
 TEXT = "Hello world! How are you?"
 
@@ -456,3 +458,23 @@ def test_a_full_disk_leaves_everything_as_it_was(
     if replacing:
         assert unload(api, "new").status_code == 409
         assert api.post("/v1/completions", {"model": "new", "prompt": "x"}).status_code == 200
+
+
+def test_weights_swapped_for_a_link_to_outside_are_not_loaded(api: Api, folder: Path, tmp_path: Path) -> None:
+    secret = write_adapter(tmp_path / "secret", seed=7) / WEIGHTS_FILE
+    inside = folder / "two" / WEIGHTS_FILE
+    point(folder / "one" / WEIGHTS_FILE, inside)
+    with before_opening(WEIGHTS_FILE, lambda: point(folder / "one" / WEIGHTS_FILE, secret)):
+        answer = load(api, "sly", folder / "one")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "path_not_allowed")
+    assert "sly" not in {adapter.name for adapter in api.served.service.served()}
+
+
+def test_weights_swapped_before_a_restart_are_not_served(api: Api, folder: Path, tmp_path: Path) -> None:
+    secret = write_adapter(tmp_path / "secret", seed=7) / WEIGHTS_FILE
+    assert load(api, "sly", folder / "one").status_code == 200
+    write_adapter(folder / "one", seed=8)  # other files than were registered, so they are read again
+    with before_opening(WEIGHTS_FILE, lambda: point(folder / "one" / WEIGHTS_FILE, secret)):
+        report = api.run(start_adapters(api.served.service, []))
+    assert report.num_skipped == 1
+    assert any("'sly' is not served" in note and "outside the folders" in note for note in report.notes)

@@ -21,6 +21,8 @@ import tiny
 from server_process import serving
 from serving_fakes import hf_tokenizer
 
+from loraplex.core.exits import EXIT_ENGINE_FAILED
+
 CONTEXT = 8192
 LONG = {"max_tokens": 8000, "temperature": 0, "ignore_eos": True, "stream": True}
 PATIENCE_S = 60.0
@@ -132,24 +134,32 @@ def test_a_killed_engine_is_reported_restarted_and_answers_again(server) -> None
     assert everything_is_free(url)
 
 
-def test_an_engine_that_keeps_dying_is_a_health_that_says_what_to_do(server) -> None:
+def test_a_server_whose_engine_keeps_dying_ends_with_an_exit_code_for_supervisors(server) -> None:
     process, url = server
-    advice = "see the log and restart the server"
+    request = {"model": "two", "prompt": "the dog", **LONG}
 
-    def given_up() -> bool:
+    def ended() -> bool:
         # None there, or gone before the signal: between two starts, and after the last.
         with contextlib.suppress(ValueError, OSError):
             os.kill(engine_pid(process.pid), signal.SIGKILL)
-        return advice in httpx.get(f"{url}/health").text
+        return process.poll() is not None
 
-    assert httpx.get(f"{url}/health").status_code == 200
-    wait_until(given_up, "the supervisor gives up")
-    health = httpx.get(f"{url}/health")
-    assert health.status_code == 503
-    assert "died too often and is not started again" in health.json()["error"]["message"]
-    body = {"model": "tiny", "prompt": "the dog"}
-    refused = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_down")
+    with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        wait_until(ended, "the server ends")
+        last = [line for line in lines if line.startswith("data: ")][-1]
+    assert "engine" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert process.returncode == EXIT_ENGINE_FAILED == 3
+    said = process.stdout.read()
+    assert "died too often and is not started again" in said
+    assert said.splitlines()[-1].startswith("error: the engine process died too often")
+    assert "Traceback" not in said
+
+
+def test_a_server_that_is_told_to_end_while_its_engine_is_down_ends_in_peace(server) -> None:
+    process, _ = server
+    os.kill(engine_pid(process.pid), signal.SIGKILL)
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0
 

@@ -34,7 +34,7 @@ def connect(url: str) -> socket.socket:
 
 def request_bytes(path: str, body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 

@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode, checks
 from schemathesis.python import asgi
 from server_fixtures import make_server, write_adapter
+from starlette.types import Receive, Scope, Send
+
+from loraplex.server.web_guard import WebAccess
 
 BODIES = [
     "/v1/chat/completions",
@@ -39,8 +42,14 @@ CHECKS = [
 def schema() -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(Path(folder) / "adapters" / "one")
-        served = make_server(Path(folder), allowed=[Path(folder) / "adapters"])
-        yield schemathesis.openapi.from_asgi("/openapi.json", served.app)
+        # The test client calls itself by these names.
+        web = WebAccess(allowed_hosts=("testserver",))
+        served = make_server(Path(folder), allowed=[Path(folder) / "adapters"], web=web)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await served.app({**scope, "client": ("127.0.0.1", 1)}, receive, send)
+
+        yield schemathesis.openapi.from_asgi("/openapi.json", app)
         served.service.registry.close()
 
 

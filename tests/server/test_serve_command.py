@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -79,6 +80,44 @@ def test_a_server_serves_loads_remembers_and_ends_in_peace(model_folder: Path, t
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert last_words(process) == ["shutting down", "shut down"]
+
+
+def test_two_servers_on_one_state_folder_are_told_and_lose_nothing(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    options = ["--allow-adapter-dir", str(model_folder), "--state-dir", str(tmp_path / "state")]
+
+    def call(url: str, action: str, name: str, path: str | None = None) -> httpx.Response:
+        body = {"lora_name": name} | ({"lora_path": path} if path else {})
+        return httpx.post(f"{url}/v1/{action}_lora_adapter", json=body, timeout=60)
+
+    def models(url: str) -> set[str]:
+        return {model["id"] for model in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]}
+
+    with serving(model_folder, *options) as (first, first_url, said):
+        assert "another server" not in said
+        assert call(first_url, "load", "bot", "adapters/one").status_code == 200
+        with serving(model_folder, *options) as (second, second_url, said):
+            assert f"another server (process {first.pid}) uses the state folder" in said
+            assert models(second_url) == {"tiny", "bot"}
+            assert call(second_url, "load", "mine", "more/two").status_code == 200
+            # A server stops serving what it is told to, but what the other registered stays registered.
+            assert call(second_url, "unload", "bot").status_code == 200
+            taken = call(second_url, "load", "bot", "more/two")
+            assert (taken.status_code, taken.json()["error"]["code"]) == (409, "storage_failed")
+            assert f"process {first.pid}" in taken.json()["error"]["message"]
+            assert models(second_url) == {"tiny", "mine"}
+            assert call(first_url, "load", "mine", "adapters/one").status_code == 409
+            shutil.rmtree(tmp_path / "state")
+            assert call(first_url, "load", "late", "adapters/one").status_code == 200
+            assert call(second_url, "load", "later", "more/two").status_code == 200
+            for process in (first, second):
+                process.kill()
+                process.wait()
+    with serving(model_folder, *options) as (_, url, said):
+        assert "another server" not in said
+        assert models(url) == {"tiny", "bot", "mine", "late", "later"}
+        assert call(url, "unload", "mine").status_code == 200
 
 
 def test_a_server_fetches_adapters_of_the_hub(model_folder: Path, tmp_path: Path) -> None:
@@ -162,6 +201,9 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, model_folder: Path) -> 
         (["serve", "--model", "/does/not/exist"], 1, "/does/not/exist"),
         (["serve", "--model", "x", "--api-key", ""], 2, "--api-key"),
         (["serve", "--model", "x", "--api-key", "good", "--api-key", " "], 2, "--api-key"),
+        (["serve", "--model", "x", "--admin-key", " "], 2, "--admin-key"),
+        (["serve", "--model", "x", "--allowed-origins", "chat.example.com"], 2, "is not an origin"),
+        (["serve", "--model", "x", "--allowed-hosts", "http://x"], 2, "is not a host name"),
         (["--version"], 0, ""),
         (["--help"], 0, "serve"),
     ],
@@ -188,6 +230,20 @@ def test_requests_may_fetch_from_the_hub_only_what_is_named(monkeypatch: pytest.
     for options in ([], ["--allow-adapter-repo", "a/*", "--allow-adapter-repo", "b/c"]):
         assert CliRunner().invoke(app, ["serve", "--model", "x", *options]).exit_code == 0
     assert [options.allow_adapter_repos for options in seen] == [(), ("a/*", "b/c")]
+
+
+def test_names_origins_and_admin_keys_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[run.ServeOptions] = []
+    monkeypatch.setattr(run, "serve", seen.append)
+    hosts = ["--allowed-hosts", "API.example.com,*.lan", "--allowed-hosts", "box"]
+    origins = ["--allowed-origins", "https://chat.example.com/, http://localhost:3000"]
+    command = ["serve", "--model", "x", *hosts, *origins]
+    done = CliRunner().invoke(app, command, env={"LORAPLEX_ADMIN_KEY": "root"})
+    assert done.exit_code == 0, done.output
+    [options] = seen
+    assert options.allowed_hosts == ("api.example.com", "*.lan", "box")
+    assert options.allowed_origins == ("https://chat.example.com", "http://localhost:3000")
+    assert options.admin_keys == ("root",)
 
 
 def test_the_names_of_options_are_whole_on_a_narrow_terminal() -> None:
