@@ -5,7 +5,6 @@ Imports wait until a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from loraplex.adapters.names import validate_adapter_name
 from loraplex.cli.sizes import parse_size
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import InvalidRequestError
+from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 _Adapters = Annotated[
@@ -39,6 +39,16 @@ _AllowedRepos = Annotated[
         help="Hugging Face repositories that adapters may be fetched from at run time, as in 'my-org/*'; "
         "may be repeated. None by default.",
     ),
+]
+_LogLevel = Annotated[
+    LogLevel,
+    typer.Option(
+        metavar="LEVEL",
+        help=f"{', '.join(LogLevel)}; info has a line for each request and each change of an adapter.",
+    ),
+]
+_LogFormat = Annotated[
+    LogFormat, typer.Option(metavar="FORMAT", help="Lines of the log on stderr: text or json.")
 ]
 
 
@@ -104,6 +114,8 @@ def serve(
         list[str] | None,
         typer.Option(metavar="KEY", envvar="LORAPLEX_API_KEY", help="Clients must send one of these."),
     ] = None,
+    log_level: _LogLevel = LogLevel.INFO,
+    log_format: _LogFormat = LogFormat.TEXT,
 ) -> None:
     """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""
     kv_memory_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
@@ -112,7 +124,6 @@ def serve(
     )
     api_keys = _checked_keys(api_key or ())
     adapter_sources = _parse_adapters(adapter or ())
-    _log_to_stderr()
 
     from loraplex.adapters.hub import locate_adapter
     from loraplex.engine.build import EngineOptions
@@ -120,43 +131,42 @@ def serve(
     from loraplex.server.run import ServeOptions
     from loraplex.server.run import serve as run_server
 
-    run_server(
-        ServeOptions(
-            engine=EngineOptions(
-                model=model,
-                device=device,
-                dtype=dtype,
-                kv_memory_bytes=kv_memory_bytes,
-                memory_fraction=memory_fraction,
-                host_adapter_memory_bytes=adapter_bytes,
-                max_model_len=max_model_len,
-                tensor_parallel=tensor_parallel,
-                cold_start=cold_start,
-                cpu_workers=cpu_workers,
-                loads_popular=load_popular,
-            ),
-            served_model_name=served_model_name,
-            adapters=tuple(
-                GivenAdapter(name=name, source=locate_adapter(source))
-                for name, source in adapter_sources.items()
-            ),
-            adapter_dirs=tuple(adapters or ()),
-            allow_adapter_dirs=tuple(allow_adapter_dir or ()),
-            allow_adapter_repos=tuple(allow_adapter_repo or ()),
-            host=host,
-            port=port,
-            state_dir=state_dir,
-            api_keys=api_keys,
-        )
+    options = ServeOptions(
+        engine=EngineOptions(
+            model=model,
+            device=device,
+            dtype=dtype,
+            kv_memory_bytes=kv_memory_bytes,
+            memory_fraction=memory_fraction,
+            host_adapter_memory_bytes=adapter_bytes,
+            max_model_len=max_model_len,
+            tensor_parallel=tensor_parallel,
+            cold_start=cold_start,
+            cpu_workers=cpu_workers,
+            loads_popular=load_popular,
+        ),
+        served_model_name=served_model_name,
+        adapters=tuple(
+            GivenAdapter(name=name, source=locate_adapter(source)) for name, source in adapter_sources.items()
+        ),
+        adapter_dirs=tuple(adapters or ()),
+        allow_adapter_dirs=tuple(allow_adapter_dir or ()),
+        allow_adapter_repos=tuple(allow_adapter_repo or ()),
+        host=host,
+        port=port,
+        state_dir=state_dir,
+        api_keys=api_keys,
     )
+    with logging_to_stderr(log_level.number, log_format):
+        run_server(options)
 
 
 def demo(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
+    log_level: _LogLevel = LogLevel.INFO,
+    log_format: _LogFormat = LogFormat.TEXT,
 ) -> None:
     """Serve a small base model with the adapters that come with loraplex, on this machine only."""
-    _log_to_stderr()
-
     from loraplex.demo import DEMO_ADAPTERS_DIR, demo_adapters
     from loraplex.demo.base import ensure_demo_base
     from loraplex.engine.build import EngineOptions
@@ -169,7 +179,10 @@ def demo(
     shown = sorted(demo_adapters(), key=lambda adapter: adapter.name not in _DEMO_EXAMPLES)
     prompts = {adapter.name: adapter.example_prompt for adapter in shown}
     # A state of its own, gone at the end: what was loaded by hand into one demo is not part of the next.
-    with tempfile.TemporaryDirectory(prefix="loraplex-demo-", ignore_cleanup_errors=True) as state_dir:
+    with (
+        tempfile.TemporaryDirectory(prefix="loraplex-demo-", ignore_cleanup_errors=True) as state_dir,
+        logging_to_stderr(log_level.number, log_format),
+    ):
         options = ServeOptions(
             engine=EngineOptions(model=str(folder)),
             served_model_name=folder.name,
@@ -201,7 +214,3 @@ def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:
     if any(not key.strip() for key in keys):
         raise typer.BadParameter("an API key must not be empty", param_hint="--api-key")
     return tuple(keys)
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -11,6 +11,7 @@ from loraplex.server.errors import install_error_handlers
 from loraplex.server.generation_routes import generation_router
 from loraplex.server.model_routes import model_router
 from loraplex.server.openapi import install_openapi
+from loraplex.server.request_log import RequestLogMiddleware
 from loraplex.server.utility_routes import utility_router
 
 
@@ -24,4 +25,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
     install_openapi(app)
     if deps.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=deps.api_keys)
+    # Around all of Starlette's own, so that the answer to a bug has its request's id as well. Middleware
+    # cannot be added after this.
+    app.middleware_stack = RequestLogMiddleware(app.build_middleware_stack(), clock=deps.metrics.clock)
     return app

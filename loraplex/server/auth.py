@@ -10,6 +10,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.errors import UnauthorizedError, describe
+from loraplex.server.request_log import request_record
 
 _OPEN_PATHS: Final = frozenset({"/health"})
 
@@ -23,7 +24,11 @@ class ApiKeyMiddleware:
         self._digests = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._is_allowed(scope):
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        if self._is_allowed(scope):
+            request_record(scope).key_kind = "api"
             await self._app(scope, receive, send)
             return
         error = UnauthorizedError("no valid API key; send it as 'Authorization: Bearer KEY'")

@@ -20,6 +20,7 @@ from loraplex.server.completion_format import CompletionFormat
 from loraplex.server.deps import ServerDeps
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
+from loraplex.server.request_log import request_record
 from loraplex.server.requests import ChatMessage, ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
@@ -44,7 +45,7 @@ def generation_router(deps: ServerDeps) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         body = await read_struct(request, ChatRequest, deps.limits)
-        lease = deps.adapters.lease(body.model)
+        lease = _lease(deps, request, body.model)
         try:
             return await _start_chat(deps, body, lease)
         except BaseException:
@@ -63,7 +64,7 @@ def generation_router(deps: ServerDeps) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         body = await read_struct(request, CompletionRequest, deps.limits)
-        lease = deps.adapters.lease(body.model)
+        lease = _lease(deps, request, body.model)
         try:
             return await _start_completion(deps, body, lease)
         except BaseException:
@@ -71,6 +72,15 @@ def generation_router(deps: ServerDeps) -> APIRouter:
             raise
 
     return router
+
+
+def _lease(deps: ServerDeps, request: Request, model: str) -> Lease:
+    """Hold the model that a request asks for, and note it in the request's log record."""
+    record = request_record(request.scope)
+    record.ask(model)
+    lease = deps.adapters.lease(model)
+    record.version = lease.version
+    return lease
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
