@@ -40,6 +40,15 @@ _AllowedRepos = Annotated[
         "may be repeated. None by default.",
     ),
 ]
+_Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="NUMBER",
+        help="On a CPU: threads to compute with. By default all cores, or fewer while other programs hold "
+        "them up.",
+    ),
+]
 _LogLevel = Annotated[
     LogLevel,
     typer.Option(
@@ -104,6 +113,7 @@ def serve(
             help="Bring adapters that are often asked for into spare memory before their next request.",
         ),
     ] = False,
+    threads: _Threads = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the base model; --model as given by default.")
     ] = None,
@@ -140,6 +150,7 @@ def serve(
             memory_fraction=memory_fraction,
             host_adapter_memory_bytes=adapter_bytes,
             max_model_len=max_model_len,
+            num_threads=threads,
             tensor_parallel=tensor_parallel,
             cold_start=cold_start,
             cpu_workers=cpu_workers,
@@ -163,6 +174,7 @@ def serve(
 
 def demo(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
+    threads: _Threads = None,
     log_level: _LogLevel = LogLevel.INFO,
     log_format: _LogFormat = LogFormat.TEXT,
 ) -> None:
@@ -184,7 +196,7 @@ def demo(
         logging_to_stderr(log_level.number, log_format),
     ):
         options = ServeOptions(
-            engine=EngineOptions(model=str(folder)),
+            engine=EngineOptions(model=str(folder), num_threads=threads),
             served_model_name=folder.name,
             adapter_dirs=(DEMO_ADAPTERS_DIR,),
             port=port,
