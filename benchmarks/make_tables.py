@@ -148,9 +148,36 @@ def limits_table(result: Result) -> str:
     return table(("what", "measured"), lines)
 
 
+def shared_table(result: Result) -> str:
+    """Engines alone and beside a busy program on each core."""
+    cores = result["machine"]["cores"]
+    titles = {"alone": "alone", "one_busy_program_per_core": f"beside {cores} busy programs on {cores} cores"}
+    kinds = ("all threads", "one thread", "automatic")
+    lines = [
+        (
+            title,
+            *(f"{result[name]['tokens_per_s'][kind]:,.1f}" for kind in kinds),
+            f"{result[name]['automatic_over_all_threads']:.2f}x",
+            f"{result[name]['automatic_over_one_thread']:.2f}x",
+        )
+        for name, title in titles.items()
+    ]
+    heads = (*(f"{kind}, tok/s" for kind in kinds), "automatic over all threads", "over one thread")
+    return table(("one request at a time", *heads), lines)
+
+
+def shared_note(result: Result) -> str:
+    machine, load = result["machine"], result["load_before"]
+    return (
+        f"Measured {result['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, "
+        f"commit {result['git_commit'] or 'unknown'}, medians of {result['parameters']['repeats']} runs in "
+        f"turn; the machine's own load before was {load[0]:.1f}.\n"
+    )
+
+
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
 CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.json"
-TWIN = "twin_validation.json"
+TWIN, SHARED = "twin_validation.json", "shared_cpu.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "cpu-serve": (SERVE, serve_table),
@@ -161,6 +188,8 @@ TABLES: dict[str, tuple[str | tuple[str, ...], Callable[..., str]]] = {
     "cpu-machine": (SERVE, machine_note),
     "cpu-steps": (KERNELS, steps_table),
     "cpu-limits": (KERNELS, limits_table),
+    "cpu-shared": (SHARED, shared_table),
+    "cpu-shared-machine": (SHARED, shared_note),
     "gpu-machine": (GPU, gpu_tables.machine_note),
     "gpu-decode": (GPU, gpu_tables.decode_table),
     "gpu-serve": (GPU, gpu_tables.serve_table),

@@ -239,7 +239,8 @@ def _our_handler() -> StderrHandler | None:
 
 def _fields_of(record: logging.LogRecord) -> dict[str, object]:
     own: Mapping[str, object] = getattr(record, "fields", {})
-    return {key: value for key, value in {**log_context.get(), **own}.items() if value is not None}
+    context = {key: value for key, value in log_context.get().items() if key not in own}
+    return {key: value for key, value in {**own, **context}.items() if value is not None}
 
 
 def _text_value(value: object) -> str:

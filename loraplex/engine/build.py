@@ -29,7 +29,8 @@ class EngineOptions:
     None, an engine of one process takes fewer threads by itself while other programs hold them up.
     `cold_start`: what requests do whose adapter is not loaded; on a CPU, where adapters are used where they
     are read to, nothing can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that compute LoRA
-    beside a GPU. `loads_popular`: bring adapters that are asked for often into spare memory before their next request.
+    beside a GPU. `loads_popular`: bring adapters that are asked for often into spare memory before
+    their next request.
     """
 
     model: str

@@ -83,12 +83,16 @@ class StepThreads:
         """Warn of the first change, which is always to fewer threads; later ones are for debugging."""
         logger.log(
             logging.DEBUG if self._warned else logging.WARNING,
-            "%susing %d of %d threads, steps take %.3g ms instead of %.3g ms%s",
+            "%susing %d of %d threads, steps take %s instead of %s%s",
             "" if self._warned else "other programs take CPU time from this process: ",
             change.new_threads,
             self._governor.max_threads,
-            change.new_step_s * 1e3,
-            change.old_step_s * 1e3,
+            _milliseconds(change.new_step_s),
+            _milliseconds(change.old_step_s),
             "" if self._warned else "; set --threads to choose",
         )
         self._warned = True
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"

@@ -151,9 +151,8 @@ class ThreadGovernor:
         self._recent.clear()
         self._num_failures = 0 if trial.found else self._num_failures + 1
         self._fewer_failed = not trial.found and trial.threshold == _FASTER_WITH_FEWER
-        backoff_s = min(_FIRST_PAUSE_S * 2 ** min(self._num_failures, 10), _MAX_PAUSE_S)
-        self._quiet_until_s = now_s + max(backoff_s, _PAUSE_PER_COST * trial.cost_s)
         if not trial.found:
+            self._pause(now_s, trial.cost_s)
             return None
         best = min(trial.found, key=lambda level: trial.found[level])
         old_step_s = _mean(self._known.get(_size(step)) or [step.wall_s])
@@ -163,8 +162,14 @@ class ThreadGovernor:
             old_step_s=old_step_s,
             new_step_s=old_step_s * trial.found[best],
         )
+        # To try the old number again costs at least one step of it.
+        self._pause(now_s, max(trial.cost_s, change.old_step_s - change.new_step_s))
         self._chosen, self._known = best, _known_steps()
         return change
+
+    def _pause(self, now_s: float, cost_s: float) -> None:
+        backoff_s = min(_FIRST_PAUSE_S * 2 ** min(self._num_failures, 10), _MAX_PAUSE_S)
+        self._quiet_until_s = now_s + max(backoff_s, _PAUSE_PER_COST * cost_s)
 
 
 def thread_levels(max_threads: int) -> tuple[int, ...]:

@@ -179,16 +179,16 @@ def _log(record: RequestRecord, exchange: _Exchange, seconds: float) -> None:
 
 def _line(record: RequestRecord, status: int, error: str | None, seconds: float) -> dict[str, Any]:
     return {
-        "request_id": record.request_id,
-        "id": record.completion_id,
-        "method": record.method,
-        "route": record.path,
         "status": status,
         "model": record.model,
         "version": short_version(record.version),
         **_figures(record),
         "total_ms": _milliseconds(seconds),
         "error": error,
+        "method": record.method,
+        "route": record.path,
+        "request_id": record.request_id,
+        "id": record.completion_id,
         "client": record.client,
         "key": record.key_kind,
     }

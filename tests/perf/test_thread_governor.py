@@ -133,6 +133,13 @@ def test_trials_of_more_threads_cost_little_while_other_programs_stay(cpu_share:
     assert machine.governor.num_threads == 1
 
 
+def test_the_first_trial_of_more_threads_waits_for_what_it_will_cost() -> None:
+    machine = Machine(2, {1: 0.4, 2: 6.0}, cpu_share=0.15)
+    machine.steps(6)
+    assert machine.governor.num_threads == 1
+    assert set(machine.run_for(20 * (6.0 - 0.4) - 1.0)) == {1}
+
+
 def test_steps_are_compared_with_steps_of_their_size() -> None:
     """Prompts and decodes in turn: a trial that meets only short steps is not taken to be faster for that."""
     machine = Machine(2, QUIET_2, cpu_share=0.3)
