@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from typer.testing import CliRunner
 
+from loraplex.cli.main import app
 from loraplex.core.errors import ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
@@ -146,3 +148,16 @@ def test_a_container_limits_cpu_time(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     assert cpu_quota(proc=tmp_path / "proc", cgroup=tmp_path / "cgroup") == quota
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "engine", "decode", "--shape", "tiny", "--device", "cpu"],
+        ["profile", "--shape", "tiny", "--device", "cpu"],
+    ],
+)
+def test_commands_refuse_more_threads_than_cores(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--threads", "100000"])
+    assert isinstance(result.exception, ModelError)
+    assert "--threads 100000 is out of range" in str(result.exception)
