@@ -216,25 +216,3 @@ def _count(number: int, what: str) -> str:
 def _command(row: Result) -> str:
     env = "".join(f"{name}={value} " for name, value in row["env"].items())
     return env + str(row["command"])
-
-
-def queue_table(result: Result) -> str:
-    """What waiting requests cost a step, and a cancellation."""
-    steps, cancels = result["steps"], result["cancels"]
-    lines = [
-        (
-            f"{int(count):,}",
-            f"{ms:.2f} ms",
-            f"{cancels['cancel_us'][count]:.1f} µs" if count in cancels["cancel_us"] else "",
-        )
-        for count, ms in steps["schedule_ms"].items()
-    ]
-    lines.append(("10,000 over 10 / over 100", f"{steps['ratio']:.2f}x", f"{cancels['ratio']:.2f}x"))
-    return table(("requests that wait", "deciding a step", "cancelling one of them"), lines)
-
-
-def queue_note(result: Result) -> str:
-    return (
-        f"Measured {result['date'][:10]} on {result['machine']['cpu']}, Python {result['python']}, commit "
-        f"{result['git_commit'] or 'unknown'}, beside {result['num_running']} requests that decode.\n"
-    )

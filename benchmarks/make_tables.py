@@ -25,7 +25,16 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from benchmarks import cold_tables, cost_tables, cpu_tables, gpu_tables, http_tables, sources, twin_tables
+from benchmarks import (
+    cold_tables,
+    cost_tables,
+    cpu_tables,
+    gpu_tables,
+    http_tables,
+    load_tables,
+    sources,
+    twin_tables,
+)
 from benchmarks.markdown import Result, TableError
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -42,7 +51,7 @@ _BLOCK: Final = re.compile(
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
 CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.json"
 TWIN, HTTP = "twin_validation.json", "http_compare.json"
-QUEUE = "waiting_queue.json"
+QUEUE, SHARED, HOLDUPS = "waiting_queue.json", "shared_cpu.json", "holdups.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 
 
@@ -65,8 +74,12 @@ TABLES: Final[dict[str, Table]] = {
     "cpu-machine": Table((SERVE,), cpu_tables.machine_note),
     "cpu-steps": Table((KERNELS,), cpu_tables.steps_table),
     "cpu-limits": Table((KERNELS,), cpu_tables.limits_table),
-    "waiting-queue": Table((QUEUE,), cpu_tables.queue_table),
-    "waiting-queue-machine": Table((QUEUE,), cpu_tables.queue_note),
+    "waiting-queue": Table((QUEUE,), load_tables.queue_table),
+    "waiting-queue-machine": Table((QUEUE,), load_tables.queue_note),
+    "cpu-shared": Table((SHARED,), load_tables.shared_table),
+    "cpu-shared-machine": Table((SHARED,), load_tables.shared_note),
+    "holdups": Table((HOLDUPS,), load_tables.holdups_table, if_missing="Not measured yet.\n"),
+    "holdups-machine": Table((HOLDUPS,), load_tables.holdups_note, if_missing=""),
     "gpu-machine": Table((GPU,), gpu_tables.machine_note),
     "gpu-decode": Table((GPU,), gpu_tables.decode_table),
     "gpu-serve": Table((GPU,), gpu_tables.serve_table),

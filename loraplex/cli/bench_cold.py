@@ -31,6 +31,7 @@ def cold(
     shape: shared.Shape = "auto",
     device: shared.Device = "auto",
     dtype: shared.Dtype = "auto",
+    threads: shared.Threads = None,
     workload: Annotated[
         Path | None,
         typer.Option(help="A .jsonl file to replay, every request on an adapter of its own (see `serve`)."),

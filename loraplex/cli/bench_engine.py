@@ -42,6 +42,9 @@ Shape = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16, float32; auto: float32 on a CPU.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="On a CPU: threads to compute with; all cores by default.")
+]
 _Batch = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 _Adapters = Annotated[Adapters, typer.Option(help="One for all requests, or one each.")]
 Rank = Annotated[int, typer.Option(min=1, max=512, help="Rank of every adapter.")]
@@ -72,6 +75,7 @@ def decode(
     shape: Shape = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Threads = None,
     batch: _Batch = 32,
     adapters: _Adapters = Adapters.NONE,
     rank: Rank = 64,
@@ -102,6 +106,7 @@ def prefill(
     shape: Shape = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Threads = None,
     batch: _Batch = 1,
     adapters: _Adapters = Adapters.NONE,
     rank: Rank = 64,
@@ -138,6 +143,7 @@ def serve(
     shape: Shape = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Threads = None,
     num_adapters: Annotated[int, typer.Option(min=0, help="Registered adapters; 0: base model only.")] = 200,
     rank: Rank = 64,
     ranks: _Ranks = "",
@@ -198,6 +204,7 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
     _check_context(options, config_of_shape(options["shape"]).shape.max_position)
     if options["dtype"] not in DTYPES:
         raise typer.BadParameter(f"choose {', '.join(DTYPES)}", param_hint="--dtype")
+    use_threads(options.get("threads"), options["device"])
     ranks = _rank_list(options["ranks"]) or [options["rank"]]
     padded = options.get("padded", False)
     if padded and options["device"] != "cuda":
@@ -232,6 +239,20 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
         parameters=parameters | {"num_adapters": num_adapters},
         build_s=time.perf_counter() - started,
     )
+
+
+def use_threads(num_threads: int | None, device: str) -> None:
+    """Compute with so many threads, if any number is given."""
+    import torch
+
+    from loraplex.engine.machine import check_threads
+
+    if num_threads is None:
+        return
+    if device != "cpu":
+        raise typer.BadParameter("threads compute on a CPU only; leave it out", param_hint="--threads")
+    check_threads(num_threads)
+    torch.set_num_threads(num_threads)
 
 
 def resolved(options: dict[str, Any]) -> dict[str, str]:

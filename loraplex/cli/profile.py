@@ -50,6 +50,9 @@ def profile(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32; auto: what `serve` would take.")
     ] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="On a CPU: threads to measure with; all cores by default.")
+    ] = None,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Measurements of each kind; default: 3 on a GPU, 25 on a CPU.")
     ] = None,
@@ -69,7 +72,7 @@ def profile(
         raise typer.BadParameter("give --model or --shape, not both", param_hint="--shape")
     folder = Path(model or "").expanduser()
     check_writable(json_out, inputs=() if model is None else tuple(folder / name for name in _MODEL_FILES))
-    config, device, chosen = _resolve(model, shape, device, dtype)
+    config, device, chosen = _resolve(model, shape, device, dtype, threads)
     name = _short_name(model) or shape or "a random model"
     with shown_progress(f"measuring {name}", expected=_EXPECTED) as progress:
         found = profile_machine(
@@ -116,16 +119,21 @@ def fit(
 
 
 def _resolve(
-    model: str | None, shape: str | None, device: str, dtype: str
+    model: str | None, shape: str | None, device: str, dtype: str, threads: int | None
 ) -> tuple[ModelConfig, str, torch.dtype]:
     """What is measured: options that stand for something else, as `serve` understands them."""
+    import torch
+
     from loraplex.bench.random_engine import check_shape
     from loraplex.engine.build import EngineOptions, choose_device, choose_dtype
+    from loraplex.engine.cpu_threads import default_threads
     from loraplex.model.config import load_config
     from loraplex.model.shapes import config_of_shape
     from loraplex.model.source import resolve_model
 
-    device = choose_device(EngineOptions(model=model or "", device=device))
+    device = choose_device(EngineOptions(model=model or "", device=device, num_threads=threads))
+    if device == "cpu":
+        torch.set_num_threads(default_threads() if threads is None else threads)
     if model is not None:
         config = load_config(resolve_model(model))
     else:

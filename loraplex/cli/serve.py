@@ -5,7 +5,6 @@ Imports wait until a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from loraplex.adapters.names import validate_adapter_name
 from loraplex.cli.sizes import parse_size
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import InvalidRequestError, UserError
+from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
 
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
@@ -56,6 +56,25 @@ _AllowedOrigins = Annotated[
         help="Web pages that may call the server from a browser: https://chat.example.com, or * for any; "
         "may be repeated.",
     ),
+]
+_Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="NUMBER",
+        help="On a CPU: threads to compute with. By default all cores, or fewer while other programs hold "
+        "them up.",
+    ),
+]
+_LogLevel = Annotated[
+    LogLevel,
+    typer.Option(
+        metavar="LEVEL",
+        help=f"{', '.join(LogLevel)}; info has a line for each request and each change of an adapter.",
+    ),
+]
+_LogFormat = Annotated[
+    LogFormat, typer.Option(metavar="FORMAT", help="Lines of the log on stderr: text or json.")
 ]
 
 
@@ -111,6 +130,7 @@ def serve(
             help="Bring adapters that are often asked for into spare memory before their next request.",
         ),
     ] = False,
+    threads: _Threads = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the base model; --model as given by default.")
     ] = None,
@@ -146,6 +166,8 @@ def serve(
     ] = None,
     allowed_hosts: _AllowedHosts = None,
     allowed_origins: _AllowedOrigins = None,
+    log_level: _LogLevel = LogLevel.INFO,
+    log_format: _LogFormat = LogFormat.TEXT,
 ) -> None:
     """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""
     kv_memory_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
@@ -157,7 +179,6 @@ def serve(
     hosts = _parse_list(allowed_hosts or (), parse_allowed_host, "--allowed-hosts")
     origins = _parse_list(allowed_origins or (), parse_allowed_origin, "--allowed-origins")
     adapter_sources = _parse_adapters(adapter or ())
-    _log_to_stderr()
 
     from loraplex.adapters.hub import locate_adapter
     from loraplex.engine.build import EngineOptions
@@ -167,48 +188,49 @@ def serve(
     from loraplex.server.run import serve as run_server
     from loraplex.server.waiting import WaitingLimits
 
-    run_server(
-        ServeOptions(
-            engine=EngineOptions(
-                model=model,
-                device=device,
-                dtype=dtype,
-                kv_memory_bytes=kv_memory_bytes,
-                memory_fraction=memory_fraction,
-                host_adapter_memory_bytes=adapter_bytes,
-                max_model_len=max_model_len,
-                tensor_parallel=tensor_parallel,
-                cold_start=cold_start,
-                cpu_workers=cpu_workers,
-                loads_popular=load_popular,
-            ),
-            served_model_name=served_model_name,
-            adapters=tuple(
-                GivenAdapter(name=name, source=locate_adapter(source))
-                for name, source in adapter_sources.items()
-            ),
-            adapter_dirs=tuple(adapters or ()),
-            allow_adapter_dirs=tuple(allow_adapter_dir or ()),
-            allow_adapter_repos=tuple(allow_adapter_repo or ()),
-            host=host,
-            port=port,
-            state_dir=state_dir,
-            api_keys=api_keys,
-            waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens),
-            connections=ConnectionLimits(max_connections=max_connections),
-            admin_keys=admin_keys,
-            allowed_hosts=hosts,
-            allowed_origins=origins,
-        )
+    options = ServeOptions(
+        engine=EngineOptions(
+            model=model,
+            device=device,
+            dtype=dtype,
+            kv_memory_bytes=kv_memory_bytes,
+            memory_fraction=memory_fraction,
+            host_adapter_memory_bytes=adapter_bytes,
+            max_model_len=max_model_len,
+            num_threads=threads,
+            tensor_parallel=tensor_parallel,
+            cold_start=cold_start,
+            cpu_workers=cpu_workers,
+            loads_popular=load_popular,
+        ),
+        served_model_name=served_model_name,
+        adapters=tuple(
+            GivenAdapter(name=name, source=locate_adapter(source)) for name, source in adapter_sources.items()
+        ),
+        adapter_dirs=tuple(adapters or ()),
+        allow_adapter_dirs=tuple(allow_adapter_dir or ()),
+        allow_adapter_repos=tuple(allow_adapter_repo or ()),
+        host=host,
+        port=port,
+        state_dir=state_dir,
+        api_keys=api_keys,
+        admin_keys=admin_keys,
+        allowed_hosts=hosts,
+        allowed_origins=origins,
+        waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens),
+        connections=ConnectionLimits(max_connections=max_connections),
     )
+    with logging_to_stderr(log_level.number, log_format):
+        run_server(options)
 
 
 def demo(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")] = 8000,
+    threads: _Threads = None,
+    log_level: _LogLevel = LogLevel.INFO,
+    log_format: _LogFormat = LogFormat.TEXT,
 ) -> None:
     """Serve a small base model with the adapters that come with loraplex, on this machine only."""
-    _log_to_stderr()
-
     from loraplex.demo import DEMO_ADAPTERS_DIR, demo_adapters
     from loraplex.demo.base import ensure_demo_base
     from loraplex.engine.build import EngineOptions
@@ -221,9 +243,12 @@ def demo(
     shown = sorted(demo_adapters(), key=lambda adapter: adapter.name not in _DEMO_EXAMPLES)
     prompts = {adapter.name: adapter.example_prompt for adapter in shown}
     # A state of its own, gone at the end: what was loaded by hand into one demo is not part of the next.
-    with tempfile.TemporaryDirectory(prefix="loraplex-demo-", ignore_cleanup_errors=True) as state_dir:
+    with (
+        tempfile.TemporaryDirectory(prefix="loraplex-demo-", ignore_cleanup_errors=True) as state_dir,
+        logging_to_stderr(log_level.number, log_format),
+    ):
         options = ServeOptions(
-            engine=EngineOptions(model=str(folder)),
+            engine=EngineOptions(model=str(folder), num_threads=threads),
             served_model_name=folder.name,
             adapter_dirs=(DEMO_ADAPTERS_DIR,),
             port=port,
@@ -261,7 +286,3 @@ def _parse_list(texts: Sequence[str], parse: Callable[[str], str], option: str) 
         return tuple(parse(part) for text in texts for part in text.split(",") if part.strip())
     except UserError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

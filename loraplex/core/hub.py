@@ -15,6 +15,7 @@ from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
 from loraplex.core.errors import HubError
+from loraplex.core.logs import adopt_library_loggers
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ def fetch_snapshot(
     """
     from huggingface_hub import snapshot_download
 
+    adopt_library_loggers()
     try:
         folder = snapshot_download(
             repo.repo_id,
@@ -84,6 +86,7 @@ def list_files(repo: HubRepo) -> frozenset[str]:
     """All files of a repository. Raises HubError."""
     from huggingface_hub import HfApi
 
+    adopt_library_loggers()
     try:
         return frozenset(HfApi().list_repo_files(repo.repo_id, revision=repo.revision))
     except Exception as error:

@@ -11,6 +11,7 @@ import torch
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import ModelError
 from loraplex.engine.core import Engine
+from loraplex.engine.machine import check_threads
 from loraplex.engine.parallel.messages import Progress
 from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.source import resolve_model
@@ -24,10 +25,12 @@ class EngineOptions:
 
     `kv_memory_bytes` is for a CPU, `memory_fraction` for a GPU, whose memory KV cache and adapters share.
     `tensor_parallel`: processes that share the model, each with a part of it, of every adapter and of the KV
-    cache. Memory is what each of them may take; `num_threads` is for all of them together. `cold_start`: what
-    requests do whose adapter is not loaded; on a CPU, where adapters are used where they are read to, nothing
-    can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that compute LoRA beside a GPU.
-    `loads_popular`: bring adapters that are asked for often into spare memory before their next request.
+    cache. Memory is what each of them may take; `num_threads` is for all of them together, on a CPU. If it is
+    None, an engine of one process takes fewer threads by itself while other programs hold them up.
+    `cold_start`: what requests do whose adapter is not loaded; on a CPU, where adapters are used where they
+    are read to, nothing can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that compute LoRA
+    beside a GPU. `loads_popular`: bring adapters that are asked for often into spare memory before
+    their next request.
     """
 
     model: str
@@ -85,7 +88,11 @@ def choose_device(options: EngineOptions) -> str:
             raise ModelError(f"--cold-start {options.cold_start} needs a GPU; on a CPU, choose overlap")
         if options.cpu_workers is not None:
             raise ModelError("--cpu-workers compute beside a GPU; on a CPU, leave them out")
+        if options.num_threads is not None:
+            check_threads(options.num_threads)
         return device
+    if options.num_threads is not None:
+        raise ModelError("--threads is for an engine on a CPU; leave it out, or start it with --device cpu")
     if not torch.cuda.is_available():
         raise ModelError("there is no CUDA device here; start it with --device cpu")
     if find_spec("triton") is None:

@@ -14,6 +14,7 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.adapter_loader import read_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
+from loraplex.engine.cpu_threads import StepThreads, default_threads
 from loraplex.engine.executor import Executor
 from loraplex.engine.machine import available_bytes
 from loraplex.engine.parallel.messages import Progress
@@ -27,6 +28,7 @@ from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import load_weights
+from loraplex.perf.thread_governor import ThreadGovernor
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.work import StepWork
@@ -82,8 +84,10 @@ def build_cpu_engine(
     )
     executor: Executor
     if num_shards == 1:
-        if options.num_threads is not None:
-            torch.set_num_threads(options.num_threads)
+        torch.set_num_threads(num_threads)
+        # A number that the user chose is kept.
+        if options.num_threads is None and num_threads > 1:
+            build = partial(build, threads=StepThreads(ThreadGovernor(num_threads)))
         executor = build(WHOLE, SOLO, report)
     else:
         executor = start_parallel(
@@ -115,6 +119,7 @@ def _build_shard(
     *,
     num_blocks: int,
     max_model_len: int,
+    threads: StepThreads | None = None,
 ) -> TorchExecutor:
     """Load a shard and allocate its memory; every process of an engine does so with the same numbers."""
     folder = Path(options.model)
@@ -138,12 +143,13 @@ def _build_shard(
         dtype=dtype,
         runs_ahead=bool(options.runs_ahead),
         read=lambda spec: read_weights(spec, local.shape, dtype, shard),
+        threads=threads,
     )
 
 
 def _threads_of_each(options: EngineOptions) -> int:
     """Threads of each process: they share the machine's, or those that the user gives."""
-    num_threads = torch.get_num_threads() if options.num_threads is None else options.num_threads
+    num_threads = default_threads() if options.num_threads is None else options.num_threads
     return max(num_threads // options.tensor_parallel, 1)
 
 

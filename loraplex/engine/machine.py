@@ -1,10 +1,14 @@
-"""The machine: how much memory this process may take, within its container's limits, and its processor."""
+"""The machine: the memory and CPU time that its container leaves to this process, and its processor."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import platform
 from pathlib import Path
+
+from loraplex.core.errors import ModelError
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -15,6 +19,32 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 def num_cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def max_threads() -> int:
+    """The most threads that can run at a time, within the limits of the container."""
+    quota = cpu_quota()
+    return num_cores() if quota is None else max(min(num_cores(), math.ceil(quota)), 1)
+
+
+def check_threads(num_threads: int) -> None:
+    """Raise ModelError unless so many threads can run at a time."""
+    limit = max_threads()
+    if not 1 <= num_threads <= limit:
+        cores = "1 core" if limit == 1 else f"{limit} cores"
+        raise ModelError(
+            f"--threads {num_threads} is out of range: this process may use {cores}; give 1 to {limit}, "
+            "or leave it out"
+        )
+
+
+def cpu_quota(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Cores' worth of CPU time that the container may use (docker run --cpus); None without a limit."""
+    quotas = [_quota(line[0].split()) for line in map(_lines, _cpu_max_files(proc, cgroup)) if line]
+    v1 = [_lines(cgroup / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    if all(v1):
+        quotas.append(_quota([lines[0] for lines in v1]))
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def spread_cores(count: int, topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
@@ -45,6 +75,21 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         f"ARM part {part.strip()}" if (part := fields.get("CPU part")) else ""
     )
     return name.strip() or platform.processor() or platform.machine()
+
+
+def _cpu_max_files(proc: Path, cgroup: Path) -> list[Path]:
+    """Of this process's cgroup and those around it, all of which limit it."""
+    own = next((line[3:] for line in _lines(proc / "self" / "cgroup") if line.startswith("0::")), "/")
+    folder = cgroup / own.lstrip("/")
+    folders = [folder, *itertools.takewhile(lambda each: each != cgroup.parent, folder.parents)]
+    return [each / "cpu.max" for each in folders]
+
+
+def _quota(fields: list[str]) -> float | None:
+    """Quota over period; there is no limit where the quota is "max" (cgroup v2) or -1 (v1)."""
+    if len(fields) != 2 or not all(field.isdigit() for field in fields) or int(fields[1]) == 0:
+        return None
+    return int(fields[0]) / int(fields[1])
 
 
 def _machine_bytes(proc: Path) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from loraplex.core.errors import InvalidRequestError, ModelError
+from loraplex.core.logs import adopt_library_loggers
 from loraplex.engine.detokenizer import Detokenizer, PieceTable
 from loraplex.model.config import load_config
 from loraplex.model.source import resolve_model
@@ -39,6 +40,7 @@ class Tokenizer:
         # Imported here: it takes seconds, and `loraplex --help` must not.
         from transformers import AutoTokenizer
 
+        adopt_library_loggers()
         folder = resolve_model(str(model_path), weights=False)
         eos_token_ids = load_config(folder).eos_token_ids
         try:

@@ -10,6 +10,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
 from loraplex.engine.adapter_loader import Load, read_weights, resident_bytes
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
+from loraplex.engine.cpu_threads import StepThreads
 from loraplex.engine.executor import AdapterEvent, LandedFlight, LoadOrder, StepResult
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
@@ -30,8 +31,10 @@ class TorchExecutor:
         dtype: torch.dtype,
         runs_ahead: bool = False,
         read: Load | None = None,
+        threads: StepThreads | None = None,
     ) -> None:
-        """`read`: where adapters come from, if not from their folders.
+        """`read`: where adapters come from, if not from their folders. `threads`: how many each step runs on;
+        torch's number of them if None.
 
         `runs_ahead`: let steps be launched before the last one's tokens are told. There is nothing to gain
         by it on a CPU; it lets tests drive the engine as a GPU does.
@@ -43,6 +46,7 @@ class TorchExecutor:
         self._runs_ahead = runs_ahead
         shape = decoder.config.shape
         self._read = read or (lambda spec: read_weights(spec, shape, dtype))
+        self._threads = threads
         self._adapters = ResidentAdapters()
         self._states: dict[str, SamplingState] = {}
 
@@ -95,8 +99,16 @@ class TorchExecutor:
 
     def close(self) -> None:
         self._adapters.close()
+        if self._threads is not None:
+            self._threads.close()
 
     def launch(self, plan: StepPlan) -> LandedFlight:
+        if self._threads is None:
+            return self._run(plan)
+        with self._threads.step(sum(len(chunk.token_ids) for chunk in plan.chunks)):
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> LandedFlight:
         wanting = {c.request_id for c in plan.chunks if wants_prompt_scores(self._states[c.request_id], c)}
         chunks = [self._known(chunk) for chunk in plan.chunks]
         built = self._builder.build(chunks, self._adapters.weights, all_rows_of=wanting)

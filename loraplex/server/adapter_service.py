@@ -111,6 +111,11 @@ class AdapterService:
         """All adapters, by name."""
         return [self._served[name] for name in sorted(self._served)]
 
+    def version_of(self, name: str) -> str | None:
+        """The version that an adapter's name stands for now; None if it is not served."""
+        adapter = self._served.get(name)
+        return None if adapter is None else adapter.version
+
     def find(self, model: str) -> ServedAdapter | None:
         """Return the adapter that `model` means, as its own name or `base:adapter`; None means the base."""
         if model == self.base_model:

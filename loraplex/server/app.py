@@ -13,6 +13,7 @@ from loraplex.server.generation_routes import generation_router
 from loraplex.server.model_routes import model_router
 from loraplex.server.openapi import install_openapi
 from loraplex.server.pacing import PacingMiddleware
+from loraplex.server.request_log import RequestLogMiddleware
 from loraplex.server.utility_routes import utility_router
 from loraplex.server.web_guard import WebGuardMiddleware
 
@@ -27,7 +28,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
     install_openapi(app)
     # The last one added is the first to see a request.
     if deps.api_keys:
-        app.add_middleware(ApiKeyMiddleware, api_keys=(*deps.api_keys, *deps.admin_keys))
+        app.add_middleware(ApiKeyMiddleware, api_keys=deps.api_keys, admin_keys=deps.admin_keys)
     if deps.web.allowed_origins:
         # Before keys are asked for: browsers send none with a preflight request.
         app.add_middleware(
@@ -39,4 +40,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
         )
     app.add_middleware(WebGuardMiddleware, access=deps.web)
     app.add_middleware(PacingMiddleware, pacer=deps.pacer)
+    # Around all of Starlette's own, so that the answer to a bug has its request's id as well. Middleware
+    # cannot be added after this.
+    app.middleware_stack = RequestLogMiddleware(app.build_middleware_stack(), clock=deps.metrics.clock)
     return app

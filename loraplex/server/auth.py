@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.addresses import is_loopback
 from loraplex.server.errors import ForbiddenError, UnauthorizedError, describe
+from loraplex.server.request_log import request_record
 
 _OPEN_PATHS: Final = frozenset({"/health"})
 _FORWARDED: Final = frozenset({b"forwarded", b"via", b"x-real-ip"})
@@ -43,12 +44,17 @@ class Keys:
 class ApiKeyMiddleware:
     """Asks for one of the keys. Plain ASGI, so that streams pass through untouched."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
         self._app = app
-        self._keys = Keys(api_keys)
+        self._keys = {"admin": Keys(admin_keys), "api": Keys(api_keys)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._keys.match(scope):
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        kind = next((kind for kind, keys in self._keys.items() if keys.match(scope)), None)
+        if kind is not None:
+            request_record(scope).key_kind = kind
             await self._app(scope, receive, send)
             return
         error = UnauthorizedError("no valid API key; send it as 'Authorization: Bearer KEY'")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import zmq
 
 from loraplex.core.errors import EngineDeadError
 from loraplex.core.exits import describe_exit
+from loraplex.core.logs import current_format, current_level
 from loraplex.server.protocol_ipc import (
     COMMANDS_SOCKET,
     EVENTS_SOCKET,
@@ -192,7 +192,8 @@ def _launch_line(factory: str, config: object, socket_dir: str) -> bytes:
         config=msgspec.Raw(msgspec.json.encode(config, enc_hook=encode_extra)),
         socket_dir=socket_dir,
         parent_pid=os.getpid(),
-        log_level=logging.getLogger("loraplex").getEffectiveLevel(),
+        log_level=current_level(),
+        log_format=current_format(),
     )
     return msgspec.json.encode(launch) + b"\n"
 

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from loraplex.core.errors import LoraplexError
+from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
 from loraplex.server.protocol_ipc import (
@@ -223,6 +224,7 @@ def serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]]) -> int:
 
 def _report_failure(events: zmq.Socket[bytes], error: ErrorInfo) -> int:
     """Say why, and stay until it was read: data still in flight at exit would race with the exit itself."""
+    flush_logs()  # the parent ends this process as soon as it has read the event
     events.send(encode(Failed(error)))
     time.sleep(LAST_WORDS_S)
     return EXIT_FAILED
@@ -234,14 +236,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     leave_with_parent(launch.parent_pid)
-    logging.basicConfig(
-        level=launch.log_level, format="%(asctime)s %(levelname)s %(name)s (engine): %(message)s"
-    )
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        return serve(launch, context)
-    finally:
-        context.destroy(linger=1000)
+    with logging_to_stderr(launch.log_level, launch.log_format, "engine"):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            return serve(launch, context)
+        finally:
+            context.destroy(linger=1000)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from loraplex.core.errors import (
     UnknownModelError,
     UserError,
 )
+from loraplex.server.request_log import request_record
 from loraplex.server.responses import ErrorBody, ErrorDetail
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_our_error(request: Request, error: Exception) -> Response:
         http_error = describe(error)
+        request_record(request.scope).fail(error)
         # A dead engine is logged once by its supervisor, not again by everyone who asks for it.
         is_ours = http_error.status >= 500 or isinstance(error, StorageError)
         if is_ours and not isinstance(error, EngineDeadError):

@@ -22,6 +22,7 @@ from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import describe
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.pacing import Pacer
+from loraplex.server.request_log import request_record
 from loraplex.server.responses import PromptTokensDetails, Usage
 from loraplex.server.waiting import WaitingTicket
 
@@ -114,11 +115,12 @@ class GenerationResponse(Response):
         self._usage = _UsageCount(generation)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_record(scope).begin(self._generation.request_id, self._meter, self._usage.total)
         work = self._send_stream(send) if self._generation.stream else self._send_whole(scope, receive, send)
         try:
             await run_until_disconnect(work, receive, self._pacer)
-        except Exception:
-            self._meter.fail()
+        except Exception as error:
+            self._meter.fail(error)
             raise
         finally:
             self._meter.close()
@@ -161,7 +163,7 @@ class GenerationResponse(Response):
                     await self._send_chunks(send, batch)
             except Exception as error:
                 # The status has been sent: the stream itself must say what went wrong, then end.
-                self._meter.fail()
+                self._meter.fail(error)
                 if not isinstance(error, LoraplexError):
                     logger.exception("a stream failed")
                 await _send_part(send, b"data: " + describe(error).body() + b"\n\n")

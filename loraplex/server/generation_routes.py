@@ -23,6 +23,7 @@ from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
+from loraplex.server.request_log import request_record
 from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
@@ -47,7 +48,7 @@ def generation_router(deps: ServerDeps) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         body = await deps.bodies.read(request, ChatRequest)
-        lease = deps.adapters.lease(body.model)
+        lease = _lease(deps, request, body.model)
         try:
             return await _start_chat(deps, body, lease)
         except BaseException:
@@ -66,7 +67,7 @@ def generation_router(deps: ServerDeps) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         body = await deps.bodies.read(request, CompletionRequest)
-        lease = deps.adapters.lease(body.model)
+        lease = _lease(deps, request, body.model)
         try:
             return await _start_completion(deps, body, lease)
         except BaseException:
@@ -74,6 +75,15 @@ def generation_router(deps: ServerDeps) -> APIRouter:
             raise
 
     return router
+
+
+def _lease(deps: ServerDeps, request: Request, model: str) -> Lease:
+    """Hold the model that a request asks for, and note it in the request's log record."""
+    record = request_record(request.scope)
+    record.ask(model)
+    lease = deps.adapters.lease(model)
+    record.version = lease.version
+    return lease
 
 
 async def _start_chat(deps: ServerDeps, body: ChatRequest, lease: Lease) -> GenerationResponse:

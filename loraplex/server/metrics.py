@@ -140,13 +140,14 @@ class RequestMeter:
         self._metrics = metrics
         self._traffic = traffic
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_choices = num_choices
+        self.num_choices = num_choices
+        self.finish_reasons: Counter[FinishReason] = Counter()
+        self.failure: str | None = None
+        """The class of the error that ended the request."""
         self._arrival_s = metrics.clock.now_s()
         self._first_token_s: float | None = None
         self._last_token_s: dict[int, float] = {}
         self._num_tokens = 0
-        self._num_finished = 0
-        self._failed = False
         self._closed = False
         traffic.num_requests += 1
         traffic.num_waiting += 1
@@ -165,7 +166,7 @@ class RequestMeter:
                 num_tokens += count
             if delta.finish_reason is not None:
                 metrics.num_finished[delta.finish_reason] += 1
-                self._num_finished += 1
+                self.finish_reasons[delta.finish_reason] += 1
         if self._first_token_s is None:
             # One hit at most, however many choices there are: the others share what the first one loads.
             self._traffic.num_hits += batch[0].adapter_hit is True
@@ -174,19 +175,25 @@ class RequestMeter:
         metrics.num_generation_tokens += num_tokens
         self._traffic.num_tokens += num_tokens
 
-    def fail(self) -> None:
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from arrival to the first token, once it is there."""
+        return None if self._first_token_s is None else self._first_token_s - self._arrival_s
+
+    def fail(self, error: Exception) -> None:
         """What has not finished yet never will, and not because the client left."""
-        self._failed = True
+        self.failure = type(error).__name__
 
     def close(self) -> None:
         """The request is over, whether it was answered, failed or was cancelled. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        num_unfinished = self._num_choices - self._num_finished
+        num_unfinished = self.num_choices - self.finish_reasons.total()
         if num_unfinished:
-            reason = FinishReason.ERROR if self._failed else FinishReason.CANCELLED
+            reason = FinishReason.CANCELLED if self.failure is None else FinishReason.ERROR
             self._metrics.num_finished[reason] += num_unfinished
+            self.finish_reasons[reason] += num_unfinished
         if self._first_token_s is None:
             self._traffic.num_waiting -= 1
             return

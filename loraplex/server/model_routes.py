@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.stats import AdapterStats
 from loraplex.server.adapter_service import ServedAdapter
+from loraplex.server.audit import AdapterChange, audited
 from loraplex.server.auth import Administrators
 from loraplex.server.deps import ServerDeps
 from loraplex.server.openapi import operation
@@ -69,7 +70,16 @@ def model_router(deps: ServerDeps) -> APIRouter:
     async def load_lora_adapter(request: Request) -> Response:
         administrators.require(request.scope)
         body = await deps.bodies.read(request, LoadAdapterRequest)
-        await deps.adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
+        old_version = deps.adapters.version_of(body.lora_name)
+        change = AdapterChange(
+            verb="load" if old_version is None else "reload",
+            name=body.lora_name,
+            source=body.lora_path,
+            old_version=old_version,
+        )
+        with audited(request, change, deps.metrics.clock):
+            adapter = await deps.adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
+            change.new_version = adapter.version
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post(
@@ -85,12 +95,16 @@ def model_router(deps: ServerDeps) -> APIRouter:
         administrators.require(request.scope)
         body = await deps.bodies.read(request, UnloadAdapterRequest)
         name = body.lora_name
-        drained = await deps.adapters.unload(
-            name,
-            drain_timeout_s=deps.drain_timeout_s,
-            # Not after the drain: by then the name may be another adapter's, with counters of its own.
-            on_removed=lambda: deps.metrics.forget(name),
-        )
+        change = AdapterChange(verb="unload", name=name, old_version=deps.adapters.version_of(name))
+        with audited(request, change, deps.metrics.clock):
+            drained = await deps.adapters.unload(
+                name,
+                drain_timeout_s=deps.drain_timeout_s,
+                # Not after the drain: by then the name may be another adapter's, with counters of its own.
+                on_removed=lambda: deps.metrics.forget(name),
+            )
+            if not drained:
+                change.note = "requests in flight are draining"
         if drained:
             return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
         return PlainTextResponse(

@@ -33,6 +33,7 @@ import zmq
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import AdapterFormatError, InvalidRequestError, LoraplexError
+from loraplex.core.logs import LogFormat
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 
@@ -60,6 +61,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     socket_dir: str
     parent_pid: int
     log_level: int
+    log_format: LogFormat = LogFormat.TEXT
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

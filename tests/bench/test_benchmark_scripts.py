@@ -12,12 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from fake_openai import FakeServer
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import assist, cpu_serve, cpu_tables, engines, gpu_cold, make_tables, waiting_queue
+from benchmarks import (
+    assist,
+    cpu_serve,
+    cpu_tables,
+    engines,
+    gpu_cold,
+    make_tables,
+    shared_cpu,
+    waiting_queue,
+)
 from benchmarks.bystanders import bystanders
 from benchmarks.make_checkpoint import RANKS, adapter_bytes, write_adapters, write_tokenizer
 from benchmarks.measure import Traffic, measure, with_median
@@ -214,6 +224,7 @@ def results_folder(tmp_path: Path) -> Path:
         make_tables.ASSIST,
         make_tables.TWIN,
         make_tables.QUEUE,
+        make_tables.SHARED,
         make_tables.TWIN_CUDA,
         make_tables.TWIN_CPU,
     ):
@@ -290,6 +301,26 @@ def test_cpu_lora_workers_are_measured_against_torch(tmp_path: Path) -> None:
         [row] = found[dtype]["products"]
         assert (row["tokens"], row["rank"]) == (16, 8)
         assert row["speedup"] == pytest.approx(row["torch_us"]["p50"] / row["workers_us"]["p50"], abs=0.05)
+
+
+def test_engines_are_measured_beside_busy_programs(tmp_path: Path) -> None:
+    tiny.save_model(tmp_path / "base")
+    out = tmp_path / "shared_cpu.json"
+    threads = torch.get_num_threads()
+    options = ["--repeats", "1", "--output-tokens", "4", "--limit-s", "20"]
+    try:
+        shared_cpu.main(["--model", str(tmp_path / "base"), "--out", str(out), *options])
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(out.read_text())
+    assert len(found["load_before"]) == 3
+    for name in ("alone", "one_busy_program_per_core"):
+        speeds = found[name]["tokens_per_s"]
+        assert speeds.keys() == {"all threads", "one thread", "automatic"}
+        assert found[name]["automatic_over_one_thread"] == pytest.approx(
+            speeds["automatic"] / speeds["one thread"], abs=0.01
+        )
+        assert found[name]["runs"]["one thread"][0]["threads_at_end"] == 1
 
 
 def test_cold_starts_are_measured_by_policy(tmp_path: Path) -> None:

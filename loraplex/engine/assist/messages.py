@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from loraplex.core.logs import LogFormat
+
 _MESSAGE: Final = struct.Struct("=cqq")
 _WEIGHTS, _GO, _WAKE = b"w", b"g", b"a"
 _MAX_ANSWER_BYTES: Final = 4096
@@ -36,6 +38,8 @@ class Launch:
     y_fd: int
     y_bytes: int
     profiled: tuple[int, int, int]
+    log_level: int
+    log_format: LogFormat
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -43,7 +47,9 @@ class Launch:
     @classmethod
     def from_json(cls, text: str) -> Launch:
         fields = json.loads(text)
-        return cls(**{**fields, "profiled": tuple(fields["profiled"])})
+        fields["profiled"] = tuple(fields["profiled"])
+        fields["log_format"] = LogFormat(fields["log_format"])
+        return cls(**fields)
 
     @property
     def fds(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import Final, Self
 
 import torch
 
+from loraplex.core.logs import current_format, current_level
 from loraplex.engine.assist.control import Control
 from loraplex.engine.assist.crew import Crew, Patience
 from loraplex.engine.assist.messages import Launch
@@ -187,6 +188,8 @@ class AssistPool:
             y_fd=y.fd,
             y_bytes=y.num_bytes,
             profiled=self._profiled,
+            log_level=current_level(),
+            log_format=current_format(),
         )
 
     def _check(self, task: AssistTask) -> None:

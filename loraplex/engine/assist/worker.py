@@ -19,6 +19,7 @@ from typing import Final
 
 import torch
 
+from loraplex.core.logs import logging_to_stderr
 from loraplex.engine.assist.control import Control
 from loraplex.engine.assist.messages import Go, Launch, Weights, receive, send_ready
 from loraplex.engine.assist.product import Product, profile
@@ -117,6 +118,11 @@ def main() -> int:
     launch = Launch.from_json(sys.argv[1])
     _leave_with_parent(launch.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    with logging_to_stderr(launch.log_level, launch.log_format, f"worker {launch.slot}"):
+        return _run(launch)
+
+
+def _run(launch: Launch) -> int:
     try:
         os.sched_setaffinity(0, {launch.core})
     except OSError as error:

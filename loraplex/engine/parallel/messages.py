@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from loraplex.core.logs import LogFormat
 from loraplex.engine.executor import AdapterEvent, Executor
 from loraplex.model.collective import Collective
 from loraplex.model.sharding import Shard
@@ -46,6 +47,7 @@ class Launch:
     rendezvous: Path
     build: BuildExecutor
     log_level: int
+    log_format: LogFormat = LogFormat.TEXT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

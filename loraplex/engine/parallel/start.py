@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from loraplex.core.logs import current_format, current_level
 from loraplex.engine.parallel.executor import ParallelExecutor
 from loraplex.engine.parallel.messages import BuildExecutor, Launch, Progress
 from loraplex.engine.parallel.workers import Workers
@@ -36,7 +36,8 @@ def start_parallel(
                 num_threads=num_threads,
                 rendezvous=Path(folder.name) / "rendezvous",
                 build=build,
-                log_level=logging.getLogger("loraplex").getEffectiveLevel(),
+                log_level=current_level(),
+                log_format=current_format(),
             )
             for index in range(count)
         ]

@@ -18,6 +18,7 @@ from typing import Final
 
 import torch
 
+from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.engine.executor import Executor
 from loraplex.engine.parallel.messages import Call, Done, Failed, Launch, Ready, Started
 from loraplex.model.collective import connect
@@ -80,17 +81,15 @@ def main() -> int:
     ):
         launch: Launch = calls.recv()
         shard = launch.shard.index
-        logging.basicConfig(
-            level=launch.log_level,
-            format=f"%(asctime)s %(levelname)s %(name)s (shard {shard}): %(message)s",
-        )
-        try:
-            _run(launch, calls, answers)
-        except Exception as error:
-            logger.exception("shard %d failed", shard)
-            with contextlib.suppress(OSError):  # shard 0 may be the one that is gone
-                answers.send(Failed(reason=f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]))
-            return EXIT_FAILED
+        with logging_to_stderr(launch.log_level, launch.log_format, f"shard {shard}"):
+            try:
+                _run(launch, calls, answers)
+            except Exception as error:
+                logger.exception("shard %d failed", shard)
+                flush_logs()  # this process may be ended as soon as the answer is read
+                with contextlib.suppress(OSError):  # shard 0 may be the one that is gone
+                    answers.send(Failed(reason=f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]))
+                return EXIT_FAILED
     return 0
 
 

@@ -1,0 +1,89 @@
+"""The tables of loads that must not slow others down: long queues, huge requests, busy programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.markdown import Result, table
+
+
+def queue_table(result: Result) -> str:
+    """What waiting requests cost a step, and a cancellation."""
+    steps, cancels = result["steps"], result["cancels"]
+    lines = [
+        (
+            f"{int(count):,}",
+            f"{ms:.2f} ms",
+            f"{cancels['cancel_us'][count]:.1f} µs" if count in cancels["cancel_us"] else "",
+        )
+        for count, ms in steps["schedule_ms"].items()
+    ]
+    lines.append(("10,000 over 10 / over 100", f"{steps['ratio']:.2f}x", f"{cancels['ratio']:.2f}x"))
+    return table(("requests that wait", "deciding a step", "cancelling one of them"), lines)
+
+
+def queue_note(result: Result) -> str:
+    return (
+        f"Measured {result['date'][:10]} on {result['machine']['cpu']}, Python {result['python']}, commit "
+        f"{result['git_commit'] or 'unknown'}, beside {result['num_running']} requests that decode.\n"
+    )
+
+
+def shared_table(result: Result) -> str:
+    """Engines alone and beside a busy program on each core."""
+    cores = result["machine"]["cores"]
+    titles = {"alone": "alone", "one_busy_program_per_core": f"beside {cores} busy programs on {cores} cores"}
+    kinds = ("all threads", "one thread", "automatic")
+    lines = [
+        (
+            title,
+            *(f"{result[name]['tokens_per_s'][kind]:,.1f}" for kind in kinds),
+            f"{result[name]['automatic_over_all_threads']:.2f}x",
+            f"{result[name]['automatic_over_one_thread']:.2f}x",
+        )
+        for name, title in titles.items()
+    ]
+    heads = (*(f"{kind}, tok/s" for kind in kinds), "automatic over all threads", "over one thread")
+    return table(("one request at a time", *heads), lines)
+
+
+def shared_note(result: Result) -> str:
+    machine, load = result["machine"], result["load_before"]
+    return (
+        f"Measured {result['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, "
+        f"commit {result['git_commit'] or 'unknown'}, medians of {result['parameters']['repeats']} runs in "
+        f"turn; the machine's own load before was {load[0]:.1f}.\n"
+    )
+
+
+def holdups_table(result: Result) -> str:
+    """Streams and /health beside requests that are huge, many or vanish."""
+    lines = [
+        (
+            name,
+            _statuses(row["outcomes"]),
+            f"{row['calm']['health_p99_ms']:.0f} -> {row['disturbed']['health_p99_ms']:.0f} ms",
+            f"{row['gap_mean_ratio']:.2f}x",
+            f"{row['gap_p99_ratio']:.2f}x",
+        )
+        for name, row in result["disturbances"].items()
+    ]
+    heads = ("answered", "/health p99, without -> with", "streams' mean gap", "p99 gap")
+    return table(("meanwhile", *heads), lines)
+
+
+def holdups_note(result: Result) -> str:
+    machine, rss = result["machine"], result["rss_mib"]
+    return (
+        f"Measured {result['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, commit "
+        f"{result['git_commit'] or 'unknown'}, rounds: {result['parameters']['rounds']}. Memory of the "
+        f"HTTP process: {rss['at_start']} MiB at the start, {rss['at_end']} MiB at the end.\n"
+    )
+
+
+def _statuses(outcomes: list[dict[str, Any]]) -> str:
+    """The HTTP statuses that a disturbance was answered with."""
+    found: set[str] = set()
+    for outcome in outcomes:
+        found |= {str(status) for status in outcome.get("statuses", ())}
+    return ", ".join(sorted(found)) or "-"

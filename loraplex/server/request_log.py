@@ -1,0 +1,225 @@
+"""The request log: one line at the end of each HTTP request, and the headers that identify it.
+
+The middleware makes a `RequestRecord` for every request and keeps it in the request's scope. What handles
+the request fills it in; the middleware adds headers to the response and logs the record when the request is
+over, however it ended. Prompts, outputs and keys never enter a record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loraplex.core.clock import Clock
+from loraplex.core.logs import fields, log_context
+from loraplex.server.metrics import RequestMeter
+from loraplex.server.responses import Usage
+
+logger = logging.getLogger("loraplex.request")
+
+REQUEST_ID_HEADER: Final = b"x-request-id"
+VERSION_HEADER: Final = b"x-loraplex-adapter-version"
+SHORT_VERSION_CHARS: Final = 12
+
+_STATE_KEY: Final = "loraplex.request"
+_SANE_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
+_MAX_QUOTED_CHARS: Final = 128
+_GENERATION_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+_REFUSALS: Final = frozenset({400, 401, 403, 408, 413, 429})
+"""Statuses that are logged at INFO on every route; others of monitoring and listing routes are noise."""
+_CLIENT_GONE: Final = 499
+_UNAVAILABLE: Final = 503
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestRecord:
+    """What is known of one HTTP request for its line in the log.
+
+    `key_kind`: which kind of key it came with, if any was asked for. `model` and `version`: what it asked
+    for and what that stood for; None for the base model. `completion_id`: the `id` in the answer's body.
+    `error`: the class of the error that ended it.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    client: str | None
+    key_kind: str | None = None
+    model: str | None = None
+    version: str | None = None
+    completion_id: str | None = None
+    meter: RequestMeter | None = None
+    usage: Callable[[], Usage] | None = None
+    error: str | None = None
+
+    def ask(self, model: str) -> None:
+        """Note the name of a model that a client sent, which need not exist."""
+        self.model = shorten(model)
+
+    def begin(self, completion_id: str, meter: RequestMeter, usage: Callable[[], Usage]) -> None:
+        """Note where the figures of the generation are to be found at its end."""
+        self.completion_id, self.meter, self.usage = completion_id, meter, usage
+
+    def fail(self, error: BaseException) -> None:
+        """Note what went wrong by its kind; messages may quote what a client sent."""
+        self.error = type(error).__name__
+
+
+def request_record(scope: Scope) -> RequestRecord:
+    """The record of the request that a scope belongs to."""
+    state = scope.setdefault("state", {})
+    if _STATE_KEY not in state:
+        state[_STATE_KEY] = _record_of(scope)
+    record: RequestRecord = state[_STATE_KEY]
+    return record
+
+
+class RequestLogMiddleware:
+    """Plain ASGI around everything else: streams pass through message by message."""
+
+    def __init__(self, app: ASGIApp, *, clock: Clock) -> None:
+        self._app = app
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = request_record(scope)
+        # Not reset: what the server logs after this call, such as a traceback, is about this request too.
+        log_context.set({"request_id": record.request_id})
+        exchange = _Exchange(record, receive, send)
+        started_s = self._clock.now_s()
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except asyncio.CancelledError:
+            exchange.cancelled = True
+            raise
+        except Exception as error:
+            record.fail(error)
+            raise
+        finally:
+            _log(record, exchange, self._clock.now_s() - started_s)
+
+
+class _Exchange:
+    """Watches the messages of one request, and adds headers to the first one of its response."""
+
+    def __init__(self, record: RequestRecord, receive: Receive, send: Send) -> None:
+        self._record = record
+        self._receive = receive
+        self._send = send
+        self.status: int | None = None
+        self.complete = False
+        self.hung_up = False
+        self.cancelled = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self.complete:
+            self.hung_up = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, self._record.request_id.encode())]
+            if self._record.version is not None:
+                headers.append((VERSION_HEADER, self._record.version.encode()))
+            message = {**message, "headers": headers}
+        elif not message.get("more_body", False):
+            self.complete = True
+        await self._send(message)
+
+    def final_status(self) -> int:
+        """The status to log: what was sent, unless the client was gone before the end."""
+        if self.complete and self.status is not None:
+            return self.status
+        if self.hung_up:
+            return _CLIENT_GONE
+        return self.status or (_UNAVAILABLE if self.cancelled else 500)
+
+
+def _record_of(scope: Scope) -> RequestRecord:
+    given = next((value for name, value in scope["headers"] if name == REQUEST_ID_HEADER), b"")
+    sane = _SANE_ID.fullmatch(given)
+    client = scope.get("client")
+    return RequestRecord(
+        request_id=given.decode("ascii") if sane else f"req-{uuid.uuid4().hex}",
+        method=scope["method"],
+        path=shorten(scope["path"]),
+        client=client[0] if client else None,
+    )
+
+
+def _log(record: RequestRecord, exchange: _Exchange, seconds: float) -> None:
+    status = exchange.final_status()
+    meter = record.meter
+    error = record.error or (meter.failure if meter else None)
+    if not exchange.complete and (exchange.hung_up or exchange.cancelled):
+        outcome = "cancelled"
+    elif status >= 500 or (error is not None and status < 400):
+        outcome = "failed"
+    else:
+        outcome = "refused" if status >= 400 else "answered"
+    if record.path in _GENERATION_PATHS:
+        level = logging.WARNING if outcome == "failed" else logging.INFO
+    else:
+        level = logging.INFO if status in _REFUSALS else logging.DEBUG
+    if logger.isEnabledFor(level):
+        logger.log(level, outcome, extra=fields(**_line(record, status, error, seconds)))
+
+
+def _line(record: RequestRecord, status: int, error: str | None, seconds: float) -> dict[str, Any]:
+    return {
+        "status": status,
+        "model": record.model,
+        "version": short_version(record.version),
+        **_figures(record),
+        "total_ms": _milliseconds(seconds),
+        "error": error,
+        "method": record.method,
+        "route": record.path,
+        "request_id": record.request_id,
+        "id": record.completion_id,
+        "client": record.client,
+        "key": record.key_kind,
+    }
+
+
+def _figures(record: RequestRecord) -> dict[str, Any]:
+    """Tokens, times and reasons of a generation; empty if none began."""
+    if record.meter is None or record.usage is None:
+        return {}
+    meter, usage = record.meter, record.usage()
+    details = usage.prompt_tokens_details
+    reasons = sorted(meter.finish_reasons.items())
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": details.cached_tokens if details else 0,
+        "completion_tokens": usage.completion_tokens,
+        "choices": meter.num_choices,
+        "finish": ",".join(reason if count == 1 else f"{reason}:{count}" for reason, count in reasons),
+        "ttft_ms": None if meter.ttft_s is None else _milliseconds(meter.ttft_s),
+    }
+
+
+def short_version(version: str | None) -> str | None:
+    """Enough of an adapter version to find it by."""
+    return None if version is None else version[:SHORT_VERSION_CHARS]
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1e3, 1)
+
+
+def shorten(text: str) -> str:
+    """Text of a client, short enough for a line of the log."""
+    return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."
