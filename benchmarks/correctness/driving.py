@@ -55,7 +55,9 @@ def random_prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def answers(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, Answer]:
-    """All requests at once; in the order in which they ended. Raises if some never do."""
+    """All requests at once, on an engine that is ready as a server's is; in the order in which they ended.
+    Raises if some never do."""
+    engine.get_ready()
     for request in requests:
         engine.add_request(request)
     under_way: dict[str, Answer] = {request.request_id: Answer() for request in requests}

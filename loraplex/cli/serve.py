@@ -115,7 +115,7 @@ def serve(
     _log_to_stderr()
 
     from loraplex.adapters.hub import locate_adapter
-    from loraplex.engine.build import EngineOptions
+    from loraplex.engine.options import EngineOptions
     from loraplex.server.adapter_startup import GivenAdapter
     from loraplex.server.run import ServeOptions
     from loraplex.server.run import serve as run_server
@@ -159,7 +159,7 @@ def demo(
 
     from loraplex.demo import DEMO_ADAPTERS_DIR, demo_adapters
     from loraplex.demo.base import ensure_demo_base
-    from loraplex.engine.build import EngineOptions
+    from loraplex.engine.options import EngineOptions
     from loraplex.server.banner import Announcer
     from loraplex.server.run import ServeOptions
     from loraplex.server.run import serve as run_server

@@ -1,4 +1,4 @@
-"""API keys: every route but /health wants one of them, once any is configured."""
+"""API keys: every route but those of /health wants one of them, once any is configured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.errors import UnauthorizedError, describe
+from loraplex.server.health import LIVE_PATH, READY_PATHS
 
-_OPEN_PATHS: Final = frozenset({"/health"})
+_OPEN_PATHS: Final = frozenset({*READY_PATHS, LIVE_PATH})
 
 
 class ApiKeyMiddleware:

@@ -98,8 +98,6 @@ class CudaExecutor:
         self._told: deque[tuple[Moment, HostBlock]] = deque()  # until the step that fetches it is over
         self._assisted_steps: dict[str, Moment] = {}  # the last one of each of them
         self._last_moves = Moment(device)  # behind what fills the arena at first
-        self._expected: set[frozenset[str]] = set()  # groups of linears that steps will touch
-        self._runner.expect(frozenset())
         self._states: dict[str, SamplingState] = {}
         self._seats: dict[str, int] = {}
         self._free_seats = [seat for seat in range(num_seats) if seat != SCRATCH_SEAT]
@@ -198,11 +196,11 @@ class CudaExecutor:
                 time.sleep(wait_s)
 
     def expect(self, spec: AdapterSpec) -> None:
-        touched = touched_groups(spec)
-        for groups in (touched, touched.union(*self._expected)):  # alone, and beside all others
-            if groups not in self._expected:
-                self._expected.add(groups)
-                self._runner.expect(groups)
+        self._runner.expect(touched_groups(spec))
+
+    @property
+    def num_required(self) -> int:
+        return self._runner.num_required
 
     def prepare(self) -> bool:
         return self._runner.prepare() or self._store.prepare()
