@@ -23,7 +23,7 @@ BODIES = [
     "/tokenize",
     "/detokenize",
 ]
-READS = ["/v1/models", "/v1/adapters", "/health", "/version", "/metrics"]
+READS = ["/v1/models", "/v1/adapters", "/health", "/health/ready", "/health/live", "/version", "/metrics"]
 CALLS_PER_BODY = 175
 CHECKS = [
     checks.not_a_server_error,

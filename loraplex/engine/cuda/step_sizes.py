@@ -24,6 +24,8 @@ COARSE_DECODE_ROWS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Those of them that an engine starts with."""
 MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560)
 """Rows of graphs with prompts."""
+COARSE_ABOVE: Final = 640
+"""Graphs with more rows are for many prompts or long ones, whatever else is in the step."""
 MIXED_DECODES: Final = (32, 64, 128, 256)
 MIXED_SPANS: Final = (4, 32)
 NARROW_TABLE: Final = 512
@@ -55,12 +57,10 @@ def coarse_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) 
     """Some of `all_graph_sizes`, or the like with wide tables: whatever graph a step asks for, one of these
     covers it. The largest first."""
     table_width = max_blocks if wide else min(NARROW_TABLE, max_blocks)
-    fewest, most = _decodes_within(MIXED_ROWS[0])[0], MIXED_SPANS[-1]
     mixed = [
         mixed_sizes(rows, decodes, spans, table_width, num_layers)
         for rows in MIXED_ROWS
-        # For a busy engine, and for one with few requests.
-        for decodes, spans in ((_decodes_within(rows)[-1], most), (fewest, MIXED_SPANS[0]))
+        for decodes, spans in _coarse_within(rows)
     ]
     return [*reversed(mixed), *(decode_sizes(rows, table_width) for rows in reversed(COARSE_DECODE_ROWS))]
 
@@ -75,6 +75,14 @@ def all_graph_sizes(max_blocks: int, num_layers: int) -> list[StepSizes]:
         for spans in MIXED_SPANS
     ]
     return [*reversed(mixed), *(decode_sizes(rows, table_width) for rows in reversed(DECODE_ROWS))]
+
+
+def _coarse_within(rows: int) -> list[tuple[int, int]]:
+    """Decodes and spans of the graphs with so many rows that an engine starts with."""
+    decodes = _decodes_within(rows)
+    most = decodes[-1], MIXED_SPANS[-1]
+    # What padding costs is little beside many rows; and where there are few, few prompts came.
+    return [most] if rows > COARSE_ABOVE else [*((count, MIXED_SPANS[0]) for count in decodes), most]
 
 
 def _decodes_within(rows: int) -> list[int]:
