@@ -20,7 +20,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -41,10 +41,10 @@ class Phases:
         self._last_s = started_at
         self._started_s = started_at
         self._current = "interpreter"
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.compiled: Counter[str] = Counter()
         self.from_cache: Counter[str] = Counter()
-        self.compile_seconds: Counter[str] = Counter()
+        self.compile_seconds: defaultdict[str, float] = defaultdict(float)
 
     def begin(self, phase: str, fraction: float | None = None) -> None:
         """End the phase before and begin this one; also what an engine reports its progress to."""

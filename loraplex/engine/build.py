@@ -38,7 +38,7 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
         from loraplex.engine.cpu_build import build_cpu_engine
 
         engine = build_cpu_engine(options, config, dtype, report)
-    report("ready", 1.0)
+    report("registering adapters", 0.0)
     return engine
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fake_openai import FakeServer
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import assist, cpu_serve, engines, gpu_cold, make_tables
+from benchmarks import assist, cpu_serve, engines, gpu_cold, gpu_start, make_tables
 from benchmarks.bystanders import bystanders
 from benchmarks.make_checkpoint import RANKS, adapter_bytes, write_adapters, write_tokenizer
 from benchmarks.measure import Traffic, measure, with_median
@@ -296,3 +297,12 @@ def test_setups_keep_the_arrivals_and_change_the_rate(tmp_path: Path) -> None:
 def test_what_needs_a_gpu_is_not_tried_on_a_cpu() -> None:
     with pytest.raises(SystemExit):
         gpu_cold.main(["signal", "--tiny"])
+
+
+def test_a_start_is_told_by_phase_up_to_ready_and_beyond(tmp_path: Path) -> None:
+    gpu_start.write_checkpoint(tmp_path, "tiny", "cpu")
+    found = gpu_start.measure_engine(tmp_path / "base", tmp_path / "adapters", "cpu", time.time())
+    names = [phase["phase"] for phase in found["phases"]]
+    assert names.index("reading weights") < names.index("capturing graphs") < names.index("first token")
+    assert 0 < found["ready_s"] <= found["total_s"]
+    assert found["graphs_required"] == 0, "a CPU has no graphs"

@@ -18,6 +18,7 @@ from loraplex.engine.cuda import compilation
 
 SCRIPT = """
 import json, sys
+from dataclasses import replace
 import torch, triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -44,6 +45,7 @@ keys = set()
 # Nothing is compiled: what the hook says is compiled elsewhere.
 knobs.runtime.jit_cache_hook = lambda *, key, repr, **_: keys.add((repr, key)) or True
 config, dtype, num_sms = config_of_shape("tiny"), torch.bfloat16, 132
+config = replace(config, qk_norm=sys.argv[1] == "qwen3", qkv_bias=sys.argv[1] == "qwen2")
 launches = needed_launches(CompiledFor(config=config, dtype=dtype, block_size=16, num_sms=num_sms))
 for launch in launches:
     launch.compile()
@@ -72,10 +74,11 @@ print(json.dumps({"needed": len(launches), "compiled": len(compiled), "missing":
 """
 
 
-def test_every_variant_of_every_kernel_is_compiled_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_variant_of_every_kernel_is_compiled_ahead(tmp_path: Path, family: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, family],
         env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
