@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 RESULTS: Final = Path(__file__).parent / "results"
 SECTIONS: Final = (
-    "kernels", "families", "adapters", "batch", "endurance", "burst", "cold", "bad_adapter", "collective",
+    "kernels", "families", "adapters", "batch", "graphs", "endurance", "burst", "cold", "bad_adapter",
+    "collective",
 )  # fmt: skip
 PACKAGES: Final = ("loraplex", "torch", "triton", "transformers", "peft", "numpy")
 

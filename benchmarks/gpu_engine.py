@@ -94,7 +94,7 @@ def _serve_one(workload: Path, num_adapters: int, ranks: Sequence[int]) -> dict[
     from loraplex.workload.jsonl import read_workload
 
     engine = build()
-    versions = register(engine, "serve", num_adapters, ranks, QKV)
+    versions = register(engine, "serve", num_adapters, ranks, QKV, prepared=False)
     started = time.perf_counter()
     engine.warm_up()
     warm_up_s = time.perf_counter() - started
@@ -162,7 +162,7 @@ def _cold(started_at: float) -> dict[str, Any]:
 
     engine = build()
     free_bytes, _ = torch.cuda.mem_get_info()
-    bring_in(engine, register(engine, "cold", 1, (64,), QKV), VOCAB_SIZE)
+    bring_in(engine, register(engine, "cold", 1, (64,), QKV, prepared=False), VOCAB_SIZE)
     first_token_s = time.time() - started_at
     engine.warm_up()
     ready_s = time.time() - started_at
@@ -241,11 +241,13 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def register(engine: Engine, name: str, count: int, ranks: Sequence[int], modules: str) -> tuple[str, ...]:
+def register(
+    engine: Engine, name: str, count: int, ranks: Sequence[int], modules: str, *, prepared: bool = True
+) -> tuple[str, ...]:
     from loraplex.bench import random_engine
 
     specs = random_engine.random_specs(name, SHAPE, num_adapters=count, ranks=ranks, modules=modules)
-    return random_engine.register(engine, specs)
+    return random_engine.register(engine, specs, prepared=prepared)
 
 
 def rounded(distribution: Distribution) -> dict[str, float]:

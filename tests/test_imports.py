@@ -71,6 +71,14 @@ def test_package_facades_are_light(name: str) -> None:
     assert "torch" not in listed
 
 
+def test_a_server_starts_its_engine_before_it_imports_torch() -> None:
+    """That takes seconds, and the engine process needs them too."""
+    code = "import sys, loraplex.server.run, loraplex.cli.serve; print(*sys.modules)"
+    listed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert {"loraplex.server.engine_client", "loraplex.engine.tokenizer"} <= set(listed.split())
+    assert {"torch", "transformers"}.isdisjoint(listed.split())
+
+
 def test_the_facade_offers_llm_and_sampling_params() -> None:
     import loraplex
     from loraplex.engine.llm import LLM

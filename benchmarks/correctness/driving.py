@@ -54,8 +54,13 @@ def random_prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
     return [generator.randrange(vocab_size) for _ in range(num_tokens)]
 
 
-def answers(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, Answer]:
-    """All requests at once; in the order in which they ended. Raises if some never do."""
+def answers(
+    engine: Engine, requests: Sequence[EngineRequest], *, prepared: bool = False
+) -> dict[str, Answer]:
+    """All requests at once, on an engine that is ready as a server's is, or as it was `prepared` by the
+    caller; in the order in which they ended. Raises if some never do."""
+    if not prepared:
+        engine.get_ready()
     for request in requests:
         engine.add_request(request)
     under_way: dict[str, Answer] = {request.request_id: Answer() for request in requests}

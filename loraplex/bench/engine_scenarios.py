@@ -40,9 +40,10 @@ class Load:
 def measure_decode(engine: Engine, load: Load, repeats: int) -> Distribution:
     """Milliseconds between tokens, while all requests of the batch decode."""
     bring_in(engine, load.adapters, load.vocab_size)
+    engine.warm_up()
     gaps_ms: list[float] = []
     with quiet_collector():
-        for repeat in range(repeats + 1):  # the first captures graphs
+        for repeat in range(repeats + 1):  # the first does not count
             found = _decode_gaps(engine, load, seed=repeat)
             gaps_ms += found if repeat > 0 else []
     distribution = Distribution.of(gaps_ms)
@@ -53,6 +54,7 @@ def measure_decode(engine: Engine, load: Load, repeats: int) -> Distribution:
 def measure_prefill(engine: Engine, load: Load, repeats: int) -> Distribution:
     """Milliseconds from handing over the batch to the last of its first tokens."""
     bring_in(engine, load.adapters, load.vocab_size)
+    engine.warm_up()
     times_ms: list[float] = []
     with quiet_collector():
         for repeat in range(repeats + 1):

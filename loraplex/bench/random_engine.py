@@ -116,15 +116,19 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
     )
 
 
-def register(engine: Engine, specs: Sequence[AdapterSpec], *, staged: bool = True) -> tuple[str, ...]:
+def register(
+    engine: Engine, specs: Sequence[AdapterSpec], *, staged: bool = True, prepared: bool = True
+) -> tuple[str, ...]:
     """Make adapters known; where they come by way of the host's memory, all are there when this returns. With
-    `ColdStart.CACHED` they are on the device."""
+    `ColdStart.CACHED` they are on the device. `prepared`: so are all graphs for them."""
     for spec in specs:
         engine.add_adapter(spec)
         if staged:
             engine.stage_adapter(spec.version)
     while engine.has_work():
         engine.step()
+    if prepared:
+        engine.warm_up()
     return tuple(spec.version for spec in specs)
 
 

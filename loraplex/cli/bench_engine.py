@@ -173,6 +173,8 @@ def serve(
     if warm_up:
         bench.engine.warm_up()
         typer.echo(f"warm-up took {time.perf_counter() - started:.1f} s")
+    else:
+        bench.engine.get_ready()
     report = summarize(replay(bench.engine, requests, bench.versions, bench.vocab_size))
     Console().print(
         render(report, title=f"{workload.name}, {num_adapters} {plural('adapter', num_adapters)}")

@@ -181,7 +181,7 @@ def serve(
     adapter_sources = _parse_adapters(adapter or ())
 
     from loraplex.adapters.hub import locate_adapter
-    from loraplex.engine.build import EngineOptions
+    from loraplex.engine.options import EngineOptions
     from loraplex.server.adapter_startup import GivenAdapter
     from loraplex.server.connections import ConnectionLimits
     from loraplex.server.run import ServeOptions
@@ -233,7 +233,7 @@ def demo(
     """Serve a small base model with the adapters that come with loraplex, on this machine only."""
     from loraplex.demo import DEMO_ADAPTERS_DIR, demo_adapters
     from loraplex.demo.base import ensure_demo_base
-    from loraplex.engine.build import EngineOptions
+    from loraplex.engine.options import EngineOptions
     from loraplex.server.banner import Announcer
     from loraplex.server.run import ServeOptions
     from loraplex.server.run import serve as run_server

@@ -133,7 +133,8 @@ class LocalAsyncEngine:
 
     def _obey_commands(self) -> bool:
         """Run every queued command, waiting for one if there is nothing else to do; False at the end."""
-        idle = not self._core.has_work() and not self._core.prepare()
+        begins = not self._core.has_work()
+        idle = begins and not self._core.prepare()
         with self._changed:
             if idle and not self._commands and self._end_reason is None:
                 self._changed.wait(_IDLE_S)
@@ -143,6 +144,9 @@ class LocalAsyncEngine:
             return False
         for command in commands:
             command()
+        # A program that hands over its first batch at once gives the engine no time to prepare by itself.
+        while begins and self._core.has_work() and self._core.num_required > 0:
+            self._core.prepare()
         return True
 
     def _deliver(self, outputs: Iterable[EngineOutput]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Final
 
@@ -12,43 +12,12 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import ModelError
 from loraplex.engine.core import Engine
 from loraplex.engine.machine import check_threads
+from loraplex.engine.options import EngineOptions as EngineOptions
 from loraplex.engine.parallel.messages import Progress
 from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.source import resolve_model
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """What a user may choose of an engine. None: decided from the model and the machine.
-
-    `kv_memory_bytes` is for a CPU, `memory_fraction` for a GPU, whose memory KV cache and adapters share.
-    `tensor_parallel`: processes that share the model, each with a part of it, of every adapter and of the KV
-    cache. Memory is what each of them may take; `num_threads` is for all of them together, on a CPU. If it is
-    None, an engine of one process takes fewer threads by itself while other programs hold them up.
-    `cold_start`: what requests do whose adapter is not loaded; on a CPU, where adapters are used where they
-    are read to, nothing can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that compute LoRA
-    beside a GPU. `loads_popular`: bring adapters that are asked for often into spare memory before
-    their next request.
-    """
-
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_memory_bytes: int | None = None
-    host_adapter_memory_bytes: int | None = None
-    memory_fraction: float | None = None
-    max_model_len: int | None = None
-    max_step_tokens: int | None = None
-    max_running: int = 256
-    block_size: int = 16
-    num_threads: int | None = None
-    runs_ahead: bool | None = None
-    tensor_parallel: int = 1
-    cold_start: ColdStart = ColdStart.AUTO
-    cpu_workers: int | None = None
-    loads_popular: bool = False
 
 
 def build_core(options: EngineOptions, progress: Progress | None = None) -> Engine:
@@ -70,7 +39,7 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
         from loraplex.engine.cpu_build import build_cpu_engine
 
         engine = build_cpu_engine(options, config, dtype, report)
-    report("ready", 1.0)
+    report("registering adapters", 0.0)
     return engine
 
 

@@ -136,8 +136,17 @@ class Engine:
         """For adapters that are loaded from now on."""
         self._scheduler.adapters.choose_cold_start(cold_start)
 
+    @property
+    def num_required(self) -> int:
+        return self._executor.num_required
+
     def prepare(self) -> bool:
         return self._executor.prepare()
+
+    def get_ready(self) -> None:
+        """Prepare as far as `num_required` says, for the adapters that are known now."""
+        while self.num_required > 0:
+            self.prepare()
 
     def warm_up(self) -> None:
         """All of `prepare` at once, for the adapters that are known now."""

@@ -125,14 +125,15 @@ def _build_shard(
     folder = Path(options.model)
     config = load_config(folder)
     local = shard.config(config)
+    report("compiling kernels", 0.0)
     kernels = choose_kernels(local, dtype)
     compile_reader()  # the first adapter would wait for it
 
     def on_bytes(done: int, total: int) -> None:
-        report("reading weights", 0.9 * done / max(total, 1))
+        report("reading weights", done / max(total, 1))
 
     weights = load_weights(folder, config, dtype, on_bytes, shard)
-    report("preparing weights", 0.9)
+    report("preparing weights", 0.0)
     return TorchExecutor(
         decoder=Decoder(local, weights, kernels, max_model_len, collective),
         caches=[

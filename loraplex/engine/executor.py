@@ -127,6 +127,12 @@ class Executor(Protocol):
         """Steps with adapters like this one may come."""
         ...
 
+    @property
+    def num_required(self) -> int:
+        """How often `prepare` has to be called before steps with all that is expected take no longer than
+        later ones will."""
+        ...
+
     def prepare(self) -> bool:
         """Do a little ahead of the steps that are expected, so that the first of them takes no longer; False
         if nothing is left to do."""

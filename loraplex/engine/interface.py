@@ -28,6 +28,11 @@ class EngineCore(Protocol):
         """Make a version known; weights are read when first needed. Idempotent."""
         ...
 
+    def stage_adapter(self, version: str) -> None:
+        """Read a known version to the host's memory ahead of its first request, if there is such a memory and
+        room in it."""
+        ...
+
     def remove_adapter(self, version: str) -> None:
         """Begin to forget a version: no new requests, freed when the last in-flight one ends."""
         ...
@@ -45,6 +50,12 @@ class EngineCore(Protocol):
 
         Waits a millisecond at most when all wait for loads.
         """
+        ...
+
+    @property
+    def num_required(self) -> int:
+        """How often `prepare` has to be called until steps with the adapters known take no longer than later
+        ones will: the engine is ready at 0."""
         ...
 
     def prepare(self) -> bool:

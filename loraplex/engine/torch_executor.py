@@ -89,6 +89,10 @@ class TorchExecutor:
     def expect(self, spec: AdapterSpec) -> None:
         """Nothing is compiled or captured for a kind of adapter here."""
 
+    @property
+    def num_required(self) -> int:
+        return 0
+
     def prepare(self) -> bool:
         return False
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from loraplex.core.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,8 @@ def read_rope(raw: Mapping[str, Any], *, head_dim: int, source: Path) -> RopeCon
 
 def rope_table(config: RopeConfig, num_positions: int) -> torch.Tensor:
     """(positions, head_dim) float32: cosines of every frequency, then sines."""
+    import torch  # not above: a server reads configs before it has time to import it
+
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     inv_freq = 1.0 / (config.theta**exponents) / config.linear_factor
     if config.llama3 is not None:
@@ -72,6 +75,8 @@ def rope_table(config: RopeConfig, num_positions: int) -> torch.Tensor:
 
 
 def _scale_llama3(inv_freq: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    import torch
+
     wavelengths = 2 * math.pi / inv_freq
     low_wavelength = scaling.original_max_position / scaling.low_freq_factor
     high_wavelength = scaling.original_max_position / scaling.high_freq_factor

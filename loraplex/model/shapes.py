@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -78,16 +79,28 @@ def random_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> ModelWeights:
     """Weights drawn on the device, of a size that keeps activations in range."""
-    shape = config.shape
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size: int) -> torch.Tensor:
         weight = torch.empty(size, dtype=dtype, device=device)
         return weight.normal_(std=0.02, generator=generator)
 
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=dtype, device=device)
+    return _make_weights(config, draw, lambda size: torch.ones(size, dtype=dtype, device=device))
 
+
+def meta_weights(config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
+    """Shapes and types without memory, to go through a forward pass that computes nothing."""
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    return _make_weights(config, draw, draw)
+
+
+def _make_weights(
+    config: ModelConfig, draw: Callable[..., torch.Tensor], norm: Callable[[int], torch.Tensor]
+) -> ModelWeights:
+    shape = config.shape
     layers = []
     for _ in range(shape.num_layers):
         outs = {group: sum(shape.out_features(m) for m in modules) for group, modules in GROUPS.items()}
@@ -95,10 +108,10 @@ def random_weights(
             LayerWeights(
                 linears={g: draw(outs[g], shape.in_features(GROUPS[g][0])) for g in GROUPS},
                 biases={"qkv": draw(outs["qkv"])} if config.qkv_bias else {},
-                input_norm_H=ones(shape.hidden_size),
-                post_norm_H=ones(shape.hidden_size),
-                q_norm_D=ones(shape.head_dim) if config.qk_norm else None,
-                k_norm_D=ones(shape.head_dim) if config.qk_norm else None,
+                input_norm_H=norm(shape.hidden_size),
+                post_norm_H=norm(shape.hidden_size),
+                q_norm_D=norm(shape.head_dim) if config.qk_norm else None,
+                k_norm_D=norm(shape.head_dim) if config.qk_norm else None,
             )
         )
     embedding = draw(shape.vocab_size, shape.hidden_size)
@@ -106,6 +119,6 @@ def random_weights(
     return ModelWeights(
         embedding_VH=embedding,
         layers=tuple(layers),
-        final_norm_H=ones(shape.hidden_size),
+        final_norm_H=norm(shape.hidden_size),
         lm_head_VH=lm_head,
     )

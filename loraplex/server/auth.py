@@ -1,4 +1,4 @@
-"""Keys: API keys for every route but /health, and admin keys for whatever changes adapters.
+"""Keys: API keys for every route but those of /health, and admin keys for whatever changes adapters.
 
 Without an admin key, administrators are the clients on this machine. A reverse proxy on this machine makes
 everybody look like one, so a request that was forwarded does not count; proxies that leave no trace of
@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.addresses import is_loopback
 from loraplex.server.errors import ForbiddenError, UnauthorizedError, describe
+from loraplex.server.health import LIVE_PATH, READY_PATHS
 from loraplex.server.request_log import request_record
 
-_OPEN_PATHS: Final = frozenset({"/health"})
+_OPEN_PATHS: Final = frozenset({*READY_PATHS, LIVE_PATH})
 _FORWARDED: Final = frozenset({b"forwarded", b"via", b"x-real-ip"})
 _FORWARDED_PREFIX: Final = b"x-forwarded-"
 

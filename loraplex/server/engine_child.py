@@ -28,6 +28,7 @@ from loraplex.server.protocol_ipc import (
     Hello,
     Launch,
     Listening,
+    Loaded,
     Outputs,
     Ready,
     Shutdown,
@@ -46,8 +47,9 @@ MAX_EVENTS_PER_WAKEUP: Final = 64
 class EngineChild:
     """One engine process from spawn to exit; a restarted engine is a new one, with new sockets.
 
-    `on_event` is called in the event loop for everything the child says. `ready` yields the child's
-    Ready, or raises the reason why there will be none. Made and used in one event loop.
+    `on_event` is called in the event loop for everything the child says. `loaded` is done when the child
+    takes adapters, `ready` yields its Ready; both raise the reason if it comes to nothing. Made and used in
+    one event loop.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class EngineChild:
         self._on_event = on_event
         self._failure: ErrorInfo | None = None
         self._released = False
+        self.loaded: asyncio.Future[None] = self._loop.create_future()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.exited = asyncio.Event()
         self.exit_reason = ""
@@ -134,6 +137,9 @@ class EngineChild:
                 self._commands.set_hwm(0)
                 self._commands.connect(endpoint(self._directory.name, COMMANDS_SOCKET))
                 self.send(Hello())
+            case Loaded():
+                if not self.loaded.done():
+                    self.loaded.set_result(None)
             case Ready():
                 if not self.ready.done():
                     self.ready.set_result(event)
@@ -152,12 +158,14 @@ class EngineChild:
         self._end_stdin()
         self._release()
         self.exit_reason = self._failure.message if self._failure else describe_exit(exit_code)
-        if not self.ready.done():
-            if self._failure:
-                self.ready.set_exception(self._failure.to_error())
-            else:
-                reason = f"the engine process ended while starting: {self.exit_reason}"
-                self.ready.set_exception(EngineDeadError(reason))
+        for awaited in (self.loaded, self.ready):
+            if not awaited.done():
+                if self._failure:
+                    awaited.set_exception(self._failure.to_error())
+                else:
+                    reason = f"the engine process ended while starting: {self.exit_reason}"
+                    awaited.set_exception(EngineDeadError(reason))
+                awaited.exception()  # nobody waits for the second one if the first has failed
         self.exited.set()
 
     def _end_stdin(self) -> None:

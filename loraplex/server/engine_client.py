@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from loraplex.server.protocol_ipc import (
     Event,
     GetStats,
     Outputs,
+    Prepare,
     Ready,
     Rejected,
     RemoveAdapter,
@@ -85,6 +86,8 @@ class EngineClient:
         self._settled = asyncio.Event()  # set unless the engine is on its way up
         self.failed = asyncio.Event()
         """Set when a started engine has died too often and is not started again."""
+        self._takes_adapters = asyncio.Event()  # set from when the core is built, and when there will be none
+        self._progress: StartProgress | None = None
         self._child: EngineChild | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -107,20 +110,30 @@ class EngineClient:
     def status(self) -> EngineStatus:
         pid = self._child.pid if self._child is not None and self.healthy else None
         return EngineStatus(
-            state=self._state, message=self._message, num_restarts=self._num_restarts, pid=pid
+            state=self._state,
+            message=self._message,
+            num_restarts=self._num_restarts,
+            pid=pid,
+            phase=None if self._progress is None else self._progress.phase,
+            fraction=None if self._progress is None else self._progress.fraction,
         )
 
-    async def start(self, on_progress: Callable[[StartProgress], None] | None = None) -> None:
+    async def start(
+        self,
+        on_progress: Callable[[StartProgress], None] | None = None,
+        add_adapters: Awaitable[object] | None = None,
+    ) -> None:
         """Start the engine process and wait until it is ready.
 
         Raises the child's own error if it cannot start; a first start is not tried again. `on_progress`
-        hears of this start only, not of restarts.
+        hears of this start only, not of restarts. `add_adapters` ends when those adapters were added that the
+        engine is to be ready for.
         """
         assert self._state is EngineState.NEW, "an EngineClient is started once"
         self._on_progress = on_progress
         self._set_state(EngineState.STARTING, "the engine is starting")
         try:
-            child = await self._start_child()
+            child = await self._start_child(add_adapters)
         except BaseException as error:
             self._set_state(EngineState.FAILED, str(error) or "the start was cancelled")
             raise
@@ -161,9 +174,11 @@ class EngineClient:
 
         While the engine restarts this only notes the adapter: it will be known before any request is.
         """
+        if self._state is EngineState.STARTING:
+            await self._takes_adapters.wait()
         self._raise_if_gone()
         self._adapters.setdefault(spec.version, {})[spec.path] = spec
-        if self._child is None or not self.healthy:
+        if self._child is None or not self._takes_adapters.is_set():
             return
         reply = self._additions.get(spec.version)
         if reply is None:
@@ -175,7 +190,7 @@ class EngineClient:
     async def remove_adapter(self, version: str) -> None:
         """See AsyncEngine. Also returns if the engine dies first: its successor never knew the version."""
         self._adapters.pop(version, None)
-        if self._child is None or not self.healthy:
+        if self._child is None or not self._takes_adapters.is_set() or self._is_gone:
             return
         reply = self._removals.get(version)
         if reply is None:
@@ -225,27 +240,40 @@ class EngineClient:
                 self._stats, self._stats_taken_s = stats, self._clock.now_s()
                 _settle(self._stats_reply)
                 self._stats_reply = None
-            case StartProgress() if self._on_progress is not None:
+            case StartProgress():
+                self._progress = event
+                if self._on_progress is None:
+                    return
                 try:
                     self._on_progress(event)
                 except Exception:  # a progress bar must not cost us the events behind this one
                     logger.exception("the progress of the start could not be shown")
 
-    async def _start_child(self) -> EngineChild:
+    async def _start_child(self, add_adapters: Awaitable[object] | None = None) -> EngineChild:
+        self._progress = None
         child = EngineChild(
             factory=self._factory, config=self._config, env=self._options.env, on_event=self._on_event
         )
         self._child = child
         try:
-            self.info = await child.ready
+            await child.loaded
             self._raise_if_gone()  # closed meanwhile
+            for sources in self._adapters.values():
+                for spec in sources.values():
+                    child.send(AddAdapter(spec))
+            self._takes_adapters.set()
+            if add_adapters is not None:
+                await _unless_exited(add_adapters, child)
+            child.send(Prepare())
+            self.info = await child.ready
+            self._raise_if_gone()
         except BaseException:
+            self._takes_adapters.clear()
+            self._drop_in_flight("the engine process could not start")
             await child.stop(grace_s=self._options.stop_grace_s)
             raise
-        for sources in self._adapters.values():
-            for spec in sources.values():
-                child.send(AddAdapter(spec))
         self._crashes.started()
+        self._progress = None
         self._set_state(EngineState.READY, "")
         return child
 
@@ -254,6 +282,7 @@ class EngineClient:
         try:
             while True:
                 await child.exited.wait()
+                self._takes_adapters.clear()
                 self._set_state(EngineState.RESTARTING, f"the engine process died ({child.exit_reason})")
                 self._drop_in_flight(
                     f"the engine process died while serving this request ({child.exit_reason}); "
@@ -297,8 +326,12 @@ class EngineClient:
         assert self._child is not None
         return self._child
 
+    @property
+    def _is_gone(self) -> bool:
+        return self._state in (EngineState.NEW, EngineState.FAILED, EngineState.CLOSED)
+
     def _raise_if_gone(self) -> None:
-        if self._state in (EngineState.NEW, EngineState.FAILED, EngineState.CLOSED):
+        if self._is_gone:
             raise EngineDeadError(self._message)
 
     def _set_state(self, state: EngineState, message: str) -> None:
@@ -309,6 +342,7 @@ class EngineClient:
             self._settled.clear()
         else:
             self._settled.set()
+            self._takes_adapters.set()  # or there will never be anything to take them, as `state` tells
 
     def _drop_in_flight(self, reason: str) -> None:
         """Answer everyone who waits for a child that is gone.
@@ -323,6 +357,18 @@ class EngineClient:
         self._additions.clear()
         self._removals.clear()
         self._stats, self._stats_taken_s, self._stats_reply = EngineStats(), float("-inf"), None
+
+
+async def _unless_exited(adding: Awaitable[object], child: EngineChild) -> None:
+    """Wait for something that needs the child, but not for longer than that lives."""
+    task, exiting = asyncio.ensure_future(adding), asyncio.create_task(child.exited.wait())
+    try:
+        await asyncio.wait([task, exiting], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        exiting.cancel()
 
 
 def _settle(reply: asyncio.Future[None] | None, problem: ErrorInfo | None = None) -> None:

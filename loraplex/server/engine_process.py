@@ -42,7 +42,9 @@ from loraplex.server.protocol_ipc import (
     Hello,
     Launch,
     Listening,
+    Loaded,
     Outputs,
+    Prepare,
     Ready,
     Rejected,
     RemoveAdapter,
@@ -77,6 +79,24 @@ class EngineLoop:
         self._commands = commands
         self._events = events
         self._queued: list[EngineOutput] = []
+        self._told_to_prepare = False
+
+    def start(self) -> bool:
+        """Take adapters until Prepare, then get ready for requests on them; False after Shutdown."""
+        while not self._told_to_prepare:
+            if not self._receive(wait=True):
+                return False
+        core = self._core
+        most = core.num_required
+        while (left := core.num_required) > 0:
+            most = max(most, left)
+            self._send(StartProgress("capturing graphs", 1.0 - left / most))
+            core.prepare()
+            if core.has_work():  # adapters that are read ahead of their first request
+                core.step()
+            if not self._receive(wait=False):
+                return False
+        return True
 
     def run(self) -> None:
         """Serve until Shutdown. Any exception of a step is a bug and is left to the caller."""
@@ -86,9 +106,7 @@ class EngineLoop:
                 outputs = core.step()
                 if outputs:
                     self._send(Outputs(list(outputs)))
-            # Also without a step: cancelling the last request of an adapter completes its removal.
-            for version in core.take_removed_adapters():
-                self._send(AdapterRemoved(version))
+            self._report_removals()
 
     def _receive(self, *, wait: bool) -> bool:
         """Take every command there is, waiting a while for the first if told to; False after Shutdown."""
@@ -102,7 +120,13 @@ class EngineLoop:
         if self._queued:
             self._send(Outputs(self._queued))
             self._queued = []
+        self._report_removals()
         return True
+
+    def _report_removals(self) -> None:
+        """Also without a step: cancelling the last request of an adapter completes its removal."""
+        for version in self._core.take_removed_adapters():
+            self._send(AdapterRemoved(version))
 
     def _handle(self, command: Command) -> None:
         core = self._core
@@ -123,6 +147,10 @@ class EngineLoop:
                     self._send(AdapterAdded(spec.version, ErrorInfo.of(error)))
                 else:
                     self._send(AdapterAdded(spec.version))
+                    if not self._told_to_prepare:
+                        core.stage_adapter(spec.version)
+            case Prepare():
+                self._told_to_prepare = True
             case RemoveAdapter(version):
                 try:
                     core.remove_adapter(version)
@@ -199,6 +227,9 @@ def serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]]) -> int:
     started_s = time.monotonic()
     try:
         core = build_core(launch, events)
+        loop = EngineLoop(core, commands, events)
+        events.send(encode(Loaded()))
+        is_ready = loop.start()
     except LoraplexError as error:
         return _report_failure(events, ErrorInfo.of(error))
     except Exception as error:
@@ -210,11 +241,12 @@ def serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]]) -> int:
         max_model_len=core.max_model_len,
         load_s=time.monotonic() - started_s,
     )
-    gc.collect()
-    gc.freeze()  # a full collection would go through all that was made until now, and hold up a step
-    events.send(encode(ready))
     try:
-        EngineLoop(core, commands, events).run()
+        if is_ready:
+            gc.collect()
+            gc.freeze()  # a full collection would go through all that was made until now, and hold up a step
+            events.send(encode(ready))
+            loop.run()
     except Exception as error:
         logger.exception("the engine failed")
         return _report_failure(events, ErrorInfo(LoraplexError.__name__, describe(error)))

@@ -17,19 +17,29 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStatus:
-    """Where the engine process stands. `message` says why when it is not ready."""
+    """Where the engine process stands. `message` says why when it is not ready; `phase` is what is being done
+    about it, and `fraction` how much of that is done, as far as it is known."""
 
     state: EngineState
     message: str
     num_restarts: int
     pid: int | None
+    phase: str | None = None
+    fraction: float | None = None
 
     def explain(self) -> str:
         """What a person should know, and do, when the engine is not ready."""
         match self.state:
             case EngineState.RESTARTING:
-                return f"{self.message}; it is being restarted"
+                return f"{self.message}; it is being restarted{progress_words(self.phase, self.fraction)}"
             case EngineState.FAILED:
                 return f"{self.message}; see the log and restart the server"
             case _:
                 return self.message
+
+
+def progress_words(phase: str | None, fraction: float | None) -> str:
+    """ " (reading weights, 40%)", or nothing where nothing is known."""
+    if phase is None:
+        return ""
+    return f" ({phase})" if fraction is None else f" ({phase}, {fraction:.0%})"

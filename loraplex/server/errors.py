@@ -86,6 +86,10 @@ class ForbiddenError(UserError):
         self.code = code
 
 
+class ServerStartingError(EngineDeadError):
+    """The server has not finished its start."""
+
+
 class NotServedError(UserError):
     """The adapter to change is not there."""
 
@@ -166,6 +170,8 @@ def describe(error: Exception) -> HttpError:
         case StorageError():
             # Nothing is wrong with this process, and the message says what to fix: not a 5xx.
             return _http_error(409, message, code="storage_failed")
+        case ServerStartingError():
+            return _http_error(503, message, code="starting", headers={"retry-after": _RETRY_AFTER_S})
         case EngineDeadError():
             headers = {"retry-after": _RETRY_AFTER_S}
             return _http_error(503, _without_paths(message), code="engine_down", headers=headers)

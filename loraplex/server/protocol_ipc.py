@@ -5,6 +5,8 @@
     Launch (one JSON line on stdin) ───────────▶ opens the sockets
                                     ◀─────────── Listening
     Hello                           ───────────▶ unlinks the sockets, builds the core
+                                    ◀─────────── StartProgress*, then Loaded or Failed
+    AddAdapter*, Prepare            ───────────▶ compiles and captures what these adapters need
                                     ◀─────────── StartProgress*, then Ready or Failed
     AddRequest, Cancel              ───────────▶
                                     ◀─────────── Rejected, or Outputs: an empty one when queued,
@@ -122,6 +124,10 @@ class RemoveAdapter(Message, frozen=True):
     version: str
 
 
+class Prepare(Message, frozen=True):
+    """The adapters to begin with are known: get ready to serve them."""
+
+
 class GetStats(Message, frozen=True):
     pass
 
@@ -141,8 +147,12 @@ class StartProgress(Message, frozen=True):
     fraction: float | None = None
 
 
+class Loaded(Message, frozen=True):
+    """The core is built, and takes adapters."""
+
+
 class Ready(Message, frozen=True):
-    """The core is built. What it does not tell is None."""
+    """Requests are served from now on as fast as they ever will be. `load_s`: since the start."""
 
     num_kv_blocks: int
     max_model_len: int
@@ -180,9 +190,18 @@ class Stats(Message, frozen=True):
     stats: EngineStats
 
 
-Command = Hello | AddRequest | Cancel | AddAdapter | RemoveAdapter | GetStats | Shutdown
+Command = Hello | AddRequest | Cancel | AddAdapter | RemoveAdapter | Prepare | GetStats | Shutdown
 Event = (
-    Listening | StartProgress | Ready | Failed | Outputs | Rejected | AdapterAdded | AdapterRemoved | Stats
+    Listening
+    | StartProgress
+    | Loaded
+    | Ready
+    | Failed
+    | Outputs
+    | Rejected
+    | AdapterAdded
+    | AdapterRemoved
+    | Stats
 )
 
 

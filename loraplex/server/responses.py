@@ -165,3 +165,12 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["ok"] = "ok"
+
+
+class NotReady(msgspec.Struct, frozen=True, kw_only=True):
+    """`status`: where the engine stands; `phase`: what is being done, and `fraction` how much of it is."""
+
+    error: ErrorDetail
+    status: str
+    phase: str | None
+    fraction: float | None

@@ -26,7 +26,7 @@ from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError, LoraplexError
-from loraplex.engine.build import EngineOptions
+from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.model.config import ModelConfig, load_config
@@ -44,10 +44,12 @@ from loraplex.server.connections import (
     raise_descriptor_limit,
 )
 from loraplex.server.deps import ServerDeps
-from loraplex.server.engine_client import EngineClient
+from loraplex.server.engine_client import DEFAULT_FACTORY, EngineClient
+from loraplex.server.health import FrontApp
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.pacing import PacedListener
+from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
@@ -64,6 +66,7 @@ class ServeOptions:
     """All a user may choose. `adapter_dirs` are served and open for loading, the allowed ones only open.
 
     `adapters` are served and open nothing; `allow_adapter_repos` are patterns of hub repositories.
+    `engine_factory`: "module:name" of what builds the core in the engine process.
     """
 
     engine: EngineOptions
@@ -83,6 +86,7 @@ class ServeOptions:
     waiting: WaitingLimits = field(default_factory=WaitingLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     shutdown_grace_s: float = 5.0
+    engine_factory: str = DEFAULT_FACTORY
 
 
 class AddressError(LoraplexError):
@@ -120,49 +124,82 @@ async def _serve(options: ServeOptions, announcer: Announcer) -> None:
 
 
 async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: Announcer) -> None:
-    # Bound before the model is loaded: a port that is taken should not cost a minute to find out.
+    # Bound before the model is loaded: a port that is taken should not cost a minute to find out. Listened on
+    # as well, so that supervisors and load balancers can tell a server that starts from one that is gone.
     with _bind(options.host, options.port) as listener:
+        front = FrontApp()
+        server = _Server(_uvicorn_config(front, options))
+        listening = asyncio.create_task(_listen(server, listener, options))
         async with AsyncExitStack() as stack:
-            deps, client, notes = await _start(options, announcer, stack)
-            config = uvicorn.Config(
-                create_app(deps),
-                # A class to uvicorn: it is called for every connection.
-                http=partial(BoundedHttpProtocol, book=_connection_book(options)),  # type: ignore[arg-type]
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,  # the peer decides who is an administrator, not what it says of itself
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(options.shutdown_grace_s + _LAST_WORDS_S),
-            )
-
-            def on_ready() -> None:
-                # What was made until now stays: a full collection would go through all of it and hold up
-                # every stream for a third of a second.
-                gc.collect()
-                gc.freeze()
-                announcer.ready(
-                    host=options.host,
-                    port=listener.getsockname()[1],
-                    base_model=deps.adapters.base_model,
-                    adapters=[adapter.name for adapter in deps.adapters.served()],
-                    notes=notes,
-                    needs_key=bool(deps.api_keys),
-                    has_chat=deps.text.tokenizer.has_chat_template,
-                )
-
-            server = _Server(config, on_ready)
-            ending = asyncio.create_task(_end(stop, server, client, announcer, options.shutdown_grace_s))
             try:
-                await server.serve(sockets=[listener])
-            except OSError as error:
-                # Two servers may bind one port while both load; only one may listen.
-                raise _cannot_listen(options.host, options.port, error) from error
+                await server.is_listening.wait()
+                client = None
+                if not listening.done():
+                    port = listener.getsockname()[1]
+                    client = await _run(stop, server, front, port, options, announcer, stack)
+                await listening
+                if client is not None and client.failed.is_set() and not stop.is_set():
+                    reason = client.status.message
+                    raise EngineFailedError(f"{reason}; the log says why, start the server again")
             finally:
-                ending.cancel()
-            if client.failed.is_set() and not stop.is_set():
-                raise EngineFailedError(f"{client.status.message}; the log says why, start the server again")
+                server.should_exit = server.force_exit = True
+                await asyncio.wait([listening])
+
+
+async def _run(
+    stop: asyncio.Event,
+    server: _Server,
+    front: FrontApp,
+    port: int,
+    options: ServeOptions,
+    announcer: Announcer,
+    stack: AsyncExitStack,
+) -> EngineClient:
+    """Start, then open the front to requests and leave them to it."""
+    deps, client, notes = await _start(options, announcer, front, stack)
+    # What was made until now stays: a full collection would go through all of it and hold up every stream for
+    # a third of a second.
+    gc.collect()
+    gc.freeze()
+    front.app = create_app(deps)
+    announcer.ready(
+        host=options.host,
+        port=port,
+        base_model=deps.adapters.base_model,
+        adapters=[adapter.name for adapter in deps.adapters.served()],
+        notes=notes,
+        needs_key=bool(deps.api_keys),
+        has_chat=deps.text.tokenizer.has_chat_template,
+    )
+    ending = asyncio.create_task(_end(stop, server, client, announcer, options.shutdown_grace_s))
+    stack.callback(ending.cancel)
+    return client
+
+
+def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        front,
+        # A class to uvicorn: it is called for every connection.
+        http=partial(BoundedHttpProtocol, book=_connection_book(options)),  # type: ignore[arg-type]
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,  # the peer decides who is an administrator, not what it says of itself
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(options.shutdown_grace_s + _LAST_WORDS_S),
+    )
+
+
+async def _listen(server: _Server, listener: socket.socket, options: ServeOptions) -> None:
+    """Answer requests until the server is asked to exit."""
+    try:
+        await server.serve(sockets=[listener])
+    except OSError as error:
+        # Two servers may bind one port at the same time; only one may listen.
+        raise _cannot_listen(options.host, options.port, error) from error
+    finally:
+        server.is_listening.set()  # or it never will
 
 
 async def _end(
@@ -170,7 +207,6 @@ async def _end(
 ) -> None:
     """After a signal, or when the engine is gone for good: no new connections, a while for requests in
     flight, then an error for the rest."""
-    await server.is_listening.wait()  # a signal before that cancels the start instead
     await _first_of(stop, client.failed)
     announcer.stopping(num_in_flight=server.num_in_flight, grace_s=grace_s)
     server.should_exit = True
@@ -190,8 +226,9 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 async def _start(
-    options: ServeOptions, announcer: Announcer, stack: AsyncExitStack
+    options: ServeOptions, announcer: Announcer, front: FrontApp, stack: AsyncExitStack
 ) -> tuple[ServerDeps, EngineClient, tuple[str, ...]]:
+    """Everything that requests need, in memory and prepared for the adapters to begin with."""
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
     config = load_config(folder)
     for adapter_dir in options.adapter_dirs:
@@ -202,13 +239,8 @@ async def _start(
     registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
-    client = EngineClient(options.engine)
+    client = EngineClient(options.engine, factory=options.engine_factory)
     stack.push_async_callback(client.close)
-    with announcer.loading(options.engine.model) as on_progress:
-        _, tokenizer = await asyncio.gather(
-            client.start(on_progress), asyncio.to_thread(Tokenizer.load, folder)
-        )
-    assert client.info is not None, "a started engine has said what it can hold"
     service = AdapterService(
         base_model=base_model,
         engine=client,
@@ -219,10 +251,23 @@ async def _start(
         known_as=base_names(options.engine.model, base_model),
     )
     stack.push_async_callback(service.close)
+    # Their files are read while the engine starts, which then gets ready for these adapters.
+    registering = asyncio.create_task(start_adapters(service, options.adapter_dirs, options.adapters))
+    registering.add_done_callback(lambda task: task.cancelled() or task.exception())  # the engine's is told
+    stack.callback(registering.cancel)
+    with announcer.loading(options.engine.model) as show:
+
+        def on_progress(progress: StartProgress) -> None:
+            front.progress = progress
+            show(progress)
+
+        _, tokenizer = await asyncio.gather(
+            client.start(on_progress, registering), asyncio.to_thread(Tokenizer.load, folder)
+        )
+    assert client.info is not None, "a started engine has said what it can hold"
+    report = registering.result()
+    announcer.registered(report.num_served)
     clock = MonotonicClock()
-    started_s = clock.now_s()
-    report = await start_adapters(service, options.adapter_dirs, options.adapters)
-    announcer.registered(report.num_served, clock.now_s() - started_s)
     text = TextEngine(
         engine=client,
         tokenizer=tokenizer,
@@ -347,9 +392,8 @@ def _signals(on_stop: Callable[[], None]) -> Iterator[None]:
 class _Server(uvicorn.Server):
     """Leaves signals to us, whose end is an exit code of 0, and tells when it listens."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._on_ready = on_ready
         self.is_listening = asyncio.Event()
 
     @property
@@ -373,9 +417,7 @@ class _Server(uvicorn.Server):
             listener.listen(config.backlog)
             self.servers.append(PacedListener(listener, make_protocol))  # type: ignore[arg-type]
         self.started = True
-        if not self.should_exit:
-            self._on_ready()
-            self.is_listening.set()
+        self.is_listening.set()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

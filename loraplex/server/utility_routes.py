@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import loraplex
-from loraplex.core.errors import EngineDeadError, InvalidRequestError
+from loraplex.core.errors import InvalidRequestError
 from loraplex.engine.prompt_encoder import check_detokenized
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.deps import ServerDeps
-from loraplex.server.engine_status import EngineState
+from loraplex.server.health import LIVE_PATH, READY_PATHS, live_response, ready_response
 from loraplex.server.metrics_export import CONTENT_TYPE, MetricsSnapshot, render_metrics
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
@@ -72,12 +72,16 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
 
 
 def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
-    @router.get("/health", **operation(summary="Is the engine up?", answer=Health, errors=(503,)))
-    async def health() -> Response:
-        status = deps.engine_status()
-        if status.state is not EngineState.READY:
-            raise EngineDeadError(status.explain())
-        return json_response(Health())
+    async def ready() -> Response:
+        return ready_response(deps.engine_status())
+
+    for path in READY_PATHS:
+        summary = "Are requests served?"
+        router.get(path, **operation(summary=summary, answer=Health, errors=(503,)))(ready)
+
+    @router.get(LIVE_PATH, **operation(summary="Is the server there?", answer=Health))
+    async def live() -> Response:
+        return live_response()
 
     @router.get("/version", **operation(summary="Version of the server", answer=Version, errors=(401,)))
     async def version() -> Response:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from benchmarks import (
     cpu_tables,
     engines,
     gpu_cold,
+    gpu_start,
     make_tables,
     shared_cpu,
     waiting_queue,
@@ -367,3 +369,12 @@ def test_steps_are_measured_with_the_tables_that_a_context_needs() -> None:
     found = measure_tables("cpu", num_requests=3, contexts=(20, 50), rounds=1)
     assert [(row["context"], row["blocks_each"]) for row in found] == [(20, 2), (50, 4)]
     assert all(row["step_ms"] > 0 for row in found)
+
+
+def test_a_start_is_told_by_phase_up_to_ready_and_beyond(tmp_path: Path) -> None:
+    gpu_start.write_checkpoint(tmp_path, "tiny", "cpu")
+    found = gpu_start.measure_engine(tmp_path / "base", tmp_path / "adapters", "cpu", time.time())
+    names = [phase["phase"] for phase in found["phases"]]
+    assert names.index("reading weights") < names.index("capturing graphs") < names.index("first token")
+    assert 0 < found["ready_s"] <= found["total_s"]
+    assert found["graphs_required"] == 0, "a CPU has no graphs"

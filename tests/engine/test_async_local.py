@@ -58,6 +58,11 @@ class GatedCore:
             raise errors.UnknownModelError(f"no adapter {version}")
         self.removing.add(version)
 
+    num_required = 0
+
+    def stage_adapter(self, version: str) -> None:
+        pass
+
     def prepare(self) -> bool:
         return False
 

@@ -63,6 +63,11 @@ class EchoCore:
         self.adapters.remove(version)
         self.removed.append(version)
 
+    num_required = 0
+
+    def stage_adapter(self, version: str) -> None:
+        pass
+
     def prepare(self) -> bool:
         return False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from loraplex.core import errors
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.engine.options import EngineOptions
 
 FACTORY = "fake_core:build_core"
 CHILD_ENV = {
@@ -30,12 +32,14 @@ UNWANTED_VERSION = "unwanted"
 
 @dataclass(frozen=True, kw_only=True)
 class FakeOptions:
-    """`start_fault` happens at a start when `fault_marker` is None or an existing file."""
+    """`start_fault` happens at a start when `fault_marker` is None or an existing file. `preparations`: how
+    often the core has to prepare, each time until a file is gone."""
 
     num_kv_blocks: int = 77
     start_fault: str = ""
     fault_marker: Path | None = None
     phases: tuple[str, ...] = ()
+    preparations: tuple[Path, ...] = ()
 
 
 def tokens_of(request: EngineRequest) -> tuple[int, ...]:
@@ -75,6 +79,7 @@ class FakeCore:
     adapters: dict[str, AdapterSpec] = field(default_factory=dict)
     removing: set[str] = field(default_factory=set)
     overtaken: list[str] = field(default_factory=list)
+    to_prepare: list[Path] = field(default_factory=list)
     num_steps: int = 0
 
     def add_request(self, request: EngineRequest) -> None:
@@ -103,8 +108,21 @@ class FakeCore:
             raise errors.UnknownModelError(f"no adapter {version}")
         self.removing.add(version)
 
+    @property
+    def num_required(self) -> int:
+        return len(self.to_prepare)
+
     def prepare(self) -> bool:
-        return False
+        """Slowly, if asked to: each preparation waits until somebody removes the file that it names."""
+        if not self.to_prepare:
+            return False
+        while self.to_prepare[0].exists():
+            time.sleep(0.005)
+        del self.to_prepare[0]
+        return True
+
+    def stage_adapter(self, version: str) -> None:
+        assert version in self.adapters
 
     def take_removed_adapters(self) -> list[str]:
         in_use = {one.request.adapter for one in self.running.values()}
@@ -188,8 +206,23 @@ def build_core(options: FakeOptions, progress: Callable[[str, float | None], Non
         os._exit(7)
     if fault == "hang":
         threading.Event().wait()
-    return FakeCore(options)
+    return FakeCore(options, to_prepare=list(options.preparations))
 
 
 def build_without_progress(options: FakeOptions) -> FakeCore:
     return FakeCore(options)
+
+
+LOADING, CAPTURING = "loading", "capturing"
+
+
+def build_gated(options: EngineOptions, progress: Callable[[str, float | None], None]) -> FakeCore:
+    """A core of which tests decide how far its start has come, by files in the model's folder: it loads until
+    one is gone, and captures until the other is. Fails if there is none to begin with."""
+    folder = Path(options.model)
+    if not (folder / LOADING).exists():
+        raise errors.ModelError("this model has no layers")
+    progress("reading weights", 0.25)
+    while (folder / LOADING).exists():
+        time.sleep(0.005)
+    return FakeCore(FakeOptions(), to_prepare=[folder / CAPTURING])

@@ -381,9 +381,12 @@ def test_health_follows_the_engine(api: Api) -> None:
     assert api.get("/health").status_code == 200
     api.served.engine.dead = True
     response = api.get("/health")
-    error_of(response, 503)
+    assert response.status_code == 503
     assert response.headers["retry-after"]
     assert "it is being restarted" in response.json()["error"]["message"]
+    assert response.json()["status"] == "restarting"
+    assert api.get("/health/ready").content == response.content
+    assert api.get("/health/live").status_code == 200
     assert api.get("/version").json()["version"]
 
 
@@ -403,7 +406,9 @@ def test_health_says_what_the_matter_is(
     served = make_served()
     api = Api(replace(served, app=create_app(replace(served.deps, engine_status=lambda: status))))
     try:
-        assert error_of(api.get("/health"), 503)["message"] == words
+        response = api.get("/health")
+        assert (response.status_code, response.json()["error"]["message"]) == (503, words)
+        assert response.json()["error"]["code"] == "engine_down"
         assert 'loraplex:engine_restarts_total{model_name="base"} 3.0' in api.get("/metrics").text
     finally:
         api.close()

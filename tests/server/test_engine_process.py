@@ -62,6 +62,8 @@ class RawChild:
         self.send(ipc.Hello())
 
     def wait_ready(self) -> ipc.Ready:
+        assert isinstance(self.receive(), ipc.Loaded)
+        self.send(ipc.Prepare())
         ready = self.receive()
         assert isinstance(ready, ipc.Ready)
         return ready
@@ -129,6 +131,22 @@ def test_progress_is_told_before_ready() -> None:
         assert child.receive() == ipc.StartProgress("weights", 0.5)
         assert child.receive() == ipc.StartProgress("warm-up", 0.5)
         child.wait_ready()
+
+
+def test_ready_is_said_when_all_is_prepared_for_the_adapters_known(tmp_path: Path) -> None:
+    gates = [tmp_path / "first", tmp_path / "second"]
+    for gate in gates:
+        gate.touch()
+    with raw_child(FakeOptions(preparations=tuple(gates))) as child:
+        assert isinstance(child.receive(), ipc.Loaded)
+        child.send(ipc.AddAdapter(spec_of("v1")))
+        assert child.receive() == ipc.AdapterAdded("v1")
+        child.send(ipc.Prepare())
+        assert child.receive() == ipc.StartProgress("capturing graphs", 0.0)
+        gates[0].unlink()
+        assert child.receive() == ipc.StartProgress("capturing graphs", 0.5)
+        gates[1].unlink()
+        assert isinstance(child.receive(), ipc.Ready)
 
 
 def test_a_failed_start_is_told_with_its_class() -> None:

@@ -26,7 +26,7 @@ BODIES = [
     "/tokenize",
     "/detokenize",
 ]
-READS = ["/v1/models", "/v1/adapters", "/health", "/version", "/metrics"]
+READS = ["/v1/models", "/v1/adapters", "/health", "/health/ready", "/health/live", "/version", "/metrics"]
 MODEL = "/v1/models/{model_id}"
 CALLS_PER_BODY = 175
 CHECKS = [

@@ -18,6 +18,7 @@ from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_block import ReadSlab
 from loraplex.engine.cuda.adapter_store import AdapterStore, PlanGroups
+from loraplex.engine.cuda.compilation import KernelCompilation, keep_compiled_kernels
 from loraplex.engine.cuda.cpu_assist import start_assist
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
@@ -128,6 +129,7 @@ def build_cuda_core(
     `read`: how an adapter's weights come into the host's memory, if not from its files; `host_blocks`:
     instead of that memory.
     """
+    keep_compiled_kernels()
     plan = _plan_memory(options, config.shape, weights.embedding_VH.device)
     device, memory = weights.embedding_VH.device, None
     if host_blocks is None:
@@ -182,14 +184,24 @@ def _build_shard(
     """Load a shard onto its device; every process of an engine does so with the same numbers."""
 
     def on_bytes(done: int, total: int) -> None:
-        report("reading weights", 0.9 * done / max(total, 1))
+        report("reading weights", done / max(total, 1))
 
     config, device = load_config(folder), torch.device("cuda", shard.index)
-    weights = load_weights(folder, config, options.dtype, on_bytes, shard, device)
-    report("preparing kernels", 0.9)
-    memory = _host_memory(options, device)
-    host_blocks = _host_pool(shard.config(config).shape, options.dtype, memory, shard=shard)
-    return _build_executor(shard.config(config), weights, options, plan, host_blocks, memory, collective)
+    local = shard.config(config)
+    with ExitStack() as undo:
+        compilation = KernelCompilation.begin(local, options.dtype, options.block_size, device)
+        if compilation is not None:
+            undo.callback(compilation.close)
+        weights = load_weights(folder, config, options.dtype, on_bytes, shard, device)
+        report("allocating memory", 0.0)
+        memory = _host_memory(options, device)
+        host_blocks = _host_pool(local.shape, options.dtype, memory, shard=shard)
+        executor = _build_executor(local, weights, options, plan, host_blocks, memory, collective)
+        undo.callback(executor.close)
+        if compilation is not None:
+            compilation.finish(report)
+        undo.pop_all()
+    return executor
 
 
 def _host_memory(options: CudaOptions, device: torch.device) -> HostMemory:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
 from loraplex.engine.sampler import SamplingState, uniform
 
 
@@ -51,3 +53,15 @@ def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> tor
     index_L = torch.searchsorted(totals_LV, totals_LV[:, -1:] * drawn, right=True)
     last_L = (weights_LV > 0).sum(dim=-1, keepdim=True) - 1
     return ids_LV.gather(1, torch.minimum(index_L, last_L))[:, 0]
+
+
+def draw_once(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Draw tokens that nobody wants: the device loads each of torch's kernels when it is first used, which is
+    not to be in the step of a request."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
+    state = SamplingState(EngineRequest(request_id="", prompt_token_ids=[0], params=params))
+    for num_rows in (1, 2):
+        rows_L = torch.arange(num_rows, device=device)
+        logits_LV = torch.zeros(num_rows, vocab_size, dtype=dtype, device=device)[rows_L]
+        tokens_L = draw_tokens(logits_LV, [state] * num_rows)
+        torch.zeros_like(tokens_L).index_copy_(0, rows_L, tokens_L)[rows_L].cpu()

@@ -27,7 +27,7 @@ from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival, Shipment
 from loraplex.engine.cuda.cpu_assist import AssistedRows, CpuAssist
 from loraplex.engine.cuda.device_arena import DeviceArena
-from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
+from loraplex.engine.cuda.device_sampler import draw_once, draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT, HostBlock
 from loraplex.engine.cuda.step_lora import to_device, without_adapters
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
@@ -100,8 +100,7 @@ class CudaExecutor:
         self._told: deque[tuple[Moment, HostBlock]] = deque()  # until the step that fetches it is over
         self._assisted_steps: dict[str, Moment] = {}  # the last one of each of them
         self._last_moves = Moment(device)  # behind what fills the arena at first
-        self._expected: set[frozenset[str]] = set()  # groups of linears that steps will touch
-        self._runner.expect(frozenset())
+        self._has_drawn = False
         self._states: dict[str, SamplingState] = {}
         self._seats: dict[str, int] = {}
         self._free_seats = [seat for seat in range(num_seats) if seat != SCRATCH_SEAT]
@@ -206,13 +205,17 @@ class CudaExecutor:
         return self._adapters.overdue(deadline_s)
 
     def expect(self, spec: AdapterSpec) -> None:
-        touched = touched_groups(spec)
-        for groups in (touched, touched.union(*self._expected)):  # alone, and beside all others
-            if groups not in self._expected:
-                self._expected.add(groups)
-                self._runner.expect(groups)
+        self._runner.expect(touched_groups(spec))
+
+    @property
+    def num_required(self) -> int:
+        return self._runner.num_required
 
     def prepare(self) -> bool:
+        if not self._has_drawn:
+            self._has_drawn = True
+            shape = self._decoder.config.shape
+            draw_once(shape.vocab_size, self._arena.caches[0].k.dtype, self._device)
         return self._runner.prepare() or self._store.prepare()
 
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:

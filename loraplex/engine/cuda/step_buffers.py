@@ -62,6 +62,13 @@ class StepSizes:
             "wanted_copies": (self.gates,),
         }
 
+    def covers(self, other: StepSizes) -> bool:
+        """Whether a step of the other sizes fits in, what is left being padding. Steps with prompts and those
+        without run other kernels."""
+        if (self.spans == 0) != (other.spans == 0):
+            return False
+        return all(getattr(self, name) >= getattr(other, name) for name in self.__slots__)
+
     @property
     def num_integers(self) -> int:
         return sum(int(np.prod(shape)) for shape in self.fields().values())

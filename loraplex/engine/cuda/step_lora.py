@@ -133,15 +133,17 @@ def to_device(integers: Sequence[Any], device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
-def split_segments(batch: KernelBatch) -> StepLora:
-    """A step's segments, which begin with those of the decoding rows, cut into tiles."""
+def split_segments(batch: KernelBatch, *, may_share: bool = True) -> StepLora:
+    """A step's segments, which begin with those of the decoding rows, cut into tiles. Not `may_share`:
+    decoding rows are computed one by one, whether they share adapters or not."""
     segments: StepSegments | None = batch.lora
     if segments is None:
         return no_tiles(frozenset(), shares=False)
     decodes = segments.spans_N2[:, 0] < batch.decode_rows_D.shape[0]
     lengths = segments.spans_N2[decodes, 1]
     # With prompts in the step it is not worth a graph of its own.
-    shares = bool(lengths.size > 0 and decodes.all() and lengths.mean() >= _ROWS_TO_SHARE)
+    pays = bool(lengths.size > 0 and decodes.all() and lengths.mean() >= _ROWS_TO_SHARE)
+    shares = may_share and pays
     return StepLora(
         decode_tiles=cut_tiles(
             segments.spans_N2[decodes], segments.tables_N[decodes], _decode_launch(shares, len(lengths))

@@ -1,19 +1,17 @@
 """Runs steps on the device as captured graphs, so that a step costs the host next to nothing.
 
-A graph is captured on first use for sizes rounded up (`step_sizes`), for the groups of linears that the
-step's adapters touch, and for whether decoding rows share adapters; which adapters those are, and their
-ranks, is data. All graphs share one memory pool and one set of buffers, as they never run at the same time.
-Steps too large for a graph, and those that score prompts, run kernel by kernel; so do all where kernels are
-interpreted.
+A step replays the graph that was captured for its sizes and the groups of linears that its adapters touch, or
+one that covers them (`graph_queue`); which adapters those are, and their ranks, is data. Graphs are captured
+before requests come and while there are none, never within a step. All graphs share one memory pool and one
+set of buffers, as they never run at the same time. Steps too large for a graph, those that no graph covers
+yet, and those that score prompts run kernel by kernel; so do all where kernels are interpreted.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +19,7 @@ import torch
 
 from loraplex.engine.batch import BuiltBatch
 from loraplex.engine.cuda.cpu_assist import AssistedRows, AssistedStep, CpuAssist
+from loraplex.engine.cuda.graph_queue import GraphKey, GraphQueue
 from loraplex.engine.cuda.graphs import Recorder, Run
 from loraplex.engine.cuda.step_buffers import DeviceBlock, HostBlock, StepSizes
 from loraplex.engine.cuda.step_lora import (
@@ -33,6 +32,7 @@ from loraplex.engine.cuda.step_lora import (
 )
 from loraplex.engine.cuda.step_sizes import all_graph_sizes, exact_sizes, graph_sizes
 from loraplex.kernels.triton.gate import Gate
+from loraplex.kernels.triton.lora_rows import FEW_SEGMENTS
 from loraplex.kernels.triton.lora_step import LoraStep
 from loraplex.kernels.triton.tokens import greedy_tokens, pick_tokens
 from loraplex.model.decoder import Decoder, KVCache
@@ -85,15 +85,6 @@ class RowSeats:
     logits: Sequence[int]
 
 
-class _GraphKey(NamedTuple):
-    """What a graph is captured for: sizes, the groups of linears that adapters touch, and whether decoding
-    rows share adapters."""
-
-    sizes: StepSizes
-    groups: frozenset[str]
-    shares: bool
-
-
 class StepRunner:
     """Owns the graphs and the seats' tokens."""
 
@@ -120,8 +111,8 @@ class StepRunner:
         self._ticket_1 = ticket_1
         self._device = device
         self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
-        self._graphs: dict[_GraphKey, _Graph | None] = {}
-        self._expected: deque[_GraphKey] = deque()
+        self._graphs: GraphQueue[_Graph] = GraphQueue(max_blocks, self._num_layers)
+        self._launched: set[tuple[object, ...]] = set()  # what was run before a capture (`_traits`)
         self._recorder = recorder
         self._assist = assist
         self._buffers: _SharedBuffers | None = None
@@ -141,8 +132,11 @@ class StepRunner:
         lora = split_segments(built.batch)
         can_replay = self._buffers is not None and not assisted
         sizes = graph_sizes(built, self._max_blocks, self._num_layers) if can_replay else None
-        graph = None if sizes is None else self._graph_for(_GraphKey(sizes, lora.groups, lora.shares))
-        if graph is not None:
+        choice = None if sizes is None else self._graphs.choose(GraphKey(sizes, lora.groups, lora.shares))
+        if choice is not None:
+            graph = choice.graph
+            if lora.shares != choice.key.shares:
+                lora = split_segments(built.batch, may_share=choice.key.shares)
             host_block = self._fill(graph.block.sizes, built, lora, seats, wanted_copies)
             graph.block.upload(host_block)
             graph.replay()
@@ -164,18 +158,37 @@ class StepRunner:
 
     def expect(self, groups: frozenset[str]) -> None:
         """Steps will come whose adapters touch these groups of linears."""
-        for sizes in all_graph_sizes(self._max_blocks, self._num_layers) if self._buffers else ():
-            for shares in (False, True) if groups and sizes.spans == 0 else (False,):
-                self._expected.append(_GraphKey(sizes, groups, shares))
+        self._graphs.expect(groups)
+
+    @property
+    def num_required(self) -> int:
+        """Graphs that are still to be captured before every step that is expected has one to replay."""
+        return 0 if self._recorder is None else self._graphs.num_required
 
     def prepare(self) -> bool:
-        """Capture one graph of those expected; False if none is left."""
-        while self._expected:
-            key = self._expected.popleft()
-            if key not in self._graphs:
-                self._graph_for(key)
-                return True
-        return False
+        """Capture one graph, the most useful of those missing; False if none is left."""
+        key = None if self._recorder is None else self._graphs.next()
+        if key is None:
+            return False
+        try:
+            self._graphs.put(key, self._capture(key))
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            logger.warning("the device has no memory for more graphs; some steps will be slower")
+            self._graphs.stop()
+        return True
+
+    def launch_padding(self, key: GraphKey) -> None:
+        """Launch, kernel by kernel, what a graph for `key` would: a step of padding alone."""
+        block = DeviceBlock(
+            key.sizes, torch.empty(key.sizes.num_integers, dtype=torch.int64, device=self._device)
+        )
+        block.upload(self._empty_block(key.sizes))
+        lora = no_tiles(key.groups, shares=key.shares).steps(self._decoder.config.shape, block)
+        _, logits_LV = self._forward(block, lora)
+        tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
+        self._choose_greedily(block, logits_LV, tokens_L2)
 
     def _assisted_step(self, rows: AssistedRows, num_rows: int) -> AssistedStep:
         assert self._assist is not None
@@ -209,20 +222,7 @@ class StepRunner:
         if logits_LV.shape[0] > 0:
             greedy_tokens(logits_LV, block["logit_seats"], self.last_tokens, tokens_L2)
 
-    def _graph_for(self, key: _GraphKey) -> _Graph | None:
-        """None if the device has no memory for it: such steps run kernel by kernel."""
-        if key not in self._graphs:
-            try:
-                self._graphs[key] = self._capture(key)
-            except Exception as error:
-                if not _is_out_of_memory(error):
-                    raise
-                logger.warning("the device has no memory for more graphs; some steps will be slower")
-                self._graphs[key] = None
-                self._expected.clear()
-        return self._graphs[key]
-
-    def _capture(self, key: _GraphKey) -> _Graph:
+    def _capture(self, key: GraphKey) -> _Graph:
         buffers, sizes = self._buffers, key.sizes
         assert buffers is not None
         assert self._recorder is not None
@@ -237,9 +237,10 @@ class StepRunner:
             logits_LV.copy_(self._forward(block, steps)[1])
             self._choose_greedily(block, logits_LV, tokens_L2)
 
-        return _Graph(
-            block=block, replay=self._recorder.record(run), logits_LV=logits_LV, tokens_L2=tokens_L2
-        )
+        traits = set(_traits(key))
+        replay = self._recorder.record(run, warm=traits <= self._launched)
+        self._launched |= traits
+        return _Graph(block=block, replay=replay, logits_LV=logits_LV, tokens_L2=tokens_L2)
 
     def _empty_block(self, sizes: StepSizes) -> HostBlock:
         return HostBlock(sizes, self._scratch_slot, pinned=self._device.type == "cuda")
@@ -273,6 +274,17 @@ class StepRunner:
         if wanted_copies is not None:
             block["wanted_copies"] = wanted_copies
         return block
+
+
+def _traits(key: GraphKey) -> Iterator[tuple[object, ...]]:
+    """All that decides which kernels a graph launches. A capture cannot load a kernel: if all of its traits
+    were launched before, in whatever graphs, there is none to load. The libraries choose theirs by rows."""
+    sizes = key.sizes
+    yield "rows", sizes.rows
+    yield "logits", sizes.logits
+    yield "decodes", sizes.decodes, sizes.spans > 0
+    for group in key.groups:
+        yield group, key.shares, sizes.decode_tiles > FEW_SEGMENTS, sizes.span_tiles > 0
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -3,6 +3,9 @@
 Few sizes mean few graphs; fine ones mean little padding. Rows cost arithmetic, so they are rounded finely;
 padding decodes, spans and tiles cost programs that leave at once, so they are rounded coarsely. Leaving takes
 time as well: decodes are padded to twice as many at the most.
+
+A few of the sizes cover all others (`coarse_graph_sizes`): an engine is ready when it has those, and captures
+the others while it is idle.
 """
 
 from __future__ import annotations
@@ -17,8 +20,12 @@ from loraplex.engine.cuda.step_lora import SPAN_TILE_ROWS, StepLora
 
 DECODE_ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 """Rows of graphs in which every row decodes."""
+COARSE_DECODE_ROWS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+"""Those of them that an engine starts with."""
 MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560)
 """Rows of graphs with prompts."""
+COARSE_ABOVE: Final = 640
+"""Graphs with more rows are for many prompts or long ones, whatever else is in the step."""
 MIXED_DECODES: Final = (32, 64, 128, 256)
 MIXED_SPANS: Final = (4, 32)
 NARROW_TABLE: Final = 512
@@ -36,31 +43,57 @@ def graph_sizes(built: BuiltBatch, max_blocks: int, num_layers: int) -> StepSize
     table_width = max_blocks if widest > NARROW_TABLE else min(NARROW_TABLE, max_blocks)
     if num_spans == 0:
         rows = _round_up(num_rows, DECODE_ROWS)
-        return None if rows is None else _decode_sizes(rows, table_width)
+        return None if rows is None else decode_sizes(rows, table_width)
     # One row more than there are, so that the last one is padding.
     rows = _round_up(num_rows + 1, MIXED_ROWS)
     decodes = _round_up(batch.decode_rows_D.shape[0], MIXED_DECODES)
     spans = _round_up(num_spans, MIXED_SPANS)
     if rows is None or decodes is None or spans is None:
         return None
-    return _mixed_sizes(rows, decodes, spans, table_width, num_layers)
+    return mixed_sizes(rows, decodes, spans, table_width, num_layers)
+
+
+def coarse_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) -> list[StepSizes]:
+    """Some of `all_graph_sizes`, or the like with wide tables: whatever graph a step asks for, one of these
+    covers it. The largest first."""
+    table_width = max_blocks if wide else min(NARROW_TABLE, max_blocks)
+    mixed = [
+        mixed_sizes(rows, decodes, spans, table_width, num_layers)
+        for rows in MIXED_ROWS
+        for decodes, spans in _coarse_within(rows)
+    ]
+    return [*reversed(mixed), *(decode_sizes(rows, table_width) for rows in reversed(COARSE_DECODE_ROWS))]
 
 
 def all_graph_sizes(max_blocks: int, num_layers: int) -> list[StepSizes]:
     """Of every graph with narrow tables; the largest first, so that the others fit into its memory."""
     table_width = min(NARROW_TABLE, max_blocks)
-    fewest = (0, *MIXED_DECODES)
     mixed = [
-        _mixed_sizes(rows, decodes, spans, table_width, num_layers)
+        mixed_sizes(rows, decodes, spans, table_width, num_layers)
         for rows in MIXED_ROWS
-        for more_than, decodes in zip(fewest, MIXED_DECODES, strict=False)
+        for decodes in _decodes_within(rows)
         for spans in MIXED_SPANS
-        if more_than < rows
     ]
-    return [*reversed(mixed), *(_decode_sizes(rows, table_width) for rows in reversed(DECODE_ROWS))]
+    return [*reversed(mixed), *(decode_sizes(rows, table_width) for rows in reversed(DECODE_ROWS))]
 
 
-def _decode_sizes(rows: int, table_width: int) -> StepSizes:
+def _coarse_within(rows: int) -> list[tuple[int, int]]:
+    """Decodes and spans of the graphs with so many rows that an engine starts with."""
+    decodes = _decodes_within(rows)
+    most = decodes[-1], MIXED_SPANS[-1]
+    # What padding costs is little beside many rows; and where there are few, few prompts came.
+    return [most] if rows > COARSE_ABOVE else [*((count, MIXED_SPANS[0]) for count in decodes), most]
+
+
+def _decodes_within(rows: int) -> list[int]:
+    """Sizes for the decodes of a step with so many rows."""
+    return [
+        decodes for fewer, decodes in zip((0, *MIXED_DECODES), MIXED_DECODES, strict=False) if fewer < rows
+    ]
+
+
+def decode_sizes(rows: int, table_width: int) -> StepSizes:
+    """Sizes of a graph in which every row decodes."""
     return StepSizes(
         rows=rows,
         decodes=rows,
@@ -73,7 +106,8 @@ def _decode_sizes(rows: int, table_width: int) -> StepSizes:
     )
 
 
-def _mixed_sizes(rows: int, decodes: int, spans: int, table_width: int, num_layers: int) -> StepSizes:
+def mixed_sizes(rows: int, decodes: int, spans: int, table_width: int, num_layers: int) -> StepSizes:
+    """Sizes of a graph with prompts."""
     return StepSizes(
         rows=rows,
         decodes=decodes,

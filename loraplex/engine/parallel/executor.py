@@ -120,6 +120,11 @@ class ParallelExecutor:
     def expect(self, spec: AdapterSpec) -> None:
         self._everywhere("expect", spec)
 
+    @property
+    def num_required(self) -> int:
+        """Of shard 0; the others capture the same."""
+        return self._local.num_required
+
     def prepare(self) -> bool:
         self._workers.raise_if_ended()
         with self._workers.blamed():

@@ -1,11 +1,18 @@
-"""Kernels that fail by name: what cannot be compiled or launched is told with the shapes it was for."""
+"""Kernels that fail by name: what cannot be compiled or launched is told with the shapes it was for.
+
+Launches can also be collected instead of carried out (`collect_launches`), to compile what they need ahead
+of the first of them, several kernels at a time.
+"""
 
 # mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +20,36 @@ import torch
 from triton.errors import TritonError
 
 from loraplex.core.errors import KernelError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectedLaunch:
+    """A launch that was not carried out."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def compile(self) -> None:
+        """Compile the kernel for such launches, or read it from Triton's cache, and load it onto the current
+        device. Raises KernelError."""
+        self.kernel.compile(self.grid, self.args, self.constants)
+
+
+_Collected = dict[Any, CollectedLaunch]
+_collected: ContextVar[_Collected | None] = ContextVar("collected launches", default=None)
+
+
+@contextmanager
+def collect_launches() -> Iterator[_Collected]:
+    """Within it, this thread launches nothing: yields one launch for each variant that would be compiled."""
+    found: _Collected = {}
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
 
 
 class Kernel:
@@ -30,10 +67,40 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
+        collected = _collected.get()
+        if collected is not None:
+            launch = CollectedLaunch(kernel=self, grid=grid, args=args, constants=constants)
+            collected.setdefault(self._variant(args, constants), launch)
+            return None
         try:
             return self._jitted[grid](*args, **constants)
         except (TritonError, RuntimeError) as error:
             raise KernelError(self._describe(grid, args, constants, error)) from error
+
+    def compile(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """See `CollectedLaunch`."""
+        try:
+            compiled = self._jitted.warmup(*args, grid=grid, **constants)
+            if compiled is not None:
+                _ = compiled.run  # loads it: a graph's capture must not
+        except (TritonError, RuntimeError) as error:
+            raise KernelError(self._describe(grid, args, constants, error)) from error
+
+    def _variant(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+        """What Triton compiles a kernel anew for: types, and which of the arguments are 1 or divisible by 16,
+        but for those that the kernel says not to look at."""
+        seen: list[Any] = [self]
+        for parameter, value in zip(self._jitted.params, args, strict=False):
+            is_tensor = isinstance(value, torch.Tensor)
+            number = value.data_ptr() if is_tensor else value
+            traits: list[Any] = [value.dtype if is_tensor else type(value)]
+            if isinstance(number, int) and not parameter.do_not_specialize:
+                traits += [
+                    not parameter.do_not_specialize_on_alignment and number % 16 == 0,
+                    not is_tensor and number == 1,
+                ]
+            seen.append(tuple(traits))
+        return *seen, *sorted(constants.items())
 
     def _describe(
         self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any], error: Exception

@@ -16,6 +16,7 @@ them once for all.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import triton
@@ -30,6 +31,8 @@ from loraplex.kernels.triton.lora_entries import (
     segment_of,
     weights_at,
 )
+
+FEW_SEGMENTS: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +51,7 @@ class RowsLaunch:
     @classmethod
     def for_segments(cls, num_segments: int) -> RowsLaunch:
         """Few segments are cut finer, or they would not fill the device."""
-        if num_segments > 8:
+        if num_segments > FEW_SEGMENTS:
             return cls()
         return cls(expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
 

@@ -24,6 +24,13 @@ _CPU_PROGRAMS = 4
 """In place of multiprocessors where kernels are interpreted."""
 
 
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _CPU_PROGRAMS
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSegments:
     """A step's segments on the host. On the device, `KernelBatch.lora` is a tuple of `LoraStep`.
@@ -42,12 +49,12 @@ class TritonKernels(TorchKernels):
 
     decodes_first = True
 
-    def __init__(self, shape: ModelShape, device: torch.device) -> None:
+    def __init__(self, shape: ModelShape, device: torch.device, num_sms: int | None = None) -> None:
+        """`num_sms`: multiprocessors to plan for, if not the device's own."""
         self._shape = shape
-        self._num_sms = _CPU_PROGRAMS
+        self._num_sms = num_sms or multiprocessors(device)
         self._side_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
             self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._scratch = DecodeScratch.empty(
             num_heads=shape.num_heads,

@@ -119,14 +119,15 @@ class RunAgain:
     def __init__(self) -> None:
         self.num_recorded = 0
 
-    def record(self, run: Run) -> Run:
+    def record(self, run: Run, *, warm: bool) -> Run:
         self.num_recorded += 1
-        run()
+        if self.num_recorded == 1:
+            assert not warm, "nothing was launched before"
         return run
 
 
 class OutOfMemory:
-    def record(self, run: Run) -> Run:
+    def record(self, run: Run, *, warm: bool) -> Run:
         raise torch.OutOfMemoryError("none left")
 
 
@@ -137,21 +138,77 @@ def record_with(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is in padding rows may overflow
-def test_graphs_of_padded_sizes_change_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Padding costs programs, and the interpreter takes its time for each.
-    monkeypatch.setattr(step_sizes, "MIXED_DECODES", (8,))
+def get_ready(engine: Engine) -> None:
+    """As the engine process does before it takes requests."""
+    while engine.num_required > 0:
+        assert engine.prepare()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> RunAgain:
+    """Engines record graphs of few sizes: the interpreter takes its time for every program, padding too."""
+    for name, sizes in {
+        "DECODE_ROWS": (1, 2, 4, 8),
+        "COARSE_DECODE_ROWS": (2, 8),
+        "MIXED_ROWS": (16, 32),
+        "MIXED_DECODES": (2, 8),
+        "MIXED_SPANS": (2, 8),
+    }.items():
+        monkeypatch.setattr(step_sizes, name, sizes)
     recorder = RunAgain()
     record_with(recorder, monkeypatch)
-    assert texts(interpreted, SPECS[:2]) == texts(plain, SPECS[:2])
-    assert recorder.num_recorded > 1
+    return recorder
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is in padding rows may overflow
+@pytest.mark.parametrize("prepared", ["as far as required", "to the end"])
+def test_graphs_of_padded_sizes_change_no_text(recorder: RunAgain, prepared: str) -> None:
+    """Neither those that cover a step nor those that were captured for it."""
+    num_recorded: list[int] = []
+
+    def build() -> Engine:
+        engine = interpreted()
+        for spec in SPECS[:2]:
+            engine.add_adapter(spec)
+        if prepared == "to the end":
+            engine.warm_up()
+        else:
+            get_ready(engine)
+        num_recorded.append(recorder.num_recorded)
+        return engine
+
+    assert texts(build, SPECS[:2]) == texts(plain, SPECS[:2])
+    assert num_recorded == [recorder.num_recorded], "a graph was captured within a step"
+    assert num_recorded[0] > 1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_groups_that_were_never_seen_are_captured_after_the_step(recorder: RunAgain) -> None:
+    engine = interpreted()
+    engine.add_adapter(SPECS[0])
+    get_ready(engine)
+    num_recorded = recorder.num_recorded
+    engine.add_adapter(SPECS[3])  # of the feed-forward layers
+    for adapter in (None, SPECS[0].version, SPECS[3].version):
+        params = SamplingParams(max_tokens=2, temperature=0.0)
+        engine.add_request(
+            EngineRequest(request_id=str(adapter), prompt_token_ids=[5, 6, 7], params=params, adapter=adapter)
+        )
+        assert len(run_to_end(engine)[str(adapter)].token_ids) == 2
+    assert recorder.num_recorded == num_recorded, "a graph was captured within a step"
+    assert engine.num_required > 0
+    get_ready(engine)
+    assert recorder.num_recorded > num_recorded
+    engine.close()
 
 
 def test_without_memory_for_graphs_steps_run_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     record_with(OutOfMemory(), monkeypatch)
     engine = interpreted()
+    assert engine.num_required > 0
     assert engine.prepare()
     assert not engine.prepare(), "it is tried again and again"
+    assert engine.num_required == 0
     params = SamplingParams(max_tokens=2, temperature=0.0)
     engine.add_request(EngineRequest(request_id="a", prompt_token_ids=[5, 6, 7], params=params))
     assert len(run_to_end(engine)["a"].token_ids) == 2

@@ -1,0 +1,266 @@
+"""How long a start takes on a GPU, by phase: on a new machine, and on one that has run the model before.
+
+    python -m benchmarks.gpu_start --folder /dev/shm/start
+
+Writes results/gpu_start.json. A checkpoint with random weights and some adapters is written to the folder
+unless one is there. Every start is a fresh process. The first finds no compiled kernels, because its cache
+folder is empty; the second finds what the first one left there. For each the engine is started in-process,
+phase by phase with the kernels compiled in each, and then `loraplex serve` is started and its health routes
+are polled. `--tiny` tries the script itself on a CPU, and writes nothing unless --out says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.servers import ServerCommand, running
+
+RESULTS: Final = Path(__file__).parent / "results"
+SHAPE: Final = "llama-2-7b"
+NUM_ADAPTERS, RANK = 8, 16
+_RESULT: Final = "RESULT "
+"""What the line of a measured process begins with that holds its JSON."""
+
+
+class Phases:
+    """Seconds by phase since a moment on the wall clock, and the kernels compiled in each."""
+
+    def __init__(self, started_at: float) -> None:
+        self._last_s = started_at
+        self._started_s = started_at
+        self._current = "interpreter"
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.compiled: Counter[str] = Counter()
+        self.from_cache: Counter[str] = Counter()
+        self.compile_seconds: defaultdict[str, float] = defaultdict(float)
+
+    def begin(self, phase: str, fraction: float | None = None) -> None:
+        """End the phase before and begin this one; also what an engine reports its progress to."""
+        now = time.time()
+        self.seconds[self._current] += now - self._last_s
+        self._current, self._last_s = phase, now
+
+    def on_compilation(self, *, metadata: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        """Triton's hook: called for every kernel that was compiled or read from the cache."""
+        (self.from_cache if cache_hit else self.compiled)[self._current] += 1
+        self.compile_seconds[self._current] += times.total / 1e6
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "phases": [
+                {
+                    "phase": phase,
+                    "seconds": round(seconds, 2),
+                    "kernels_compiled": self.compiled[phase],
+                    "kernels_from_cache": self.from_cache[phase],
+                    "compile_s": round(self.compile_seconds[phase], 2),
+                }
+                for phase, seconds in self.seconds.items()
+            ],
+            "total_s": round(time.time() - self._started_s, 2),
+        }
+
+
+def measure_engine(model: Path, adapters: Path, device: str, started_at: float) -> dict[str, Any]:
+    """From the start of this process to an engine that has nothing left to prepare, and its first token."""
+    phases = Phases(started_at)
+    phases.begin("import torch")
+    import torch
+
+    phases.begin("start CUDA")
+    if device == "cuda":
+        torch.zeros(1, device=device)
+        from triton import knobs
+
+        knobs.compilation.listener = phases.on_compilation
+    phases.begin("import the engine")
+    from loraplex.adapters.peft_reader import read_adapter
+    from loraplex.bench.engine_scenarios import bring_in
+    from loraplex.engine.build import EngineOptions, build_core
+    from loraplex.model.config import load_config
+
+    phases.begin("begin to build")
+    engine = build_core(EngineOptions(model=str(model), device=device), phases.begin)
+    shape = load_config(model).shape
+    phases.begin("add adapters")
+    versions = []
+    for path in sorted(adapters.iterdir()):
+        spec = read_adapter(path, shape)
+        engine.add_adapter(spec)
+        versions.append(spec.version)
+    free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+    num_required = engine.num_required
+    phases.begin("capturing graphs")
+    engine.get_ready()
+    ready = phases.as_json()
+    phases.begin("first token")
+    bring_in(engine, versions[:1], shape.vocab_size)
+    phases.begin("when idle")
+    num_prepared = 0
+    while engine.prepare():
+        num_prepared += 1
+    if device == "cuda":
+        torch.cuda.synchronize()
+        free_bytes -= torch.cuda.mem_get_info()[0]
+    phases.begin("end")
+    engine.close()
+    return phases.as_json() | {
+        "ready_s": ready["total_s"],
+        "graphs_required": num_required,
+        "prepared_when_idle": num_prepared,
+        "graphs_gb": round(free_bytes / 1e9, 2),
+    }
+
+
+def measure_server(model: Path, adapters: Path, device: str, cache: Path) -> dict[str, Any]:
+    """Until `loraplex serve` says that it lives, and that it is ready."""
+    args = (
+        sys.executable, "-m", "loraplex.cli.main", "serve", "--model", str(model),
+        "--adapters", str(adapters), "--device", device, "--port", "{port}",
+        "--state-dir", str(cache / "state"),
+    )  # fmt: skip
+    log = cache / "server.log"
+    command = ServerCommand(args=args, env=_cache_env(cache), health_path="/health")
+    with running(command, log_path=log) as server:
+        return {"ready_s": round(server.start_s, 2), "live": _get(f"{server.base_url}/health/live")}
+
+
+def _get(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            status: int = response.status
+            return status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def measure_starts(folder: Path, device: str, num_starts: int = 2) -> dict[str, Any]:
+    """Starts one after the other over one cache folder that is empty at first."""
+    found: dict[str, Any] = {}
+    for kind in ("engine", "server"):
+        with tempfile.TemporaryDirectory() as directory:
+            cache = Path(directory)
+            starts = found[kind] = []
+            for index in range(num_starts):
+                if kind == "engine":
+                    starts.append(_in_new_process(folder, device, cache))
+                else:
+                    starts.append(measure_server(folder / "base", folder / "adapters", device, cache))
+                starts[-1] = {"cache": "warm" if index else "empty"} | starts[-1]
+                print(kind, json.dumps(starts[-1], indent=1), flush=True)
+    return found
+
+
+def _in_new_process(folder: Path, device: str, cache: Path) -> dict[str, Any]:
+    args = [sys.executable, "-m", "benchmarks.gpu_start", "--folder", str(folder), "--device", device]
+    result = subprocess.run(
+        [*args, "--started-at", repr(time.time())],
+        env={**os.environ, **_cache_env(cache)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    line = next(line for line in result.stdout.splitlines() if line.startswith(_RESULT))
+    measured: dict[str, Any] = json.loads(line.removeprefix(_RESULT))
+    return measured
+
+
+def _cache_env(cache: Path) -> dict[str, str]:
+    return {"LORAPLEX_CACHE": str(cache / "loraplex"), "TRITON_CACHE_DIR": str(cache / "triton")}
+
+
+def write_checkpoint(folder: Path, shape_name: str, device: str) -> None:
+    """A base model with random weights in `base`, and adapters on q, k and v in `adapters`."""
+    import torch
+    from safetensors.torch import save_file
+
+    from benchmarks.make_checkpoint import write_tokenizer
+    from loraplex.bench.adapter_files import save_random_adapters
+    from loraplex.model.shapes import config_of_shape
+
+    shape = config_of_shape(shape_name).shape
+    base = folder / "base"
+    base.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size, "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
+        "vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_position, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    write_tokenizer(base)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        weight = torch.empty(size, dtype=torch.bfloat16, device=device)
+        return weight.normal_(std=0.02, generator=generator).cpu()
+
+    tensors = {
+        "model.embed_tokens.weight": draw(shape.vocab_size, shape.hidden_size),
+        "lm_head.weight": draw(shape.vocab_size, shape.hidden_size),
+        "model.norm.weight": torch.ones(shape.hidden_size, dtype=torch.bfloat16),
+    }
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = torch.ones(shape.hidden_size, dtype=torch.bfloat16)
+        for block, module in (
+            *(("self_attn", name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+            *(("mlp", name) for name in ("gate_proj", "up_proj", "down_proj")),
+        ):
+            size = shape.out_features(module), shape.in_features(module)
+            tensors[f"{prefix}.{block}.{module}.weight"] = draw(*size)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    modules = ("q_proj", "k_proj", "v_proj")
+    save_random_adapters(
+        folder / "adapters", shape, torch.bfloat16, count=NUM_ADAPTERS, rank=RANK, modules=modules
+    )
+    # Written last: a folder that has it is complete.
+    (base / "config.json").write_text(json.dumps(config))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint is, or is written")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: tries the script")
+    parser.add_argument("--out", type=Path, help="default: results/gpu_start.json, nothing if --tiny")
+    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
+    parser.add_argument("--started-at", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    base, adapters = args.folder / "base", args.folder / "adapters"
+    if args.started_at is not None:
+        print(_RESULT + json.dumps(measure_engine(base, adapters, args.device, args.started_at)), flush=True)
+        return
+    import torch
+
+    from loraplex.bench.environment import ENGINE_PACKAGES, environment
+
+    if not args.tiny and not torch.cuda.is_available():
+        parser.error("this benchmark needs a GPU; give --tiny to try the script on a CPU")
+    device, shape = ("cpu", "tiny") if args.tiny else ("cuda", SHAPE)
+    if not (base / "config.json").is_file():
+        write_checkpoint(args.folder, shape, device)
+    document = environment(ENGINE_PACKAGES) | {"shape": shape, "adapters": NUM_ADAPTERS, "rank": RANK}
+    document |= measure_starts(args.folder, device)
+    out = args.out or (None if args.tiny else RESULTS / "gpu_start.json")
+    if out is not None:
+        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

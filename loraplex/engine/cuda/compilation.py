@@ -1,0 +1,150 @@
+"""Compiles every kernel that serving can need before the first request, several at a time.
+
+A model without memory (torch's meta device) goes through steps of padding whose launches are collected
+instead of carried out. That needs neither weights nor the device, so it runs while the weights are read; and
+what Triton compiled once it finds on disk at the next start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+
+from loraplex.core.errors import KernelError
+from loraplex.core.modules import GROUPS
+from loraplex.core.paths import cache_dir
+from loraplex.core.shape import ModelShape
+from loraplex.engine.cuda.device_arena import DeviceArena
+from loraplex.engine.cuda.graph_queue import GraphKey
+from loraplex.engine.cuda.step_runner import StepRunner
+from loraplex.engine.cuda.step_sizes import DECODE_ROWS, MIXED_DECODES, decode_sizes, mixed_sizes
+from loraplex.engine.cuda.streams import use_device
+from loraplex.engine.machine import num_cores
+from loraplex.engine.parallel.messages import Progress
+from loraplex.kernels.triton.decode_attention import choose_num_splits
+from loraplex.kernels.triton.kernel import CollectedLaunch, collect_launches
+from loraplex.kernels.triton.triton_kernels import TritonKernels, multiprocessors
+from loraplex.model.config import ModelConfig
+from loraplex.model.decoder import Decoder
+from loraplex.model.shapes import meta_weights
+
+logger = logging.getLogger(__name__)
+
+_META: Final = torch.device("meta")
+_MAX_THREADS: Final = 16
+_PAGES: Final = 2
+_TABLE_WIDTH: Final = 8
+_PROMPT_ROWS: Final = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledFor:
+    """What the kernels are compiled for: a shard of a model, and how its memory is laid out."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    block_size: int
+    num_sms: int
+
+
+class KernelCompilation:
+    """Compiles in threads from when it is made. `finish` waits for them."""
+
+    def __init__(self, wanted: CompiledFor, device: torch.device) -> None:
+        keep_compiled_kernels()
+        self._threads = ThreadPoolExecutor(
+            max_workers=max(2, min(num_cores(), _MAX_THREADS)),
+            thread_name_prefix="compile",
+            initializer=partial(use_device, device),
+        )
+        self._submitted: Future[list[Future[None]]] = self._threads.submit(self._submit, wanted)
+
+    @classmethod
+    def begin(
+        cls, config: ModelConfig, dtype: torch.dtype, block_size: int, device: torch.device
+    ) -> KernelCompilation | None:
+        """None where there is nothing to compile, as kernels are interpreted."""
+        if device.type != "cuda":
+            return None
+        wanted = CompiledFor(
+            config=config, dtype=dtype, block_size=block_size, num_sms=multiprocessors(device)
+        )
+        return cls(wanted, device)
+
+    def finish(self, report: Progress) -> None:
+        """Return when all are compiled and loaded. One that fails is logged: it may never be needed, and a
+        step that does need it says so again."""
+        report("compiling kernels", 0.0)
+        futures = self._submitted.result()
+        for done, future in enumerate(as_completed(futures), 1):
+            try:
+                future.result()
+            except KernelError as error:
+                logger.warning("%s", error)
+            report("compiling kernels", done / len(futures))
+        self._threads.shutdown()
+
+    def close(self) -> None:
+        """Compile nothing more; what has begun ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, wanted: CompiledFor) -> list[Future[None]]:
+        return [self._threads.submit(launch.compile) for launch in needed_launches(wanted)]
+
+
+def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:
+    """One launch of every variant of every kernel that steps can need."""
+    shape = wanted.config.shape
+    kernels = TritonKernels(shape, _META, wanted.num_sms)
+    arena = DeviceArena(
+        shape, num_pages=_PAGES, block_size=wanted.block_size, dtype=wanted.dtype, device=_META
+    )
+    runner = StepRunner(
+        decoder=Decoder(wanted.config, meta_weights(wanted.config, wanted.dtype), kernels, wanted.block_size),
+        caches=arena.caches,
+        num_seats=1,
+        max_blocks=_TABLE_WIDTH,
+        scratch_slot=arena.scratch_slot,
+        ticket_1=torch.empty(1, dtype=torch.int64, device=_META),
+        device=_META,
+        recorder=None,
+    )
+    with collect_launches() as found:
+        for key in _all_variants(shape, wanted.num_sms):
+            runner.launch_padding(key)
+    return list(found.values())
+
+
+def _all_variants(shape: ModelShape, num_sms: int) -> Iterator[GraphKey]:
+    """Steps that launch every variant between them."""
+    groups = frozenset(GROUPS)
+    by_splits = {
+        choose_num_splits(decodes, shape.num_kv_heads, num_sms): decodes
+        for decodes in range(1, DECODE_ROWS[-1])
+    }
+    for rows in {1, DECODE_ROWS[-1], *by_splits.values()}:  # few tiles, many, and every split of contexts
+        yield GraphKey(decode_sizes(rows, _TABLE_WIDTH), groups, False)
+    yield GraphKey(decode_sizes(DECODE_ROWS[-1], _TABLE_WIDTH), groups, True)
+    mixed = mixed_sizes(_PROMPT_ROWS, MIXED_DECODES[0], 1, _TABLE_WIDTH, shape.num_layers)
+    yield GraphKey(mixed, groups, False)
+
+
+def keep_compiled_kernels() -> None:
+    """Have Triton keep what it compiles beside our other files that can be made again. Its own settings come
+    first, and its own place remains where ours cannot be written."""
+    if "TRITON_CACHE_DIR" in os.environ or "TRITON_HOME" in os.environ:
+        return
+    folder = cache_dir() / "triton"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(folder, os.W_OK):
+        os.environ["TRITON_CACHE_DIR"] = str(folder)

@@ -1,0 +1,130 @@
+"""Which graphs there are, which one a step replays, and which are captured next.
+
+A graph is captured for sizes rounded up (`step_sizes`), for the groups of linears that adapters touch, and
+for whether decoding rows share adapters. One with larger sizes or more groups can be replayed in its place:
+what the step has less is padding, whose programs leave at once. So a few graphs are enough to serve all that
+is known, and the engine is ready when it has them; the exact ones follow while it is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from loraplex.core.modules import GROUPS
+from loraplex.engine.cuda.step_buffers import StepSizes
+from loraplex.engine.cuda.step_sizes import all_graph_sizes, coarse_graph_sizes
+
+_ALL_GROUPS = frozenset(GROUPS)
+
+G = TypeVar("G")
+
+
+class GraphKey(NamedTuple):
+    """What a graph is captured for: sizes, the groups of linears that adapters touch, and whether decoding
+    rows share adapters."""
+
+    sizes: StepSizes
+    groups: frozenset[str]
+    shares: bool
+
+    def covers(self, other: GraphKey) -> bool:
+        """Whether a step that asks for the other graph may replay this one. Rows that share an adapter may
+        also be computed one by one."""
+        return (
+            self.groups >= other.groups
+            and (other.shares or not self.shares)
+            and self.sizes.covers(other.sizes)
+        )
+
+    @property
+    def cost(self) -> tuple[int, ...]:
+        """Orders graphs that cover the same step by what padding costs: rows are arithmetic, groups are
+        launches, the rest are programs that leave at once."""
+        sizes = self.sizes
+        return (sizes.rows, len(self.groups), not self.shares, sizes.decodes, sizes.spans, sizes.table_width)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice(Generic[G]):
+    """A graph to replay, and what it was captured for."""
+
+    key: GraphKey
+    graph: G
+
+
+class GraphQueue(Generic[G]):
+    """The graphs of one device."""
+
+    def __init__(self, max_blocks: int, num_layers: int) -> None:
+        self._max_blocks = max_blocks
+        self._num_layers = num_layers
+        self._graphs: dict[GraphKey, G] = {}
+        self._choices: dict[GraphKey, Choice[G] | None] = {}
+        self._families: set[frozenset[str]] = set()  # groups that single adapters touch
+        self._wanted: dict[GraphKey, None] = {}  # asked for by steps, in their order
+        self._is_full = False
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def expect(self, groups: frozenset[str]) -> None:
+        """Adapters will be used that touch these groups of linears."""
+        self._families.add(groups)
+
+    def choose(self, key: GraphKey) -> Choice[G] | None:
+        """The graph for a step, or the one that covers it at the least cost; None if there is none. A graph
+        that is missing is captured when there is time."""
+        if key not in self._choices:
+            covering = min((k for k in self._graphs if k.covers(key)), key=lambda k: k.cost, default=None)
+            self._choices[key] = (
+                None if covering is None else Choice(key=covering, graph=self._graphs[covering])
+            )
+            if covering != key:
+                self._wanted[key] = None
+        return self._choices[key]
+
+    def put(self, key: GraphKey, graph: G) -> None:
+        self._graphs[key] = graph
+        self._wanted.pop(key, None)
+        self._choices.clear()
+
+    def stop(self) -> None:
+        """Capture no more: the device has no memory for it."""
+        self._is_full = True
+
+    @property
+    def num_required(self) -> int:
+        """How many are still to be captured before all that is known can be served."""
+        return 0 if self._is_full else sum(key not in self._graphs for key in self._required())
+
+    def next(self) -> GraphKey | None:
+        """The most useful one that is missing."""
+        if self._is_full:
+            return None
+        return next((key for key in self._in_order() if key not in self._graphs), None)
+
+    def _in_order(self) -> Iterator[GraphKey]:
+        yield from self._required()
+        yield from self._wanted
+        sizes = all_graph_sizes(self._max_blocks, self._num_layers)
+        coarse = coarse_graph_sizes(self._max_blocks, self._num_layers)
+        union = self._union
+        yield from (GraphKey(size, _ALL_GROUPS, False) for size in coarse)  # any adapter that may come
+        for groups in dict.fromkeys((union, frozenset[str](), *sorted(self._families, key=sorted))):
+            for size in sizes:
+                yield GraphKey(size, groups, False)
+                if groups and size.spans == 0:
+                    yield GraphKey(size, groups, True)
+        for size in coarse_graph_sizes(self._max_blocks, self._num_layers, wide=True):
+            yield GraphKey(size, union, False)
+
+    def _required(self) -> Iterator[GraphKey]:
+        for size in coarse_graph_sizes(self._max_blocks, self._num_layers):
+            yield GraphKey(size, self._union, False)
+
+    @property
+    def _union(self) -> frozenset[str]:
+        """Groups that any adapter known touches."""
+        return frozenset().union(*self._families)

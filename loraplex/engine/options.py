@@ -1,0 +1,42 @@
+"""What a user may choose of an engine.
+
+Imports no torch, which takes seconds: a server starts its engine process before it needs torch itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.core.cold_start import ColdStart
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """What a user may choose of an engine. None: decided from the model and the machine.
+
+    `kv_memory_bytes` is for a CPU, `memory_fraction` for a GPU, whose memory KV cache and adapters share.
+    `tensor_parallel`: processes that share the model, each with a part of it, of every adapter and of the KV
+    cache. Memory is what each of them may take; `num_threads` is for all of them together, on a CPU. If it is
+    None, an engine of one process takes fewer threads by itself while other programs hold them up.
+    `cold_start`: what requests do whose adapter is not loaded; on a CPU, where adapters are used where they
+    are read to, nothing can be pipelined, and `auto` is `overlap`. `cpu_workers`: processes that compute LoRA
+    beside a GPU. `loads_popular`: bring adapters that are asked for often into spare memory before
+    their next request.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_memory_bytes: int | None = None
+    host_adapter_memory_bytes: int | None = None
+    memory_fraction: float | None = None
+    max_model_len: int | None = None
+    max_step_tokens: int | None = None
+    max_running: int = 256
+    block_size: int = 16
+    num_threads: int | None = None
+    runs_ahead: bool | None = None
+    tensor_parallel: int = 1
+    cold_start: ColdStart = ColdStart.AUTO
+    cpu_workers: int | None = None
+    loads_popular: bool = False

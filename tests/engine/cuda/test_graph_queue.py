@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import pytest
+
+from loraplex.core.modules import GROUPS
+from loraplex.engine.cuda.graph_queue import GraphKey, GraphQueue
+from loraplex.engine.cuda.step_sizes import (
+    DECODE_ROWS,
+    NARROW_TABLE,
+    all_graph_sizes,
+    coarse_graph_sizes,
+    decode_sizes,
+)
+
+NUM_LAYERS = 2
+QKV, MLP = frozenset({"qkv"}), frozenset({"gate_up", "down"})
+ALL = frozenset(GROUPS)
+
+
+def key(rows: int, groups: frozenset[str] = frozenset(), *, shares: bool = False) -> GraphKey:
+    return GraphKey(decode_sizes(rows, NARROW_TABLE), groups, shares)
+
+
+def queue(*families: frozenset[str], max_blocks: int = NARROW_TABLE) -> GraphQueue[str]:
+    made: GraphQueue[str] = GraphQueue(max_blocks, NUM_LAYERS)
+    for groups in families:
+        made.expect(groups)
+    return made
+
+
+def capture(graphs: GraphQueue[str], *, required_only: bool) -> list[GraphKey]:
+    captured = []
+    while (found := graphs.next()) is not None and (graphs.num_required > 0 or not required_only):
+        graphs.put(found, f"graph {len(captured)}")
+        captured.append(found)
+    return captured
+
+
+@pytest.mark.parametrize("max_blocks", [4, NARROW_TABLE, 4 * NARROW_TABLE])
+def test_coarse_sizes_cover_all_sizes_and_are_some_of_them(max_blocks: int) -> None:
+    coarse, every = coarse_graph_sizes(max_blocks, NUM_LAYERS), all_graph_sizes(max_blocks, NUM_LAYERS)
+    assert set(coarse) < set(every)
+    assert len(coarse) == len(set(coarse)) < len(every) / 2
+    for wanted in every:
+        assert any(sizes.covers(wanted) for sizes in coarse)
+
+
+def test_a_graph_covers_fewer_rows_groups_and_sharing_but_no_other_kind_of_step() -> None:
+    assert key(8, QKV).covers(key(8, QKV))
+    assert key(8, QKV).covers(key(4))
+    assert key(8, QKV).covers(key(8, QKV, shares=True))
+    assert not key(8, QKV, shares=True).covers(key(8, QKV))
+    assert not key(4, QKV).covers(key(8, QKV))
+    assert not key(8, QKV).covers(key(8, QKV | MLP))
+    mixed = GraphKey(all_graph_sizes(NARROW_TABLE, NUM_LAYERS)[0], ALL, False)
+    assert not mixed.covers(key(1))
+    assert not key(DECODE_ROWS[-1], ALL).covers(mixed)
+
+
+def test_what_is_required_covers_all_that_is_known() -> None:
+    graphs = queue(QKV, MLP)
+    captured = capture(graphs, required_only=True)
+    assert graphs.num_required == 0
+    assert {found.groups for found in captured} == {QKV | MLP}
+    for groups in (frozenset[str](), QKV, MLP, QKV | MLP):
+        for sizes in all_graph_sizes(NARROW_TABLE, NUM_LAYERS):
+            assert graphs.choose(GraphKey(sizes, groups, False)) is not None
+
+
+def test_an_adapter_with_other_groups_makes_more_required() -> None:
+    graphs = queue(QKV)
+    capture(graphs, required_only=True)
+    graphs.expect(ALL)
+    assert graphs.num_required == len(coarse_graph_sizes(NARROW_TABLE, NUM_LAYERS))
+    assert graphs.choose(key(1, ALL)) is None
+
+
+def test_a_step_gets_the_graph_that_costs_it_least() -> None:
+    graphs = queue()
+    for found in (key(32, ALL), key(16, ALL), key(16, QKV), key(8, QKV), key(16, QKV, shares=True)):
+        graphs.put(found, str(found))
+
+    def chosen(wanted: GraphKey) -> GraphKey:
+        choice = graphs.choose(wanted)
+        assert choice is not None
+        assert choice.graph == str(choice.key)
+        return choice.key
+
+    assert chosen(key(4)) == key(8, QKV)
+    assert chosen(key(9, QKV)) == key(16, QKV)
+    assert chosen(key(9, QKV, shares=True)) == key(16, QKV, shares=True)
+    assert chosen(key(9, MLP)) == key(16, ALL)
+    assert chosen(key(17)) == key(32, ALL)
+    graphs.put(key(4), str(key(4)))
+    assert chosen(key(4)) == key(4), "a better one came since"
+
+
+def test_what_a_step_missed_is_captured_next_and_once() -> None:
+    graphs = queue(QKV)
+    capture(graphs, required_only=True)
+    missed = [key(24, QKV), key(1), GraphKey(decode_sizes(8, 4 * NARROW_TABLE), QKV, False)]
+    for wanted in (*missed, *missed):
+        graphs.choose(wanted)
+    for wanted in missed:
+        assert graphs.next() == wanted
+        graphs.put(wanted, "")
+    assert graphs.next() not in missed
+
+
+def test_in_the_end_everything_known_has_a_graph_of_its_own_and_anything_else_one_that_covers_it() -> None:
+    graphs = queue(QKV, MLP, max_blocks=4 * NARROW_TABLE)
+    captured = capture(graphs, required_only=False)
+    assert len(captured) == len(set(captured)) == len(graphs)
+    for sizes in all_graph_sizes(4 * NARROW_TABLE, NUM_LAYERS):
+        for groups in (frozenset[str](), QKV, MLP, QKV | MLP):
+            wanted = GraphKey(sizes, groups, False)
+            choice = graphs.choose(wanted)
+            assert choice is not None
+            assert choice.key == wanted
+        assert graphs.choose(GraphKey(sizes, ALL, False)) is not None
+    assert graphs.choose(GraphKey(decode_sizes(3, 4 * NARROW_TABLE), QKV, False)) is not None, "wide tables"
+    assert graphs.choose(key(8, QKV, shares=True)).key.shares  # type: ignore[union-attr]
+
+
+def test_without_memory_nothing_more_is_asked_for() -> None:
+    graphs = queue(QKV)
+    graphs.put(key(256, ALL), "")
+    graphs.stop()
+    assert (graphs.num_required, graphs.next()) == (0, None)
+    assert graphs.choose(key(1, QKV)) is not None
