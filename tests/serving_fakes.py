@@ -156,6 +156,8 @@ class FakeEngine:
 
     async def _outputs(self, request: EngineRequest, script: Script) -> AsyncGenerator[EngineOutput, None]:
         await asyncio.sleep(0)
+        if script.fail_after == 0 and script.failure is not None:
+            raise script.failure  # it is refused
         yield EngineOutput(request_id=request.request_id)  # it is queued
         limit = request.params.max_tokens
         assert limit is not None, "the text engine sets max_tokens"

@@ -110,9 +110,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, book: ConnectionBook, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._book = book
-        self._is_active = False
+        self._is_active = False  # a request is being answered
+        self._reads_message = False  # its body is not complete, or of one that was answered before that
         self._num_header_bytes = 0
-        self._header_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._is_counted = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -121,26 +122,32 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._is_counted:
             self._refuse(BusyError("the server has as many connections as it takes; try again"))
             return
-        self._await_headers()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if not self._is_active:
+        if self._awaits_headers:
             self._num_header_bytes += len(data)
-            self._await_headers()
+            self._start_timer()
         super().data_received(data)
-        if not self._is_active and self._num_header_bytes > self._book.limits.max_header_bytes:
+        if self._awaits_headers and self._num_header_bytes > self._book.limits.max_header_bytes:
             limit = self._book.limits.max_header_bytes
             self._refuse(HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes"))
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        self._reads_message = True
+        self._num_header_bytes = 0
+        self._stop_timer()
         if not self._is_active:
             self._is_active = True
-            self._num_header_bytes = 0
-            self._stop_header_timer()
             self._book.became_active(self)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._reads_message = False
+        self._stop_timer()
 
     def on_response_complete(self) -> None:
         has_next = bool(self.pipeline)
@@ -148,9 +155,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_active and not has_next and not self.transport.is_closing():
             self._is_active = False
             self._book.became_idle(self)
+            if self._reads_message:  # refused before its body came: the rest is read, but not for ever
+                self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_header_timer()
+        self._stop_timer()
         if self._is_counted:
             self._book.closed(self, was_active=self._is_active)
         super().connection_lost(exc)
@@ -159,19 +168,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Close an idle connection, as another one needs its place."""
         self.transport.close()
 
-    def _await_headers(self) -> None:
+    @property
+    def _awaits_headers(self) -> bool:
+        return not self._is_active and not self._reads_message
+
+    def _start_timer(self) -> None:
         """Time runs from the first moment on, not from the last byte: a drip of headers ends as well."""
-        if self._header_timer is None:
-            self._header_timer = self.loop.call_later(
-                self._book.limits.header_timeout_s, self._on_header_timeout
-            )
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._book.limits.header_timeout_s, self._on_timeout)
 
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _on_header_timeout(self) -> None:
+    def _on_timeout(self) -> None:
         if self.transport.is_closing():
             return
         self._book.timed_out()

@@ -89,7 +89,7 @@ class WaitingBook:
             return 1
         span_s = self._clock.now_s() - self._starts_s[0]
         wait_s = span_s / len(self._starts_s) * self.num_requests / 2
-        return min(max(math.ceil(wait_s), 1), _MAX_RETRY_AFTER_S)
+        return min(max(math.ceil(round(wait_s, 3)), 1), _MAX_RETRY_AFTER_S)
 
 
 class WaitingTicket:

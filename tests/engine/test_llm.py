@@ -150,7 +150,7 @@ def test_each_prompt_can_have_its_own_parameters(llm: LLM, core: EchoCore) -> No
 
 
 def test_lists_must_have_one_entry_for_each_prompt(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="1 entries for 2 prompts"):
+    with pytest.raises(InvalidRequestError, match="1 entry for 2 prompts"):
         llm.generate(["a", "b"], params=[SamplingParams()])
     with pytest.raises(InvalidRequestError, match="mix"):
         llm.generate([1, "a"])  # type: ignore[list-item]

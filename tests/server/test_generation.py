@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -344,12 +345,27 @@ def test_fields_without_effect_are_accepted(api: Api) -> None:
     assert api.post("/v1/chat/completions", chat(**fields)).status_code == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_that_fails_in_the_queue_has_its_headers_and_ends_with_the_error(
+    make_api: Callable[..., Api],
+) -> None:
+    api = make_api(says(TEXT, fail_after=0))
+    response = api.post("/v1/chat/completions", chat(stream=True))
+    assert response.status_code == 200
+    [event] = response.text.strip().split("\n\n")
+    assert json.loads(event.removeprefix("data: "))["error"]["message"] == "out of luck"
+
+
 @pytest.mark.parametrize(
-    ("failure", "status"),
-    [(CapacityError("never fits"), 400), (EngineDeadError("it died"), 503), (None, 500)],
+    ("stream", "failure", "status"),
+    [
+        (False, CapacityError("never fits"), 400),
+        (True, CapacityError("never fits"), 400),
+        (False, EngineDeadError("it died"), 503),
+        (True, EngineDeadError("it died"), 503),
+        (False, None, 500),
+    ],
 )
-def test_a_failure_before_the_first_token_is_an_http_error(
+def test_a_failure_before_a_request_is_queued_is_an_http_error(
     make_api: Callable[..., Api], stream: bool, failure: Exception | None, status: int
 ) -> None:
     api = make_api(says(TEXT, fail_after=0, failure=failure))

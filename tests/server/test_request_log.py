@@ -181,7 +181,7 @@ def test_a_bug_has_a_line_and_its_answer_an_id(
 
     async def call() -> httpx.Response:
         transport = httpx.ASGITransport(api.served.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.post("/v1/chat/completions", json=CHAT)
 
     response = api.run(call())

@@ -8,6 +8,7 @@ import pytest
 from server_fixtures import Api
 from serving_fakes import hf_tokenizer, tiny_tokenizer
 
+from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.engine.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -41,7 +42,9 @@ def prompt_of(api: Api) -> str:
 
 @pytest.fixture
 def tool_api(api: Api) -> Api:
-    api.served.deps.text.tokenizer = Tokenizer(hf_tokenizer(chat_template=TEMPLATE))
+    text = api.served.deps.text
+    text.tokenizer = Tokenizer(hf_tokenizer(chat_template=TEMPLATE))
+    text.prompts = PromptEncoder(text.tokenizer, max_model_len=text.max_model_len)
     return api
 
 

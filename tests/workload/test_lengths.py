@@ -110,7 +110,7 @@ def test_files_of_pairs_of_outputs_and_of_quantiles(tmp_path: Path, name: str) -
         ("output_tokens\n0\n", ":2: output_tokens must be"),
         ("output_tokens\n1.5\n", ":2: output_tokens must be"),
         ("output_tokens\n1e999\n", ":2: output_tokens must be"),
-        ("prompt_tokens,output_tokens\n1\n", ":2: 1 values for 2 columns"),
+        ("prompt_tokens,output_tokens\n1\n", ":2: 1 value for 2 columns"),
         ('output_tokens\n"1\n', ":2: not CSV"),
         (
             ",".join(f"{side}_{level}" for side in ("in", "out") for level in QUANTILES)
