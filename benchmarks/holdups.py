@@ -72,6 +72,14 @@ LARGE: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
 """Single requests: what is asked, and its body."""
 
 
+BASELINES: Final = {
+    "2,000 requests at once": "256 requests at a time",
+    "300 streams vanish at once": "300 streams",
+}
+"""Where the requests themselves are work for the engine: what is compared with, instead of nothing. The same
+requests, but none of them queued, or none that vanishes."""
+
+
 @dataclass(kw_only=True)
 class Window:
     """What was seen while a window lasted, in seconds."""
@@ -124,15 +132,21 @@ class Observer:
                     last_s = now_s
 
     async def probe(self, session: aiohttp.ClientSession) -> None:
-        """Ask for /health on a connection of its own, again and again."""
-        while True:
-            begun_s = time.perf_counter()
-            window = self._window
-            async with session.get(f"{self._base_url}/health") as response:
-                await response.read()
-            if window is not None:
-                window.health_s.append(time.perf_counter() - begun_s)
-            await asyncio.sleep(HEALTH_INTERVAL_S)
+        """Ask for /health at fixed times, whether or not the answers before have come: a standstill counts
+        for every probe that falls into it."""
+        async with asyncio.TaskGroup() as probes:
+            due_s = time.perf_counter()
+            while True:
+                probes.create_task(self._probe_once(session, due_s))
+                due_s += HEALTH_INTERVAL_S
+                await asyncio.sleep(due_s - time.perf_counter())
+
+    async def _probe_once(self, session: aiohttp.ClientSession, due_s: float) -> None:
+        window = self._window
+        async with session.get(f"{self._base_url}/health") as response:
+            await response.read()
+        if window is not None:
+            window.health_s.append(time.perf_counter() - due_s)
 
 
 # ---- the disturbing process
@@ -156,10 +170,13 @@ def _prepare(base_url: str, name: str) -> Callable[[], Any]:
     if name in LARGE:
         path, body = LARGE[name]()
         return lambda: _send_large(base_url, path, body)
-    if name == "2,000 requests at once":
-        return lambda: _send_many(base_url)
-    assert name == "300 streams vanish at once"
-    return lambda: _vanish(base_url)
+    acts: dict[str, Callable[[], Any]] = {
+        "2,000 requests at once": lambda: _send_many(base_url, at_once=NUM_QUEUED),
+        "256 requests at a time": lambda: _send_many(base_url, at_once=256),
+        "300 streams vanish at once": lambda: _stream_and(base_url, vanish=True),
+        "300 streams": lambda: _stream_and(base_url, vanish=False),
+    }
+    return acts[name]
 
 
 async def _send_large(base_url: str, path: str, body: bytes) -> dict[str, Any]:
@@ -173,14 +190,16 @@ async def _send_large(base_url: str, path: str, body: bytes) -> dict[str, Any]:
     return {"statuses": statuses}
 
 
-async def _send_many(base_url: str) -> dict[str, Any]:
-    path, body = _completion([11] * 64, max_tokens=2)
+async def _send_many(base_url: str, *, at_once: int) -> dict[str, Any]:
+    """As many short requests, all of them at once or fewer at a time: the same work for the engine."""
+    path, body = _completion([11] * 8, max_tokens=8)
+    places = asyncio.Semaphore(at_once)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def send() -> int:
-            async with session.post(base_url + path, data=body) as response:
+            async with places, session.post(base_url + path, data=body) as response:
                 await response.read()
                 return response.status
 
@@ -188,11 +207,11 @@ async def _send_many(base_url: str) -> dict[str, Any]:
     return {"statuses": {str(status): statuses.count(status) for status in sorted(set(statuses))}}
 
 
-async def _vanish(base_url: str) -> dict[str, Any]:
-    """Streams that all hang up in the same moment, as soon as all have their headers."""
+async def _stream_and(base_url: str, *, vanish: bool) -> dict[str, Any]:
+    """Streams that all hang up in the same moment, as soon as all have their headers, or read to the end."""
     address = urlsplit(base_url)
     assert address.hostname is not None
-    path, body = _completion([13] * 64, max_tokens=500, stream=True)
+    path, body = _completion([13] * 8, max_tokens=16, stream=True)
     head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     loop = asyncio.get_running_loop()
     connections = []
@@ -204,9 +223,11 @@ async def _vanish(base_url: str) -> dict[str, Any]:
         connections.append(connection)
     for connection in connections:
         await loop.sock_recv(connection, 1)
+        while not vanish and b"[DONE]" not in await loop.sock_recv(connection, 65536):
+            pass
     for connection in connections:
         connection.close()
-    return {"vanished": len(connections)}
+    return {"vanished": len(connections) if vanish else 0}
 
 
 # ---- the measurement
@@ -228,13 +249,16 @@ async def measure(server: RunningServer, names: Sequence[str], rounds: int) -> d
             for name in names:
                 calm, disturbed, outcomes = Window(), Window(), []
                 for _ in range(rounds):
-                    ours.send(name)
-                    assert await loop.run_in_executor(None, ours.recv) == "ready"
-                    calm.add(await observer.watch(WINDOW_S))
-                    ours.send("begin")
-                    disturbed.add(await observer.watch(WINDOW_S))
-                    outcomes.append(await loop.run_in_executor(None, ours.recv))
-                    await asyncio.sleep(1.0)
+                    for window, act in ((calm, BASELINES.get(name)), (disturbed, name)):
+                        if act is not None:
+                            ours.send(act)
+                            assert await loop.run_in_executor(None, ours.recv) == "ready"
+                            ours.send("begin")
+                        window.add(await observer.watch(WINDOW_S))
+                        if act is not None:
+                            outcome = await loop.run_in_executor(None, ours.recv)
+                            outcomes += [outcome] if act == name else []
+                        await asyncio.sleep(1.0)
                 results[name] = _compare(calm, disturbed) | {"outcomes": outcomes}
                 results[name]["server_rss_mib"] = round(_rss_mib(server.pid))
                 print(f"{name:32} {json.dumps(results[name])}", flush=True)

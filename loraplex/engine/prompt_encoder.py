@@ -13,6 +13,9 @@ What cannot fit the context is refused without encoding all of it:
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
@@ -32,6 +35,7 @@ MAX_DECODED_TOKENS: Final = 2**18
 """Tokens that /detokenize takes at a time."""
 
 _NUM_THREADS: Final = 2
+_NICENESS: Final = 10
 _INLINE_CHARS: Final = 1024
 _INLINE_MESSAGES: Final = 16
 _INLINE_TOKENS: Final = 4096
@@ -51,7 +55,9 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, *, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="text")
+        self._threads = ThreadPoolExecutor(
+            _NUM_THREADS, thread_name_prefix="text", initializer=_step_back_behind_engines
+        )
 
     async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Tokens of each prompt. Raises ContextLengthError for one that is certain not to fit the context."""
@@ -152,6 +158,12 @@ class PromptEncoder:
                 f"{limit} tokens; shorten the prompt",
                 param=param,
             )
+
+
+def _step_back_behind_engines() -> None:
+    """Lower the priority of this thread: where cores are few, an engine's steps come before long prompts."""
+    if sys.platform == "linux":  # elsewhere priorities are those of whole processes
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def check_detokenized(token_ids: Sequence[int], *, vocab_size: int) -> None:

@@ -67,6 +67,7 @@ LAST_WORDS_S: Final = 3.0
 
 _IDLE_MS: Final = 1000
 """How long an engine with nothing to do waits before it looks whether all its processes are still there."""
+_COMMANDS_A_STEP: Final = 128
 _PR_SET_PDEATHSIG: Final = 1
 _MAX_REASON_CHARS: Final = 500
 
@@ -109,10 +110,15 @@ class EngineLoop:
             self._report_removals()
 
     def _receive(self, *, wait: bool) -> bool:
-        """Take every command there is, waiting a while for the first if told to; False after Shutdown."""
+        """Take the commands there are, up to a number; False after Shutdown. `wait` a while for the first.
+
+        The rest has its turn after the next step: a burst of requests must not hold up those that run.
+        """
         if wait:
             self._commands.poll(_IDLE_MS)
-        while has_message(self._commands):
+        for _ in range(_COMMANDS_A_STEP):
+            if not has_message(self._commands):
+                break
             command = decode_command(self._commands.recv())
             if isinstance(command, Shutdown):
                 return False

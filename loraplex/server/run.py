@@ -98,6 +98,8 @@ def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
 
     EngineFailedError, after HTTP was shut down in order, if the engine died too often to go on.
     """
+    # One thread for each prompt, the one that was given it: its priority is low, and a pool's is not.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Threads that encode prompts let go of the interpreter's lock sooner than by default (5 ms), so that
     # streams do not wait for them.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
