@@ -34,6 +34,7 @@ class MetricsSnapshot:
     metrics: ServerMetrics
     stats: EngineStats
     num_restarts: int
+    num_refused: int
     adapters: Sequence[ServedAdapter]
 
 
@@ -52,6 +53,7 @@ class _Page:
         self._metrics = snapshot.metrics
         self._stats = snapshot.stats
         self._num_restarts = snapshot.num_restarts
+        self._num_refused = snapshot.num_refused
         self._adapters = snapshot.adapters
 
     def describe(self) -> list[Metric]:
@@ -77,6 +79,9 @@ class _Page:
         yield self._counter("loraplex:engine_steps", "Steps the engine has run", stats.num_steps)
         yield self._counter(
             "loraplex:engine_restarts", "Restarts of the engine process after it died", self._num_restarts
+        )
+        yield self._counter(
+            "loraplex:requests_refused", "Calls refused because the queue was full", self._num_refused
         )
         yield self._gauge("loraplex:adapters", "Adapters that are served", len(self._adapters))
         num_bytes, budget = stats.host_adapter_bytes, stats.host_adapter_budget_bytes

@@ -96,6 +96,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             stats=await deps.text.engine.stats(),
             metrics=deps.metrics.snapshot(),
             num_restarts=deps.engine_status().num_restarts,
+            num_refused=deps.waiting.num_refused,
             adapters=deps.adapters.served(),
         )
         # In a thread: streams go on while a page of thousands of adapters is written.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import httpx
 import openai
 import pytest
 from server_fixtures import USER, Api, Served, live
@@ -95,6 +96,7 @@ def test_over_http_a_full_queue_is_a_429_that_clients_understand(make_served: Se
             with pytest.raises(openai.RateLimitError) as caught:
                 client.chat.completions.create(model="base", messages=USER)
             assert caught.value.response.headers["retry-after"] == "1"
+            assert "loraplex:requests_refused_total" in httpx.get(f"{url}/metrics").text
             error = caught.value.response.json()["error"]
             assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
             first.close()
