@@ -49,7 +49,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "cpu_serve.json": {"*": _SERVER},
     "waiting_queue.json": {"*": ("loraplex/scheduling",)},
     "holdups.json": {"*": ("loraplex/server", "loraplex/engine/prompt_encoder.py", "loraplex/scheduling")},
-    "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu")},
+    "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", "loraplex/perf")},
     "http_compare.json": {"vllm": (), "vllm-lora": (), "*": _SERVER},
     "twin_validation.json": {
         "authors": ("loraplex/twin/scores.py", "loraplex/twin/recorded_runs.py"),

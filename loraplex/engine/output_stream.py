@@ -62,7 +62,7 @@ def merge_outputs(outputs: Sequence[EngineOutput]) -> EngineOutput:
         logprobs=tuple(chain.from_iterable(output.logprobs for output in outputs)),
         prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None),
         num_cached_tokens=max(output.num_cached_tokens for output in outputs),
-        adapter_hit=first.adapter_hit,
+        adapter_hit=next((o.adapter_hit for o in outputs if o.adapter_hit is not None), None),
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         error=last.error,

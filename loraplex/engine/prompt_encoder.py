@@ -86,7 +86,7 @@ class PromptEncoder:
             return self._tokenizer.encode(text, add_special_tokens=False)
 
         return await self._run(
-            render_and_encode, num_chars=_num_chars(messages), in_thread=_is_long(messages)
+            render_and_encode, num_chars=_num_chars(messages), in_thread=_is_long(messages, template_options)
         )
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -116,14 +116,16 @@ class PromptEncoder:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
         return await self._run(
-            render_and_encode, num_chars=_num_chars(messages), in_thread=_is_long(messages)
+            render_and_encode, num_chars=_num_chars(messages), in_thread=_is_long(messages, template_options)
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens."""
-        return await self._run(
-            lambda: self._tokenizer.decode(token_ids), in_thread=len(token_ids) > _INLINE_TOKENS
-        )
+        return await self.call(lambda: self._tokenizer.decode(token_ids), num_tokens=len(token_ids))
+
+    async def call(self, work: Callable[[], T], *, num_tokens: int) -> T:
+        """Do other work on so many tokens, in a thread if these are many."""
+        return await self._run(work, in_thread=num_tokens > _INLINE_TOKENS)
 
     def close(self) -> None:
         """Let the threads go; what they are doing is not waited for."""
@@ -197,9 +199,14 @@ def _refuse_many_chars(text: str, *, param: str) -> None:
         )
 
 
-def _is_long(messages: Sequence[Message]) -> bool:
-    """Whether rendering takes long whatever the texts are: many messages, or calls of tools of any depth."""
-    return len(messages) > _INLINE_MESSAGES or any("tool_calls" in message for message in messages)
+def _is_long(messages: Sequence[Message], template_options: Mapping[str, Any] | None) -> bool:
+    """Whether rendering may take long whatever the messages' texts are: many messages, calls of tools of any
+    depth, or options that the template may print."""
+    return (
+        len(messages) > _INLINE_MESSAGES
+        or bool(template_options)
+        or any("tool_calls" in message for message in messages)
+    )
 
 
 def _num_chars(messages: Sequence[Message]) -> int:

@@ -141,13 +141,15 @@ class TextEngine:
         requests: list[EngineRequest] = []
         for prompt in prompts:
             fitted = fit_max_tokens(params, num_prompt_tokens=len(prompt), max_model_len=self.max_model_len)
-            token_ids = list(prompt)
+            token_ids, alone = list(prompt), replace(fitted, n=1)
             for sibling in range(params.n):
                 requests.append(
                     EngineRequest(
                         request_id=f"{request_id}-{len(requests)}",
                         prompt_token_ids=token_ids,
-                        params=replace(fitted, n=1, seed=_sibling_seed(params.seed, sibling)),
+                        params=alone
+                        if params.seed is None
+                        else replace(alone, seed=_sibling_seed(params.seed, sibling)),
                         adapter=adapter,
                         eos_token_ids=self.tokenizer.eos_token_ids,
                     )

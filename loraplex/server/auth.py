@@ -74,6 +74,8 @@ class Administrators:
     def require(self, scope: Scope) -> None:
         """Raise UnauthorizedError or ForbiddenError unless an administrator sent the request."""
         if self.include(scope):
+            if self._keys:
+                request_record(scope).key_kind = "admin"
             return
         if not self._keys:
             raise ForbiddenError(

@@ -35,7 +35,7 @@ class BodyLimits:
     the like in one body; `max_objects`: of those, objects."""
 
     max_body_bytes: int = 4 * 2**20
-    max_values: int = 2**20
+    max_values: int = 2**18
     max_objects: int = 2**14
     read_timeout_s: float = 60.0
     max_held_bytes: int = 512 * 2**20

@@ -127,11 +127,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._awaits_headers:
+        if not self._reads_message:  # headers, also those of a request behind the one that is answered
             self._num_header_bytes += len(data)
+        if self._awaits_headers:
             self._start_timer()
         super().data_received(data)
-        if self._awaits_headers and self._num_header_bytes > self._book.limits.max_header_bytes:
+        if not self._reads_message and self._num_header_bytes > self._book.limits.max_header_bytes:
+            if self._is_active:  # what is being answered cannot be told from a refusal in its middle
+                self.transport.close()
+                return
             limit = self._book.limits.max_header_bytes
             self._refuse(HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes"))
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -97,7 +97,7 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
 
         self._streams: dict[str, OutputStream] = {}
-        self._undelivered: deque[EngineOutput] = deque()
+        self._undelivered: dict[str, list[EngineOutput]] = {}  # by request, in the order they came
         # By version and folder: an engine that starts anew must know every folder that holds a version.
         self._adapters: dict[str, dict[Path, AdapterSpec]] = {}
         self._additions: dict[str, asyncio.Future[None]] = {}
@@ -221,7 +221,8 @@ class EngineClient:
     def _on_event(self, event: Event) -> None:
         if type(event) is Outputs:
             is_delivering = bool(self._undelivered)
-            self._undelivered += event.outputs
+            for output in event.outputs:
+                self._undelivered.setdefault(output.request_id, []).append(output)
             if not is_delivering:
                 self._deliver()
             return
@@ -255,18 +256,22 @@ class EngineClient:
                     logger.exception("the progress of the start could not be shown")
 
     def _deliver(self) -> None:
-        """Hand outputs to their streams, a number of them in each turn of the event loop.
+        """Hand outputs to their streams, to a number of these in each turn of the event loop.
 
-        A step of hundreds of requests wakes as many tasks; other work has its turn in between.
+        A step of hundreds of requests wakes as many tasks; other work has its turn in between. What comes for
+        a request that waits its turn goes with it.
         """
-        streams, undelivered = self._streams, self._undelivered
-        for _ in range(min(len(undelivered), _DELIVERED_PER_TURN)):
-            output = undelivered.popleft()
-            stream = streams.get(output.request_id)
-            if stream is not None:  # else cancelled while this was on its way
-                stream.push(output)
-        if undelivered:
+        self._push(_DELIVERED_PER_TURN)
+        if self._undelivered:
             asyncio.get_running_loop().call_soon(self._deliver)
+
+    def _push(self, num_requests: int) -> None:
+        for request_id in list(islice(self._undelivered, num_requests)):
+            outputs = self._undelivered.pop(request_id)
+            stream = self._streams.get(request_id)
+            if stream is not None:  # else cancelled while this was on its way
+                for output in outputs:
+                    stream.push(output)
 
     async def _start_child(self, add_adapters: Awaitable[object] | None = None) -> EngineChild:
         self._progress = None
@@ -369,6 +374,7 @@ class EngineClient:
         Adapter changes are not lost with it: what was added is given to the next child, what was being
         removed is not.
         """
+        self._push(len(self._undelivered))  # an answer that is complete is no error
         for stream in self._streams.values():
             stream.fail(EngineDeadError(reason))
         for reply in (*self._additions.values(), *self._removals.values(), self._stats_reply):

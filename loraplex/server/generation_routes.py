@@ -88,7 +88,7 @@ def _lease(deps: ServerDeps, request: Request, model: str) -> Lease:
 
 async def _start_chat(deps: ServerDeps, body: ChatRequest, lease: Lease) -> GenerationResponse:
     params = chat_params(body)
-    deps.waiting.refuse_if_full(params.n)
+    deps.waiting.refuse_if_full(params.n, param="n")
     prompt = await deps.text.prompts.encode_chat(
         template_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -214,22 +214,22 @@ def _refuse_empty(texts: Sequence[str]) -> None:
 async def _echoed(
     text_engine: TextEngine, body: CompletionRequest, prompts: Sequence[Sequence[int]]
 ) -> list[EchoedPrompt]:
-    pieces = text_engine.tokenizer.pieces
-    return [
-        EchoedPrompt(
-            text=text,
-            token_offsets=() if body.logprobs is None else prompt_offsets(pieces, prompt, text),
-        )
-        for text, prompt in zip(await _prompt_texts(text_engine.prompts, body, prompts), prompts, strict=True)
-    ]
+    """What `echo` repeats: the texts as they were sent, or the texts of the tokens."""
+    tokenizer, given = text_engine.tokenizer, body.prompt
 
+    def echo() -> list[EchoedPrompt]:
+        if isinstance(given, str):
+            texts = [given]
+        elif isinstance(given[0], str):
+            texts = [item for item in given if isinstance(item, str)]
+        else:
+            texts = [tokenizer.decode(prompt) for prompt in prompts]
+        return [
+            EchoedPrompt(
+                text=text,
+                token_offsets=() if body.logprobs is None else prompt_offsets(tokenizer.pieces, prompt, text),
+            )
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
 
-async def _prompt_texts(
-    encoder: PromptEncoder, body: CompletionRequest, prompts: Sequence[Sequence[int]]
-) -> list[str]:
-    """What `echo` repeats: the text as it was sent, or the text of the tokens."""
-    if isinstance(body.prompt, str):
-        return [body.prompt]
-    if isinstance(body.prompt[0], str):
-        return [item for item in body.prompt if isinstance(item, str)]
-    return [await encoder.decode(prompt) for prompt in prompts]
+    return await text_engine.prompts.call(echo, num_tokens=sum(map(len, prompts)))

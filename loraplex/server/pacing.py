@@ -8,7 +8,6 @@ two turns the loop looks at its sockets and timers. Health checks do not queue.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections import deque
@@ -22,8 +21,7 @@ logger = logging.getLogger(__name__)
 _PER_TURN: Final = 4
 """Requests that begin or are torn down in one turn of the loop; each takes up to a millisecond."""
 _ACCEPTED_PER_TURN: Final = 16
-_OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
-_RETRY_ACCEPT_S: Final = 0.5
+_RETRY_ACCEPT_S: Final = 0.1
 
 
 class Pacer:
@@ -91,15 +89,18 @@ class PacedListener:
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
+        last_errno: int | None = None
         while True:
             try:
                 connections = [(await loop.sock_accept(self._listener))[0]]
                 connections += self._more(_ACCEPTED_PER_TURN - 1)
-            except OSError as error:
-                if error.errno in _OUT_OF_DESCRIPTORS:
+            except OSError as error:  # no descriptors or memory, or the client has left again
+                if error.errno != last_errno:
                     logger.warning("no connection can be accepted: %s", error)
-                    await asyncio.sleep(_RETRY_ACCEPT_S)
-                continue  # the client has left again, which is no concern of the others
+                last_errno = error.errno
+                await asyncio.sleep(_RETRY_ACCEPT_S)
+                continue
+            last_errno = None
             for connection in connections:
                 await self._serve(loop, connection)
 
@@ -118,5 +119,7 @@ class PacedListener:
         connection.setblocking(False)
         try:
             await loop.connect_accepted_socket(self._make_protocol, connection)
-        except OSError:  # it was closed in between
+        except Exception as error:  # one connection must not end the acceptance of all others
             connection.close()
+            if not isinstance(error, OSError):  # else it was closed in between
+                logger.exception("a connection could not be served")

@@ -18,6 +18,8 @@ from loraplex.server.chat_messages import ChatMessage
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+MAX_TOKENS_NAMED: Final = 1024
+"""Tokens that a request may name by id in one of its options."""
 StopString = Annotated[str, Meta(min_length=1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 
@@ -49,12 +51,16 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=1e-3, le=1e3)] | None = None
+    # Token ids are told from other keys after their number: a pattern for each would take long.
     logit_bias: (
-        dict[Annotated[str, Meta(pattern="^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100.0, le=100.0)]]
+        Annotated[
+            dict[Annotated[str, Meta(max_length=10)], Annotated[float, Meta(ge=-100.0, le=100.0)]],
+            Meta(max_length=MAX_TOKENS_NAMED),
+        ]
         | None
     ) = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_NAMED)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     # Without effect here.

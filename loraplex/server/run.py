@@ -183,6 +183,7 @@ def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
         front,
         # A class to uvicorn: it is called for every connection.
         http=partial(BoundedHttpProtocol, book=_connection_book(options)),  # type: ignore[arg-type]
+        ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,

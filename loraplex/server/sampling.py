@@ -69,7 +69,7 @@ def _params(
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         repetition_penalty=_or(request.repetition_penalty, 1.0),
-        logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
+        logit_bias=tuple((_token_id(token), bias) for token, bias in (request.logit_bias or {}).items()),
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
@@ -78,6 +78,12 @@ def _params(
         prompt_logprobs=prompt_logprobs,
         n=n,
     )
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise InvalidRequestError(f"logit_bias: {text!r} is not a token id", param="logit_bias")
+    return int(text)
 
 
 def _or(value: V | None, default: V) -> V:

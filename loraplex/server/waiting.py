@@ -39,9 +39,12 @@ class WaitingBook:
         self.num_refused = 0
         """Calls that were refused because the queue was full."""
 
-    def refuse_if_full(self, num_requests: int) -> None:
-        """Raise as `admit` would for so many requests, before work is done on their prompts."""
-        self._check(num_requests, num_tokens=0)
+    def refuse_if_full(self, num_requests: int, *, param: str = "prompt") -> None:
+        """Raise as `admit` would for so many requests, before work is done on their prompts.
+
+        `param`: the field to blame if there never is room for them.
+        """
+        self._check(num_requests, num_tokens=0, param=param)
 
     def admit(self, prompts: Sequence[Sequence[int]], num_siblings: int) -> WaitingTicket:
         """Count a call's requests: each prompt, `num_siblings` times.
@@ -61,7 +64,7 @@ class WaitingBook:
         if started:
             self._starts_s.append(self._clock.now_s())
 
-    def _check(self, num_requests: int, num_tokens: int) -> None:
+    def _check(self, num_requests: int, num_tokens: int, *, param: str = "prompt") -> None:
         limits = self._limits
         for count, waiting, limit, kind, option in (
             (num_requests, self.num_requests, limits.max_requests, "requests", "--max-waiting"),
@@ -71,7 +74,7 @@ class WaitingBook:
                 raise InvalidRequestError(
                     f"this call alone makes {count:,} {kind} (prompts × n), more than the {limit:,} that may "
                     f"wait on this server; send it in parts, or start the server with a larger {option}",
-                    param="prompt",
+                    param=param,
                 )
             if waiting + count > limit:
                 self.num_refused += 1

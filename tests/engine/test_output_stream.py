@@ -80,6 +80,7 @@ def test_merging_keeps_every_field() -> None:
         stop_token_id=9,
         error="x",
         error_param="model",
+        adapter_hit=True,
     )
     assert merge_outputs([first, last]) == EngineOutput(
         request_id="a",
@@ -91,4 +92,5 @@ def test_merging_keeps_every_field() -> None:
         stop_token_id=9,
         error="x",
         error_param="model",
+        adapter_hit=True,
     )

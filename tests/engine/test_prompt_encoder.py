@@ -77,6 +77,13 @@ def test_chats_are_rendered_and_encoded_alike_wherever_that_happens() -> None:
         assert (tokenizer.threads == {threading.main_thread()}) is (len(content) < 10 and count == 1)
 
 
+def test_options_of_a_template_are_rendered_in_a_thread_as_they_may_be_long() -> None:
+    tokenizer = WatchedTokenizer()
+    encoder = PromptEncoder(tokenizer, max_model_len=CONTEXT)
+    run(encoder.encode_chat([{"role": "user", "content": "hi"}], template_options={"shout": True}))
+    assert threading.main_thread() not in tokenizer.threads
+
+
 def test_many_tokens_are_decoded_in_a_thread() -> None:
     tokenizer = WatchedTokenizer()
     encoder = PromptEncoder(tokenizer, max_model_len=CONTEXT)

@@ -426,6 +426,11 @@ def test_health_says_what_the_matter_is(
         ("/v1/completions", {"model": "base", "prompt": ["x"] * 100_000}),
         ("/v1/completions", {"model": "base", "prompt": "x" * 3_600_000}),
         ("/v1/completions", {"model": "base", "prompt": [5] * 1_000_000}),
+        ("/v1/completions", {"model": "base", "prompt": "x", "stop_token_ids": [5] * 2000}),
+        (
+            "/v1/completions",
+            {"model": "base", "prompt": "x", "logit_bias": {str(i): 1 for i in range(2000)}},
+        ),
         ("/tokenize", {"prompt": "x" * 3_600_000}),
         ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 3000}),
         ("/detokenize", {"tokens": [5] * 1_000_000}),

@@ -96,7 +96,10 @@ class KernelCompilation:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, wanted: CompiledFor) -> list[Future[None]]:
-        return [self._threads.submit(launch.compile) for launch in needed_launches(wanted)]
+        launches = needed_launches(wanted)
+        for launch in launches:
+            launch.kernel.hash()  # in one thread, one after the other: see there
+        return [self._threads.submit(launch.compile) for launch in launches]
 
 
 def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:

@@ -111,14 +111,17 @@ class GraphQueue(Generic[G]):
         sizes = all_graph_sizes(self._max_blocks, self._num_layers)
         coarse = coarse_graph_sizes(self._max_blocks, self._num_layers)
         union = self._union
+        # Most steps only decode, with adapters or without.
+        for groups in (union, frozenset[str]()):
+            yield from (GraphKey(size, groups, False) for size in sizes if size.spans == 0)
         yield from (GraphKey(size, _ALL_GROUPS, False) for size in coarse)  # any adapter that may come
+        for size in coarse_graph_sizes(self._max_blocks, self._num_layers, wide=True):
+            yield GraphKey(size, union, False)
         for groups in dict.fromkeys((union, frozenset[str](), *sorted(self._families, key=sorted))):
             for size in sizes:
                 yield GraphKey(size, groups, False)
                 if groups and size.spans == 0:
                     yield GraphKey(size, groups, True)
-        for size in coarse_graph_sizes(self._max_blocks, self._num_layers, wide=True):
-            yield GraphKey(size, union, False)
 
     def _required(self) -> Iterator[GraphKey]:
         for size in coarse_graph_sizes(self._max_blocks, self._num_layers):

@@ -77,13 +77,21 @@ class Kernel:
         except (TritonError, RuntimeError) as error:
             raise KernelError(self._describe(grid, args, constants, error)) from error
 
+    def hash(self) -> None:
+        """Have Triton compute the key that it keeps the compiled kernel under.
+
+        A key depends on which kernels that call the same functions were hashed before. Where threads compile,
+        that order is another in every process, and what one has compiled another does not find.
+        """
+        _ = self._jitted.cache_key
+
     def compile(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """See `CollectedLaunch`."""
         try:
             compiled = self._jitted.warmup(*args, grid=grid, **constants)
             if compiled is not None:
                 _ = compiled.run  # loads it: a graph's capture must not
-        except (TritonError, RuntimeError) as error:
+        except (TritonError, RuntimeError, OSError) as error:  # or the cache's disk is full
             raise KernelError(self._describe(grid, args, constants, error)) from error
 
     def _variant(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
