@@ -1,7 +1,7 @@
 """Brings in the adapters of requests that wait, and holds them there until these have run.
 
-A request that waits holds its adapter on sufferance: where adapters and KV blocks share memory, it has to let
-go if somebody before it is short of it.
+A request that waits holds its adapter only for as long as nobody needs the memory more: where adapters and KV
+blocks share memory, it has to let go if somebody before it is short of it.
 """
 
 from __future__ import annotations

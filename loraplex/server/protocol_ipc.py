@@ -152,7 +152,7 @@ class Loaded(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Requests are served from now on as fast as they ever will be. `load_s`: since the start."""
+    """Everything that known adapters need is compiled and captured. `load_s`: since the start."""
 
     num_kv_blocks: int
     max_model_len: int
