@@ -191,7 +191,7 @@ async def _send_large(base_url: str, path: str, body: bytes) -> dict[str, Any]:
 
 
 async def _send_many(base_url: str, *, at_once: int) -> dict[str, Any]:
-    """As many short requests, all of them at once or fewer at a time: the same work for the engine."""
+    """Send 2,000 short requests, all at once or fewer at a time: the same work for the engine."""
     path, body = _completion([11] * 8, max_tokens=8)
     places = asyncio.Semaphore(at_once)
     connector = aiohttp.TCPConnector(limit=0)

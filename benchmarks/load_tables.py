@@ -8,7 +8,7 @@ from benchmarks.markdown import Result, table
 
 
 def queue_table(result: Result) -> str:
-    """What waiting requests cost a step, and a cancellation."""
+    """Show what waiting requests cost a step, and a cancellation."""
     steps, cancels = result["steps"], result["cancels"]
     lines = [
         (
