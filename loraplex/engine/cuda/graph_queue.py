@@ -14,7 +14,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 from loraplex.core.modules import GROUPS
 from loraplex.engine.cuda.step_buffers import StepSizes
-from loraplex.engine.cuda.step_sizes import all_graph_sizes, coarse_graph_sizes
+from loraplex.engine.cuda.step_sizes import (
+    NARROW_TABLE,
+    all_graph_sizes,
+    coarse_graph_sizes,
+    fewest_graph_sizes,
+)
 
 _ALL_GROUPS = frozenset(GROUPS)
 
@@ -123,9 +128,20 @@ class GraphQueue(Generic[G]):
                 if groups and size.spans == 0:
                     yield GraphKey(size, groups, True)
 
-    def _required(self) -> Iterator[GraphKey]:
-        for size in coarse_graph_sizes(self._max_blocks, self._num_layers):
-            yield GraphKey(size, self._union, False)
+    def _required(self) -> dict[GraphKey, None]:
+        """Without these the engine is not ready, in the order of capture."""
+        coarse = coarse_graph_sizes(self._max_blocks, self._num_layers)
+        # Under constant load no idle moment comes: an adapter with other groups that is loaded meanwhile, and
+        # a context that no narrow table holds, have a graph from the start.
+        fewest = fewest_graph_sizes(self._max_blocks, self._num_layers)
+        if self._max_blocks > NARROW_TABLE:
+            fewest += fewest_graph_sizes(self._max_blocks, self._num_layers, wide=True)
+        return dict.fromkeys(
+            (
+                *(GraphKey(size, self._union, False) for size in coarse),
+                *(GraphKey(size, _ALL_GROUPS, False) for size in fewest),
+            )
+        )
 
     @property
     def _union(self) -> frozenset[str]:

@@ -5,7 +5,8 @@ padding decodes, spans and tiles cost programs that leave at once, so they are r
 time as well: decodes are padded to twice as many at the most.
 
 A few of the sizes cover all others (`coarse_graph_sizes`): an engine is ready when it has those, and captures
-the others while it is idle.
+the others while it is idle. Still fewer cover them with more padding (`fewest_graph_sizes`); those are for
+steps that nobody has announced.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ DECODE_ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 """Rows of graphs in which every row decodes."""
 COARSE_DECODE_ROWS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Those of them that an engine starts with."""
+FEWEST_DECODE_ROWS: Final = (8, 16, 32, 64, 128, 256)
+"""Those of graphs for what may come and is not known yet."""
 MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560)
 """Rows of graphs with prompts."""
+FEWEST_MIXED_ROWS: Final = (64, 128, 256, 512, 1024, 2560)
+"""Those of graphs for what may come and is not known yet."""
 COARSE_ABOVE: Final = 640
 """Graphs with more rows are for many prompts or long ones, whatever else is in the step."""
 MIXED_DECODES: Final = (32, 64, 128, 256)
@@ -63,6 +68,17 @@ def coarse_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) 
         for decodes, spans in _coarse_within(rows)
     ]
     return [*reversed(mixed), *(decode_sizes(rows, table_width) for rows in reversed(COARSE_DECODE_ROWS))]
+
+
+def fewest_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) -> list[StepSizes]:
+    """Some of `coarse_graph_sizes`: as few as cover them all without padding a step to more than twice its
+    rows, but for the smallest."""
+    table_width = max_blocks if wide else min(NARROW_TABLE, max_blocks)
+    mixed = [
+        mixed_sizes(rows, _decodes_within(rows)[-1], MIXED_SPANS[-1], table_width, num_layers)
+        for rows in FEWEST_MIXED_ROWS
+    ]
+    return [*reversed(mixed), *(decode_sizes(rows, table_width) for rows in reversed(FEWEST_DECODE_ROWS))]
 
 
 def all_graph_sizes(max_blocks: int, num_layers: int) -> list[StepSizes]:

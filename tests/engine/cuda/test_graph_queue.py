@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from loraplex.core.modules import GROUPS
@@ -10,6 +12,7 @@ from loraplex.engine.cuda.step_sizes import (
     all_graph_sizes,
     coarse_graph_sizes,
     decode_sizes,
+    fewest_graph_sizes,
 )
 
 NUM_LAYERS = 2
@@ -34,6 +37,18 @@ def capture(graphs: GraphQueue[str], *, required_only: bool) -> list[GraphKey]:
         graphs.put(found, f"graph {len(captured)}")
         captured.append(found)
     return captured
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_fewest_sizes_cover_the_coarse_ones_and_are_some_of_them(*, wide: bool) -> None:
+    max_blocks = 4 * NARROW_TABLE
+    fewest = fewest_graph_sizes(max_blocks, NUM_LAYERS, wide=wide)
+    coarse = coarse_graph_sizes(max_blocks, NUM_LAYERS, wide=wide)
+    assert set(fewest) < set(coarse)
+    for wanted in coarse:
+        covering = [sizes for sizes in fewest if sizes.covers(wanted)]
+        assert covering
+        assert min(sizes.rows for sizes in covering) <= max(2 * wanted.rows, 64)
 
 
 @pytest.mark.parametrize("max_blocks", [4, NARROW_TABLE, 4 * NARROW_TABLE])
@@ -61,18 +76,29 @@ def test_what_is_required_covers_all_that_is_known() -> None:
     graphs = queue(QKV, MLP)
     captured = capture(graphs, required_only=True)
     assert graphs.num_required == 0
-    assert {found.groups for found in captured} == {QKV | MLP}
+    assert {found.groups for found in captured} == {QKV | MLP, ALL}
     for groups in (frozenset[str](), QKV, MLP, QKV | MLP):
         for sizes in all_graph_sizes(NARROW_TABLE, NUM_LAYERS):
-            assert graphs.choose(GraphKey(sizes, groups, False)) is not None
+            choice = graphs.choose(GraphKey(sizes, groups, False))
+            assert choice is not None
+            assert choice.key.groups == QKV | MLP
+
+
+def test_what_is_required_covers_adapters_that_come_later_and_long_contexts() -> None:
+    graphs = queue(QKV, max_blocks=4 * NARROW_TABLE)
+    capture(graphs, required_only=True)
+    for sizes in all_graph_sizes(4 * NARROW_TABLE, NUM_LAYERS):
+        assert graphs.choose(GraphKey(sizes, ALL, False)) is not None
+        assert graphs.choose(GraphKey(replace(sizes, table_width=4 * NARROW_TABLE), ALL, False)) is not None
 
 
 def test_an_adapter_with_other_groups_makes_more_required() -> None:
     graphs = queue(QKV)
     capture(graphs, required_only=True)
     graphs.expect(ALL)
-    assert graphs.num_required == len(coarse_graph_sizes(NARROW_TABLE, NUM_LAYERS))
-    assert graphs.choose(key(1, ALL)) is None
+    coarse, fewest = (f(NARROW_TABLE, NUM_LAYERS) for f in (coarse_graph_sizes, fewest_graph_sizes))
+    assert graphs.num_required == len(coarse) - len(fewest)
+    assert {found.groups for found in capture(graphs, required_only=True)} == {ALL}
 
 
 def test_a_step_gets_the_graph_that_costs_it_least() -> None:
