@@ -105,8 +105,8 @@ class Scheduler:
         if sequence is not None:
             self._fail(
                 sequence,
-                "there is no memory for the request beside adapters that have not been read from disk for too "
-                "long; check the disk that holds them, then try again",
+                "there is no memory for the request beside adapters that do not come from disk; check the "
+                "disk that holds them, then try again",
             )
 
     def _fail_all(self, version: str, message: str, *, pinned: bool) -> None:

@@ -4,8 +4,8 @@
                        `----failed----> DISK         least recently held goes first when room is short
 
 A read is begun only when one of the few that may run at a time is free, so what is read next is always what
-the first of those who wait needs. A read that is overdue is not one of these few. It keeps its memory until it
-ends; what finds no room beside such memory is loaded from disk without a stay in the host's memory.
+the first of those who wait needs. A read that is overdue is not one of these few. It keeps its memory until
+it ends; what finds no room beside such memory is loaded from disk without a stay in the host's memory.
 """
 
 from __future__ import annotations
