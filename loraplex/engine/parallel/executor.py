@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
 from loraplex.engine.executor import AdapterEvent, Executor, Flight, LoadOrder, StepResult
+from loraplex.engine.parallel.shard_plans import PlanSender
 from loraplex.engine.parallel.workers import Workers
 from loraplex.scheduling.plan import AdapterRead, Move, StepPlan
 
@@ -64,6 +65,7 @@ class ParallelExecutor:
         self._local = local
         self._workers = workers
         self._release = release
+        self._plans = PlanSender()
         self._loads: dict[_Load, _Progress] = {}  # under way
         self._num_overdue = 0
         self._asked_s = 0.0  # when workers last looked for reads that are overdue
@@ -75,9 +77,11 @@ class ParallelExecutor:
         self._everywhere("begin", request)
 
     def preempt(self, request_id: str) -> None:
+        self._plans.forget(request_id)
         self._everywhere("preempt", request_id)
 
     def end(self, request_id: str) -> None:
+        self._plans.forget(request_id)
         self._everywhere("end", request_id)
 
     def adapter_bytes(self, spec: AdapterSpec) -> int:
@@ -94,6 +98,8 @@ class ParallelExecutor:
         self._everywhere("load_adapters", loads)
 
     def move(self, moves: Sequence[Move]) -> None:
+        if any(move.version is None for move in moves):
+            self._plans.forget_contents()
         self._everywhere("move", moves)
 
     def evict_adapter(self, version: str) -> None:
@@ -140,7 +146,8 @@ class ParallelExecutor:
     def launch(self, plan: StepPlan) -> ParallelFlight:
         self._workers.raise_if_ended()
         with self._workers.blamed():
-            flight = self._everywhere("launch", plan)
+            self._workers.call("launch", self._plans.pack(plan))
+            flight = self._local.launch(plan)
         return ParallelFlight(local=flight, workers=self._workers)
 
     def expect(self, spec: AdapterSpec) -> None:
