@@ -6,6 +6,9 @@ drops what `take_evictions` names. How much memory there is, and where in it ada
 
     ABSENT --acquire--> LOADING --loaded--> RESIDENT --evicted--> ABSENT
                            `----failed----> ABSENT
+
+A load that does not end may be declared *overdue*. It keeps its memory, which may still be written to, and is
+accounted for in the usual way if it does end. Until then nobody waits for it.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ class Residency:
         self._entries: dict[str, _Entry] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # resident and unpinned, oldest use first
         self._loading: set[str] = set()
+        self._overdue: set[str] = set()  # a part of those that are loading
         self._resident: set[str] = set()
         self._evictions: list[str] = []
         self._removed: list[str] = []
@@ -156,7 +160,18 @@ class Residency:
 
     @property
     def num_loading(self) -> int:
-        return len(self._loading)
+        """Loads under way that will end before long: without those that are overdue."""
+        return len(self._loading) - len(self._overdue)
+
+    @property
+    def num_overdue(self) -> int:
+        return len(self._overdue)
+
+    @property
+    def waits_for_overdue_only(self) -> bool:
+        """Whether no memory can be freed before a load ends that is overdue: all else that could be evicted
+        already can be."""
+        return self.num_overdue > 0 and self.num_loading == 0 and len(self._idle) == len(self._resident)
 
     @property
     def used_bytes(self) -> int:
@@ -166,6 +181,14 @@ class Residency:
     def budget_bytes(self) -> int:
         return self._room.budget_bytes
 
+    def overdue(self, version: str) -> bool:
+        """Do not count on the end of a load any more. Return False if the version is not being loaded, or if
+        this is known."""
+        if version not in self._loading or version in self._overdue:
+            return False
+        self._overdue.add(version)
+        return True
+
     def loaded(self, version: str) -> None:
         """A load that `acquire` started is complete."""
         entry = self._entries[version]
@@ -173,6 +196,7 @@ class Residency:
         entry.tier = self._room.resident_tier
         self._room.settle(version)
         self._loading.remove(version)
+        self._overdue.discard(version)
         self._resident.add(version)
         entry.loads += 1
         if entry.pins == 0:  # everyone who waited for it is gone
@@ -186,6 +210,7 @@ class Residency:
         entry.tier = Tier.DISK
         entry.kept = entry.ahead = False
         self._loading.remove(version)
+        self._overdue.discard(version)
         self._room.give_back(version, entry.num_bytes, entry.last_use)
         self._forget_if_drained(version, entry)
 
@@ -217,7 +242,7 @@ class Residency:
 
     @property
     def loading(self) -> Set[str]:
-        """Versions that are being loaded."""
+        """Versions that are being loaded, also those that are overdue."""
         return self._loading
 
     def snapshot(self) -> list[AdapterStats]:
@@ -242,6 +267,7 @@ class Residency:
         assert held == self.used_bytes <= self.budget_bytes
         assert self.idle_bytes == sum(self._entries[version].num_bytes for version in self._idle)
         assert self._loading == {v for v, entry in self._entries.items() if entry.tier is Tier.LOADING}
+        assert self._overdue <= self._loading
         assert self._resident == {version for version in self._entries if self.is_resident(version)}
         for version, entry in self._entries.items():
             assert entry.pins == pins.get(version, 0), f"{version}: {entry.pins} pins, held by {pins}"

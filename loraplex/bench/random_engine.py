@@ -214,7 +214,7 @@ class _RandomBlocks:
     def prepare(self) -> bool:
         return False
 
-    def close(self) -> None:
+    def close(self, *, frees_memory: bool = True) -> None:
         self._slabs.clear()
         self._parts.clear()
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -16,11 +17,15 @@ from loraplex.adapters.slab import ModuleSlot, SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import AdapterError, CapacityError
 from loraplex.core.shape import ModelShape
+from loraplex.core.words import plural
 from loraplex.engine.slab_reader import read_slab
 from loraplex.kernels.lora import LoraGroup, LoraPart, LoraWeights, host_weights
 from loraplex.model.sharding import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_S: Final = 5.0
+"""How long `close` waits for reads under way: enough for a healthy disk."""
 
 Load = Callable[[AdapterSpec], LoraWeights]
 Read = Callable[[AdapterSpec], None]
@@ -53,6 +58,9 @@ class AdapterLoader:
     A read from a disk that is gone may never return, and nothing can end its thread. `overdue` starts another
     thread in its place, so that one such adapter does not hold up the others. Threads are daemons for the
     same reason: the process can exit while one of them hangs.
+
+        submit --> queued --> begun --------------> finished --poll--> collected
+                                 `---> overdue ---'
     """
 
     def __init__(self, num_threads: int = 1, on_thread: Callable[[], None] | None = None) -> None:
@@ -64,18 +72,29 @@ class AdapterLoader:
         self._begun: dict[_Task, tuple[float, threading.Thread]] = {}
         self._overdue: set[_Task] = set()
         self._threads: list[threading.Thread] = []
-        self.num_pending = 0
+        self._num_uncollected = 0
         for _ in range(num_threads):
             self._start_thread()
 
+    @property
+    def num_pending(self) -> int:
+        """Reads and loads that were not collected yet, but for those that are overdue. One of these counts
+        again when it has ended after all."""
+        return self._num_uncollected - len(self._overdue)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether any thread may still write to the memory of its read."""
+        return bool(self._begun)
+
     def submit(self, sources: Sequence[AdapterSpec], load: Load) -> None:
         """Load one version from the first of its folders that still holds it."""
-        self.num_pending += 1
+        self._num_uncollected += 1
         self._tasks.put(_Task(sources=sources, load=load, is_read=False))
 
     def submit_read(self, sources: Sequence[AdapterSpec], read: Read) -> None:
         """The same, of a version that is only read."""
-        self.num_pending += 1
+        self._num_uncollected += 1
         self._tasks.put(_Task(sources=sources, load=read, is_read=True))
 
     def overdue(self, deadline_s: float) -> list[str]:
@@ -106,18 +125,30 @@ class AdapterLoader:
                 results.append(self._finished.get_nowait())
         except queue.Empty:
             pass
-        self.num_pending -= len(results)
+        self._num_uncollected -= len(results)
         return results
 
-    def close(self) -> None:
-        """Wait for the loads that have begun, but for those that are overdue."""
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Wait for the reads that have begun, but for those that are overdue, and no longer than `timeout_s`.
+        `is_reading` says whether any was left behind."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tasks.get_nowait()
         for _ in self._threads:
             self._tasks.put(None)
+        until_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join()
+            thread.join(max(until_s - time.monotonic(), 0.0))
+        with self._lock:
+            left = sorted(task.sources[0].version for task in self._begun)
+        if left:
+            logger.warning(
+                "closed although %d adapter %s did not end (version %s), whose threads and memory are left "
+                "behind; check the disk that holds them",
+                len(left),
+                plural("read", len(left)),
+                ", ".join(left),
+            )
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)

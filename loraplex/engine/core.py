@@ -115,6 +115,7 @@ class Engine:
         return outputs
 
     def has_work(self) -> bool:
+        """See EngineCore. A read that is overdue is no work before it has ended."""
         return bool(self._flights) or self._scheduler.has_work() or self._executor.num_pending_loads > 0
 
     def add_request(self, request: EngineRequest) -> None:

@@ -113,11 +113,17 @@ class Executor(Protocol):
         ...
 
     def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
-        """Versions that have been read from disk for so long without an end. They may still come."""
+        """Versions that have been read from disk for so long without an end. They may still come.
+
+        Called in each step, also when nothing is being read.
+        """
         ...
 
     @property
-    def num_pending_loads(self) -> int: ...
+    def num_pending_loads(self) -> int:
+        """Reads and loads whose end `poll_adapters` will report before long: without those that were found to
+        be overdue, unless they have ended after all."""
+        ...
 
     def launch(self, plan: StepPlan) -> Flight:
         """Start a step behind those already launched."""
@@ -142,4 +148,6 @@ class Executor(Protocol):
         """Assert that state is kept for exactly these requests, and weights for exactly these versions."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free all there is, but for memory that a read which does not end may still write to."""
+        ...

@@ -20,7 +20,13 @@ class ResidentAdapters:
 
     @property
     def num_pending(self) -> int:
+        """Without those that are overdue."""
         return self._loader.num_pending
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether any thread may still write to the memory of its read; it may after `close`."""
+        return self._loader.is_reading
 
     def load(self, sources: Sequence[AdapterSpec], load: Load) -> None:
         self._loader.submit(sources, load)
@@ -43,4 +49,5 @@ class ResidentAdapters:
         return events
 
     def close(self) -> None:
+        """Wait for reads under way, but not for ever."""
         self._loader.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, wait
 from io import FileIO
 from typing import Final, NamedTuple
 
@@ -26,6 +26,7 @@ from loraplex.adapters.spec import CONFIG_FILE, AdapterSpec
 from loraplex.adapters.tensors import FileCutShortError, TensorInfo, WeightsHeader, parse_header
 from loraplex.core.errors import AdapterError, AdapterFormatError
 from loraplex.core.shape import ModelShape
+from loraplex.engine.helper_threads import HelperThreads
 from loraplex.kernels.cpu.file_matrices import FileMatrix, compile_reader, read_matrices
 from loraplex.model.sharding import CUT_BY_INPUT, WHOLE, Shard
 
@@ -37,6 +38,8 @@ _MAX_HELPERS: Final = 12
 _PIECE_BYTES: Final = 256 << 10
 _PART_BYTES: Final = 2 << 20
 """What one helper reads before it looks for more."""
+_MAX_IDLE: Final = 2
+"""Sets of helpers that are kept between reads: as many as there are reads at a time."""
 
 
 class _Matrix(NamedTuple):
@@ -95,19 +98,43 @@ def read_slab(
 
 
 class SlabReaders:
-    """`read_slab` with the help of a few threads: one core alone copies no faster than a good disk reads."""
+    """`read_slab` with the help of a few threads: one core alone copies no faster than a good disk reads.
+
+    Every read has helpers of its own until it ends: those of a read that hangs are missed by no other.
+    """
 
     def __init__(self, shard: Shard = WHOLE) -> None:
         self._shard = shard
-        self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_HELPERS), "adapter-reader")
-        self._threads.submit(compile_reader)  # before the first read, which would wait for it
+        self._num_helpers = min(os.cpu_count() or 1, _MAX_HELPERS)
+        first = HelperThreads(self._num_helpers)
+        first.submit(compile_reader)  # before the first read, which would wait for it
+        self._lock = threading.Lock()  # for what is below
+        self._idle = [first]
+        self._is_closed = False
 
     def __call__(self, spec: AdapterSpec, layout: SlabLayout, slab: torch.Tensor) -> None:
-        read_slab(spec, layout, slab, self._shard, self._threads)
+        with self._lock:
+            helpers = self._idle.pop() if self._idle else HelperThreads(self._num_helpers)
+        try:
+            read_slab(spec, layout, slab, self._shard, helpers)
+        finally:
+            self._take_back(helpers)
 
     def close(self) -> None:
-        """After the last read."""
-        self._threads.shutdown()
+        """Let the threads go, those of a read under way when it ends."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for helpers in idle:
+            helpers.shutdown()
+
+    def _take_back(self, helpers: HelperThreads) -> None:
+        with self._lock:
+            keeps = not self._is_closed and len(self._idle) < _MAX_IDLE
+            if keeps:
+                self._idle.append(helpers)
+        if not keeps:
+            helpers.shutdown()
 
 
 def _matrices(

@@ -146,6 +146,14 @@ class AdapterDesk:
         self.pins.not_kept(version)
         self._popularity.forget(version)
 
+    def overdue(self, version: str) -> None:
+        """A read, or a load that reads from disk, does not end: nobody waits for it any more."""
+        is_new = self._residency.overdue(version)
+        if self._staging is not None:
+            is_new |= self._staging.overdue(version)
+        if is_new:
+            self.pins.not_kept(version)
+
     def loaded(self, version: str) -> None:
         self._residency.loaded(version)
         self.pins.loaded(version)

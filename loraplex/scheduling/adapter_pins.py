@@ -110,7 +110,7 @@ class AdapterPins:
             return True
         if self._reads_more:
             self._reads_more = self._staging.fetch(version)
-        return False
+        return self._staging.is_there(version)  # or it is not staged from now on
 
     def only_reads(self, waiting: WaitingQueue) -> bool:
         """Return whether every waiting request waits for a read to the host's memory, which has begun or is
@@ -152,6 +152,18 @@ class AdapterPins:
                 if version not in awaited and version not in started
             ),
         )
+
+    def without_room(self, *, any_runs: bool) -> Sequence | None:
+        """Return the first request that waits for memory which only the end of an overdue load could free,
+        if there is one. `any_runs`: whether any request runs that will give back memory."""
+        if self._residency.num_overdue == 0:
+            return None
+        if not self._memory.shared:
+            return self.refused if self._residency.waits_for_overdue_only else None
+        if any_runs or self._residency.num_loading > 0:
+            return None
+        waiting = [sequence for sequence in (self.refused, self.short) if sequence is not None]
+        return min(waiting, key=lambda sequence: sequence.queue_position, default=None)
 
     def loaded(self, version: str) -> None:
         """A load is complete, or came to nothing."""

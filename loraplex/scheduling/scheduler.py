@@ -91,10 +91,23 @@ class Scheduler:
 
     def adapter_overdue(self, version: str, message: str) -> None:
         """A read or load does not end: the requests that wait for it fail. It may still end, one way or the
-        other, and is accounted for then."""
+        other, and is accounted for then. May be called again for as long as it does not."""
+        self._is_settled = False
+        self.adapters.overdue(version)
         for sequence in self._sequences.on_version(version):
             if sequence in self._waiting and not self._pins.is_in_memory(version):
                 self._fail(sequence, message, param="model")
+
+    def _fail_without_room(self) -> None:
+        """Fail a request for which memory could only come from a load that hangs: those behind it must not
+        wait for that, too."""
+        sequence = self._pins.without_room(any_runs=bool(self._running or self._under_way))
+        if sequence is not None:
+            self._fail(
+                sequence,
+                "there is no memory for the request beside adapters that do not come from disk; check the "
+                "disk that holds them, then try again",
+            )
 
     def _fail_all(self, version: str, message: str, *, pinned: bool) -> None:
         """Requests of a version; those that hold it in memory only if that is said."""
@@ -118,6 +131,8 @@ class Scheduler:
             self.adapters.bring_in(self._waiting, self._running)
             if not preempted:
                 self._admit(chunks, budget)
+        if not preempted:
+            self._fail_without_room()
         all_decode = not preempted and len(self._running) == num_running == len(chunks)
         self._is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
         return self._plan(chunks, preempted)

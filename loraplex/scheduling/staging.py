@@ -4,12 +4,13 @@
                        `----failed----> DISK         least recently held goes first when room is short
 
 A read is begun only when one of the few that may run at a time is free, so what is read next is always what
-the first of those who wait needs.
+the first of those who wait needs. A read that is overdue is not one of these few. It keeps its memory until
+it ends; what finds no room beside such memory is loaded from disk without a stay in the host's memory.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import KeysView, Set
 from typing import Final
 
@@ -23,15 +24,17 @@ _MAX_READS: Final = 2
 
 
 class Staging:
-    """Adapters too large for the host's budget are never staged: a device loads them from disk."""
+    """Adapters too large for the host's budget, or for what overdue reads leave of it, are not staged: a
+    device loads them from disk."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._room = HostRoom(budget_bytes)
         self._residency = Residency(self._room)
-        self._unstaged: set[str] = set()  # too large
+        self._unstaged: set[str] = set()  # too large, until they are added again
         self._held: Counter[str] = Counter()
         self._reads: list[str] = []
-        self._ahead: deque[str] = deque()
+        # To be read ahead; ordered and hashed, as thousands may be.
+        self._ahead: OrderedDict[str, None] = OrderedDict()
 
     @property
     def used_bytes(self) -> int:
@@ -48,6 +51,7 @@ class Staging:
 
     def add(self, version: str, num_bytes: int) -> None:
         if num_bytes <= self._room.budget_bytes:
+            self._unstaged.discard(version)
             self._residency.add(version, num_bytes)
         else:
             self._unstaged.add(version)
@@ -70,7 +74,19 @@ class Staging:
         just now: nobody behind it may take what it waits for."""
         if self._residency.tier(version) is not Tier.DISK or self._residency.num_loading >= _MAX_READS:
             return True
-        return self._begin(version, self._residency.bring_in(version))
+        if self._begin(version, self._residency.bring_in(version)):
+            return True
+        if not self._residency.waits_for_overdue_only:
+            return False
+        self._residency.remove(version)
+        self._unstaged.add(version)
+        self._tidy()
+        return True
+
+    def overdue(self, version: str) -> bool:
+        """Let others be read while this read does not end. Return False if it is not being read, or if this
+        is known."""
+        return self._residency.overdue(version)
 
     def must_read(self, version: str) -> bool:
         """Whether a device could not load it before a read has ended."""
@@ -89,13 +105,12 @@ class Staging:
         return bool(self._ahead)
 
     def stage_ahead(self, version: str) -> None:
-        if version not in self._ahead:
-            self._ahead.append(version)
+        self._ahead.setdefault(version)
 
     def fetch_ahead(self) -> None:
         """Begin reads that nobody waits for, where a reader and memory are free."""
         while self._ahead and self._residency.num_loading < _MAX_READS:
-            version = self._ahead.popleft()
+            version, _ = self._ahead.popitem(last=False)
             if self.stages(version) and self._residency.tier(version) is Tier.DISK:
                 self._begin(version, self._residency.load_ahead(version))
 

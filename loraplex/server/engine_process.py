@@ -94,7 +94,7 @@ class EngineLoop:
             self._send(StartProgress("capturing graphs", 1.0 - left / most))
             core.prepare()
             if core.has_work():  # adapters that are read ahead of their first request
-                core.step()
+                self._step()
             if not self._receive(wait=False):
                 return False
         return True
@@ -104,10 +104,13 @@ class EngineLoop:
         core = self._core
         while self._receive(wait=not core.has_work() and not core.prepare()):
             if core.has_work():
-                outputs = core.step()
-                if outputs:
-                    self._send(Outputs(list(outputs)))
+                self._step()
             self._report_removals()
+
+    def _step(self) -> None:
+        outputs = self._core.step()
+        if outputs:
+            self._send(Outputs(list(outputs)))
 
     def _receive(self, *, wait: bool) -> bool:
         """Take the commands there are, up to a number; False after Shutdown. `wait` a while for the first.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import AdapterError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.adapter_loader import slab_weights
+from loraplex.engine.adapter_loader import AdapterLoader, slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.torch_executor import TorchExecutor
@@ -130,7 +133,10 @@ def test_a_load_that_ends_after_its_requests_leaves_an_adapter_or_nothing(in_ord
     with engine_on(disk, ColdStart.OVERLAP, load_deadline_s=0.02, max_pause_s=0.01) as engine:
         ask(engine, "waits", DEAD)
         run_until(engine, done, "waits")
+        assert not engine.has_work(), "a read that may never end keeps the engine from being idle"
         disk.alive.set()
+        while not engine.has_work():  # as an idle loop does, more slowly
+            pass
         while engine.has_work():
             step(engine, done)
         tiers = {adapter.version: (adapter.tier, adapter.in_flight) for adapter in engine.stats().adapters}
@@ -148,3 +154,66 @@ def test_an_engine_is_closed_although_a_load_hangs() -> None:
         run_until(engine, done, "waits")
         engine.close()
         assert not disk.alive.is_set()
+
+
+def test_a_loader_is_closed_although_a_read_hangs_that_is_not_overdue_yet(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader, begun, alive = AdapterLoader(), threading.Event(), threading.Event()
+
+    def read(spec: AdapterSpec) -> None:
+        begun.set()
+        alive.wait()
+
+    loader.submit_read(SPECS[:1], read)
+    loader.submit_read(SPECS[1:], read)  # it has not begun, and never will
+    assert begun.wait(60)
+    with caplog.at_level(logging.WARNING):
+        loader.close(timeout_s=0.01)
+    assert loader.is_reading
+    assert f"1 adapter read did not end (version {DEAD})" in caplog.text
+    alive.set()
+    while loader.is_reading:
+        pass
+    assert [result.version for result in loader.poll(60.0)] == [DEAD]
+
+
+def test_a_loader_whose_reads_have_ended_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    loader = AdapterLoader(num_threads=2)
+    loader.submit_read(SPECS, lambda spec: None)
+    loader.close()
+    assert not loader.is_reading
+    assert caplog.text == ""
+
+
+def test_a_read_that_is_overdue_is_not_pending_until_it_has_ended() -> None:
+    loader, begun, alive = AdapterLoader(), threading.Event(), threading.Event()
+
+    def read(spec: AdapterSpec) -> None:
+        begun.set()
+        alive.wait()
+
+    loader.submit_read(SPECS[:1], read)
+    assert begun.wait(60)
+    assert loader.num_pending == 1
+    assert loader.overdue(0.0) == loader.overdue(0.0) == [DEAD]
+    assert loader.num_pending == 0
+    loader.submit_read(SPECS[1:], lambda spec: None)
+    assert loader.num_pending == 1
+    assert [result.version for result in loader.poll(60.0)] == [FINE]
+    assert loader.num_pending == 0
+    alive.set()
+    while loader.num_pending == 0:
+        pass
+    assert [result.version for result in loader.poll(60.0)] == [DEAD]
+    assert loader.num_pending == 0
+    assert loader.overdue(0.0) == []
+    loader.close()
+
+
+def test_a_process_ends_although_a_helper_hangs() -> None:
+    code = (
+        "import threading; from loraplex.engine.helper_threads import HelperThreads; "
+        "HelperThreads(1).submit(threading.Event().wait)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

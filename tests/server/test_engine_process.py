@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 import zmq
 from fake_core import CHILD_ENV, FakeCore, FakeOptions, request_of, spec_of, tokens_of
 
-from loraplex.core.request import EngineOutput
+from loraplex.core.request import EngineOutput, FinishReason
 from loraplex.server import protocol_ipc as ipc
 from loraplex.server.engine_process import EXIT_PARENT_GONE, EngineLoop, describe, import_object
 
@@ -279,9 +279,19 @@ class Wires:
         return receiver, sender
 
     def run(self, *commands: ipc.Command) -> list[ipc.Event]:
+        self._loop_with(commands).run()
+        return self._events()
+
+    def start(self, *commands: ipc.Command) -> list[ipc.Event]:
+        assert self._loop_with(commands).start()
+        return self._events()
+
+    def _loop_with(self, commands: Sequence[ipc.Command]) -> EngineLoop:
         for command in commands:
             self._commands_out.send(ipc.encode(command))
-        EngineLoop(self.core, self._commands_in, self._events_out).run()
+        return EngineLoop(self.core, self._commands_in, self._events_out)
+
+    def _events(self) -> list[ipc.Event]:
         events = []
         while self._events_in.poll(0):
             events.append(ipc.decode_event(self._events_in.recv()))
@@ -335,6 +345,14 @@ def test_adapter_refusals_are_answered(wires: Wires) -> None:
         ipc.AdapterAdded("unwanted", ipc.ErrorInfo("AdapterFormatError", "rank must be positive", "r")),
         ipc.AdapterRemoved("v9", ipc.ErrorInfo("UnknownModelError", "no adapter v9")),
     ]
+
+
+def test_what_a_step_says_before_the_engine_is_ready_is_sent(wires: Wires, tmp_path: Path) -> None:
+    wires.core.to_prepare = [tmp_path / "gone"] * 3
+    events = wires.start(ipc.AddRequest(request := request_of("early")), ipc.Prepare())
+    outputs = [output for event in events if isinstance(event, ipc.Outputs) for output in event.outputs]
+    assert tuple(token for output in outputs for token in output.token_ids) == tokens_of(request)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_objects_are_imported_by_name() -> None:

@@ -155,12 +155,12 @@ class AdapterStore:
     def prepare(self) -> bool:
         return self._host_blocks.prepare()
 
-    def close(self) -> None:
-        """After the last load."""
+    def close(self, *, frees_memory: bool) -> None:
+        """After the last load. `frees_memory`: False if a read into the host's memory is still under way."""
         try:
             self._bus.synchronize()
         finally:
-            self._host_blocks.close()
+            self._host_blocks.close(frees_memory=frees_memory)
 
     def moved(self, weights: LoraWeights, place: int) -> LoraWeights:
         """The same adapter after its block was copied to another place."""

@@ -227,11 +227,15 @@ class CudaExecutor:
 
     def close(self) -> None:
         with ExitStack() as closing:  # the last first, and all whatever goes wrong
-            closing.callback(self._store.close)
+            closing.callback(self._close_store)
             if self._assist is not None:
                 closing.callback(self._assist.close)
             closing.callback(self._finish_steps)
             closing.callback(self._adapters.close)
+
+    def _close_store(self) -> None:
+        # A thread that hangs in a read would write to memory that was given back, should its disk answer.
+        self._store.close(frees_memory=not self._adapters.is_reading)
 
     def _finish_steps(self) -> None:
         while self._told:

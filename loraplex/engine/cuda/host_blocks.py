@@ -33,8 +33,9 @@ class HostBlocks(Protocol):
         """Do a little ahead of the reads to come; False if nothing is left to do."""
         ...
 
-    def close(self) -> None:
-        """Give the memory back; after the last copy."""
+    def close(self, *, frees_memory: bool = True) -> None:
+        """Give the memory back, after the last copy; all but the memory if not `frees_memory`, as a read that
+        does not end may still write to it."""
         ...
 
 
@@ -69,9 +70,12 @@ class HostPool:
     def prepare(self) -> bool:
         return self._memory.pin_ahead()
 
-    def close(self) -> None:
+    def close(self, *, frees_memory: bool = True) -> None:
         try:
-            self._memory.close()
+            if frees_memory:
+                self._memory.close()
+            else:
+                self._memory.leave()
         finally:
             self._on_close()
 

@@ -115,6 +115,10 @@ class HostMemory:
                 self._pages.close()
                 self._bytes = self._pages.memory = torch.empty(0, dtype=torch.uint8)
 
+    def leave(self) -> None:
+        """Keep it mapped and pinned until the process ends, as a read may still write to it."""
+        _LEFT.append(self._pages)
+
     def _piece(self, piece: int) -> torch.Tensor:
         return self._bytes[piece * self._piece_bytes : min((piece + 1) * self._piece_bytes, self._num_bytes)]
 
@@ -155,6 +159,11 @@ class _Pages(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+_LEFT: Final[list[_Pages]] = []
+"""Leaked deliberately: a thread that hangs in a read cannot be ended, and nobody is left to unpin the memory
+when it returns. Pages that are unmapped but not unpinned would fail whoever is given their addresses next."""
 
 
 class _SharedPages:

@@ -95,9 +95,9 @@ class PaddedBlocks:
     def prepare(self) -> bool:
         return False
 
-    def close(self) -> None:
+    def close(self, *, frees_memory: bool = True) -> None:
         self._blocks.clear()
-        self._plain.close()
+        self._plain.close(frees_memory=frees_memory)
 
 
 def _with_rank(spec: AdapterSpec, rank: int) -> AdapterSpec:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
 from loraplex.engine.executor import AdapterEvent, Executor, Flight, LoadOrder, StepResult
+from loraplex.engine.parallel.shard_plans import PlanSender
 from loraplex.engine.parallel.workers import Workers
 from loraplex.scheduling.plan import AdapterRead, Move, StepPlan
 
 _LOCAL: Final = 0
 """The shard of this process."""
+_ASK_AGAIN_S: Final = 1.0
+"""How often workers look for reads that are overdue, while one is."""
 
 
 class _Load(NamedTuple):
@@ -22,6 +26,17 @@ class _Load(NamedTuple):
 
     version: str
     read: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class _Progress:
+    """What the shards have said of a load: an error, or None. `copied`: by shard 0, which stands for all.
+    `local_end_s`: when it ended in shard 0. `is_overdue`: it does not end in some shard."""
+
+    said: dict[int, str | None] = field(default_factory=dict)
+    copied: tuple[int, float] | None = None
+    local_end_s: float | None = None
+    is_overdue: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +65,10 @@ class ParallelExecutor:
         self._local = local
         self._workers = workers
         self._release = release
-        # Of each read or load under way: what the shards have said of it, an error or None.
-        self._loads: dict[_Load, dict[int, str | None]] = {}
-        self._copied: dict[_Load, tuple[int, float]] = {}  # by shard 0, which stands for all
+        self._plans = PlanSender()
+        self._loads: dict[_Load, _Progress] = {}  # under way
+        self._num_overdue = 0
+        self._asked_s = 0.0  # when workers last looked for reads that are overdue
 
     def begin(self, request: EngineRequest) -> None:
         params = request.params
@@ -61,9 +77,11 @@ class ParallelExecutor:
         self._everywhere("begin", request)
 
     def preempt(self, request_id: str) -> None:
+        self._plans.forget(request_id)
         self._everywhere("preempt", request_id)
 
     def end(self, request_id: str) -> None:
+        self._plans.forget(request_id)
         self._everywhere("end", request_id)
 
     def adapter_bytes(self, spec: AdapterSpec) -> int:
@@ -71,15 +89,17 @@ class ParallelExecutor:
         return self._local.adapter_bytes(spec)
 
     def read_adapter(self, sources: Sequence[AdapterSpec], read: AdapterRead) -> None:
-        self._loads[_Load(read.version, read=True)] = {}
+        self._loads[_Load(read.version, read=True)] = _Progress()
         self._everywhere("read_adapter", sources, read)
 
     def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
         for order in loads:
-            self._loads[_Load(order.load.version, read=False)] = {}
+            self._loads[_Load(order.load.version, read=False)] = _Progress()
         self._everywhere("load_adapters", loads)
 
     def move(self, moves: Sequence[Move]) -> None:
+        if any(move.version is None for move in moves):
+            self._plans.forget_contents()
         self._everywhere("move", moves)
 
     def evict_adapter(self, version: str) -> None:
@@ -87,7 +107,10 @@ class ParallelExecutor:
 
     @property
     def num_pending_loads(self) -> int:
-        return len(self._loads)
+        pending = len(self._loads) - self._num_overdue
+        if pending == 0 and self._num_overdue > 0:  # one may have ended after all, in some shard
+            return int(self._local.num_pending_loads > 0 or self._workers.has_events)
+        return pending
 
     def poll_adapters(self, timeout_s: float) -> Sequence[AdapterEvent]:
         """An adapter is there when every shard has it."""
@@ -95,26 +118,36 @@ class ParallelExecutor:
         events = [(_LOCAL, event) for event in self._local.poll_adapters(timeout_s if waits_locally else 0.0)]
         events += self._workers.take_events(0.0 if events or waits_locally else timeout_s)
         for shard, event in events:
-            load = _Load(event.version, read=event.read)
-            self._loads[load][shard] = event.error
-            if shard == _LOCAL and event.copied is not None:
-                self._copied[load] = event.copied
+            progress = self._loads[_Load(event.version, read=event.read)]
+            progress.said[shard] = event.error
+            if shard == _LOCAL:
+                progress.copied, progress.local_end_s = event.copied, time.monotonic()
         num_shards = len(self._workers.pids) + 1
-        complete = [load for load, said in self._loads.items() if len(said) == num_shards]
+        complete = [load for load, progress in self._loads.items() if len(progress.said) == num_shards]
         return [self._settle(load) for load in complete]
 
     def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
-        """Of this process: all shards read the same files. The others are asked only so that they replace
-        the threads that hang."""
-        overdue = self._local.overdue_adapters(deadline_s)
-        if overdue:
-            self._workers.call("overdue_adapters", deadline_s)
-        return overdue
+        """Those that hang in this process, and those that another shard has not had for so long after this
+        one had them. The others look for themselves only so that they replace the threads that hang."""
+        if not self._loads:
+            return ()
+        now_s, hang_here = time.monotonic(), set(self._local.overdue_adapters(deadline_s))
+        for load, progress in self._loads.items():
+            waits_for_others = progress.local_end_s is not None and now_s - progress.local_end_s >= deadline_s
+            if not progress.is_overdue and (load.version in hang_here or waits_for_others):
+                progress.is_overdue = True
+                self._num_overdue += 1
+        if self._num_overdue > 0 and now_s - self._asked_s >= _ASK_AGAIN_S:
+            self._asked_s = now_s
+            # They may have begun a little later, and to take a read for overdue too early does no harm.
+            self._workers.call("overdue_adapters", max(deadline_s - _ASK_AGAIN_S, 0.0))
+        return [load.version for load, progress in self._loads.items() if progress.is_overdue]
 
     def launch(self, plan: StepPlan) -> ParallelFlight:
         self._workers.raise_if_ended()
         with self._workers.blamed():
-            flight = self._everywhere("launch", plan)
+            self._workers.call("launch", self._plans.pack(plan))
+            flight = self._local.launch(plan)
         return ParallelFlight(local=flight, workers=self._workers)
 
     def expect(self, spec: AdapterSpec) -> None:
@@ -133,8 +166,8 @@ class ParallelExecutor:
     def check_integrity(self, request_ids: Set[str], adapters: Set[str]) -> None:
         loaded = {
             load.version
-            for load, said in self._loads.items()
-            if not load.read and said.get(_LOCAL, "pending") is None
+            for load, progress in self._loads.items()
+            if not load.read and progress.said.get(_LOCAL, "pending") is None
         }
         self._local.check_integrity(request_ids, adapters | loaded)
         if not self._loads:  # else a worker may have more than it has told
@@ -155,7 +188,9 @@ class ParallelExecutor:
     def _settle(self, load: _Load) -> AdapterEvent:
         """It ended everywhere. If a load failed anywhere, those who have the adapter drop it; what was read
         is overwritten by others."""
-        said = self._loads.pop(load)
+        progress = self._loads.pop(load)
+        said = progress.said
+        self._num_overdue -= progress.is_overdue
         error = next((error for _, error in sorted(said.items()) if error is not None), None)
         if error is not None and not load.read:
             for shard in (shard for shard, failure in said.items() if failure is None):
@@ -163,5 +198,4 @@ class ParallelExecutor:
                     self._local.evict_adapter(load.version)
                 else:
                     self._workers.call("evict_adapter", load.version, only=shard)
-        copied = self._copied.pop(load, None)
-        return AdapterEvent(version=load.version, error=error, read=load.read, copied=copied)
+        return AdapterEvent(version=load.version, error=error, read=load.read, copied=progress.copied)

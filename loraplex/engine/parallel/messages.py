@@ -52,7 +52,8 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A method of the executor. Whatever it returns stays in the worker."""
+    """A method of the executor. Whatever it returns stays in the worker. `launch` is given a
+    `shard_plans.SentPlan`, which the worker unpacks."""
 
     method: str
     args: tuple[Any, ...]

@@ -21,6 +21,7 @@ import torch
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.engine.executor import Executor
 from loraplex.engine.parallel.messages import Call, Done, Failed, Launch, Ready, Started
+from loraplex.engine.parallel.shard_plans import PlanReceiver
 from loraplex.model.collective import connect
 
 logger = logging.getLogger(__name__)
@@ -29,19 +30,25 @@ EXIT_FAILED: Final = 1
 EXIT_PARENT_GONE: Final = 3
 _LOAD_WAIT_S: Final = 0.001
 """How long a worker that loads an adapter waits for a call before it looks at the load again."""
+_IDLE_S: Final = 1.0
+"""The same of a worker that loads none: a read that was given up may still end."""
 _MAX_REASON_CHARS: Final = 500
 
 
 def serve(executor: Executor, calls: Connection, answers: Connection) -> None:
     """Carry out calls until there are no more to come."""
+    plans = PlanReceiver()
     while True:
-        while executor.num_pending_loads > 0 and not calls.poll(_LOAD_WAIT_S):
+        while not calls.poll(_LOAD_WAIT_S if executor.num_pending_loads > 0 else _IDLE_S):
             _report_loads(executor, answers)
         try:
             call: Call = calls.recv()
         except EOFError:
             return
-        getattr(executor, call.method)(*call.args)
+        if call.method == "launch":
+            executor.launch(plans.unpack(*call.args))
+        else:
+            getattr(executor, call.method)(*call.args)
         if call.wants_answer:
             answers.send(Done())
         _report_loads(executor, answers)

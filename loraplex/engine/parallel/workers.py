@@ -78,6 +78,11 @@ class Workers:
         """Return when all have carried out a call that wants an answer."""
         self._wait_for(Done)
 
+    @property
+    def has_events(self) -> bool:
+        """Whether `take_events` may find any without waiting."""
+        return bool(self._events) or not self._inbox.empty()
+
     def take_events(self, timeout_s: float) -> list[tuple[int, AdapterEvent]]:
         """Loads that ended, and in which shard; waits for the first of them no longer than `timeout_s`."""
         self.raise_if_ended()

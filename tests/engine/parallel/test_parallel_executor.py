@@ -20,15 +20,19 @@ LOAD = AdapterLoad(version="v")
 
 
 class FakeLocal:
-    """Remembers calls; loads end as the test says."""
+    """Remembers calls; loads end, or hang, as the test says."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.events: list[AdapterEvent] = []
+        self.hung: list[str] = []
 
     @property
     def num_pending_loads(self) -> int:
-        return 0
+        return len(self.events)
+
+    def overdue_adapters(self, deadline_s: float) -> list[str]:
+        return self.hung
 
     def poll_adapters(self, timeout_s: float) -> list[AdapterEvent]:
         events, self.events = self.events, []
@@ -48,6 +52,10 @@ class FakeWorkers:
 
     def call(self, method: str, *args: Any, only: int | None = None) -> None:
         self.calls.append((only, method, *args))
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self.events)
 
     def take_events(self, timeout_s: float) -> list[tuple[int, AdapterEvent]]:
         events, self.events = self.events, []
@@ -101,3 +109,43 @@ def test_a_request_without_a_seed_gets_one_for_all_shards(
     [(_, request)] = local.calls
     assert request.params.seed is not None
     assert workers.calls == [(None, "begin", request)]
+
+
+def test_a_load_that_hangs_is_pending_again_when_it_has_ended_in_any_shard(
+    parts: tuple[ParallelExecutor, FakeLocal, FakeWorkers],
+) -> None:
+    executor, local, workers = parts
+    assert executor.overdue_adapters(60.0) == ()
+    executor.load_adapters([LoadOrder([SPEC], LOAD)])
+    assert executor.overdue_adapters(60.0) == []
+    local.hung = ["v"]
+    assert executor.overdue_adapters(60.0) == executor.overdue_adapters(60.0) == ["v"]
+    assert workers.calls[1:] == [(None, "overdue_adapters", 59.0)], "workers are not asked in each step"
+    assert executor.num_pending_loads == 0
+    local.hung, local.events = [], [AdapterEvent(version="v")]
+    assert executor.num_pending_loads == 1
+    assert executor.poll_adapters(0.0) == []
+    assert executor.num_pending_loads == 0
+    assert executor.overdue_adapters(60.0) == ["v"], "the others do not have it yet"
+    workers.events = [(1, AdapterEvent(version="v")), (2, AdapterEvent(version="v"))]
+    assert executor.num_pending_loads == 1
+    assert executor.poll_adapters(0.0) == [AdapterEvent(version="v")]
+    assert executor.num_pending_loads == 0
+    assert executor.overdue_adapters(60.0) == ()
+
+
+def test_a_load_that_hangs_in_another_shard_alone_is_overdue(
+    parts: tuple[ParallelExecutor, FakeLocal, FakeWorkers],
+) -> None:
+    executor, local, workers = parts
+    executor.load_adapters([LoadOrder([SPEC], LOAD)])
+    assert executor.overdue_adapters(0.0) == [], "this shard is still at it"
+    local.events = [AdapterEvent(version="v")]
+    workers.events = [(1, AdapterEvent(version="v"))]
+    assert executor.poll_adapters(0.0) == []
+    assert executor.overdue_adapters(3600.0) == []
+    assert executor.overdue_adapters(0.0) == ["v"]
+    assert executor.num_pending_loads == 0
+    workers.events = [(2, AdapterEvent(version="v", error="gone"))]
+    assert executor.poll_adapters(0.0) == [AdapterEvent(version="v", error="gone")]
+    assert executor.num_pending_loads == 0
