@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shutil
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from benchmarks import (
     gpu_start,
     make_tables,
     shared_cpu,
+    table_steps,
     waiting_queue,
 )
 from benchmarks.bystanders import bystanders
@@ -36,7 +39,10 @@ from benchmarks.measure import Traffic, measure, with_median
 from benchmarks.servers import ServerCommand, ServerFailedError, running
 from benchmarks.table_steps import measure_tables
 from loraplex.bench.distribution import Distribution
+from loraplex.bench.random_engine import build_random_engine
 from loraplex.bench.report import Report
+from loraplex.engine.core import Engine
+from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.workload.jsonl import WorkloadRequest, write_workload
 
 
@@ -369,6 +375,29 @@ def test_steps_are_measured_with_the_tables_that_a_context_needs() -> None:
     found = measure_tables("cpu", num_requests=3, contexts=(20, 50), rounds=1)
     assert [(row["context"], row["blocks_each"]) for row in found] == [(20, 2), (50, 4)]
     assert all(row["step_ms"] > 0 for row in found)
+
+
+def test_the_engine_of_one_context_is_gone_before_the_next_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[weakref.ref[object]] = []
+
+    def build(*args: Any) -> Engine:
+        assert [part() for part in built] == [None] * len(built)
+        engine = build_random_engine(*args)
+        executor = engine._executor
+        assert isinstance(executor, TorchExecutor)
+        built.extend(map(weakref.ref, (engine, executor, executor._decoder, executor._caches[0].k)))
+        # Parts of an engine refer to each other: it does not go with the last name for it.
+        engine.itself = engine  # type: ignore[attr-defined]
+        return engine
+
+    monkeypatch.setattr(table_steps, "build_random_engine", build)
+    gc.disable()
+    try:
+        measure_tables("cpu", num_requests=2, contexts=(20, 30), rounds=1)
+    finally:
+        gc.enable()
+    assert len(built) == 8
+    assert [part() for part in built] == [None] * 8
 
 
 def test_a_start_is_told_by_phase_up_to_ready_and_beyond(tmp_path: Path) -> None:
