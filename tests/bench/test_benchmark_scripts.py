@@ -28,13 +28,15 @@ from benchmarks import (
     engines,
     gpu_cold,
     gpu_start,
+    gpu_tables,
     make_tables,
     shared_cpu,
     table_steps,
     waiting_queue,
 )
 from benchmarks.bystanders import bystanders
-from benchmarks.make_checkpoint import RANKS, adapter_bytes, write_adapters, write_tokenizer
+from benchmarks.http_checkpoint import HttpCheckpoint
+from benchmarks.make_checkpoint import RANKS, Checkpoint, adapter_bytes, write_adapters, write_tokenizer
 from benchmarks.measure import Traffic, measure, with_median
 from benchmarks.servers import ServerCommand, ServerFailedError, running
 from benchmarks.table_steps import measure_tables
@@ -127,7 +129,7 @@ def test_medians_keep_every_run_and_sum_failures() -> None:
 
 
 def test_shown_commands_hold_no_folders(tmp_path: Path) -> None:
-    served = engines.Checkpoint(root=tmp_path / "ckpt", num_adapters=2)
+    served = Checkpoint(root=tmp_path / "ckpt", num_adapters=2)
     engine = engines.loraplex(served, state_dir=tmp_path / "state")
     shown = cpu_serve.shown_command(engine)
     assert (
@@ -401,9 +403,18 @@ def test_the_engine_of_one_context_is_gone_before_the_next_is_built(monkeypatch:
 
 
 def test_a_start_is_told_by_phase_up_to_ready_and_beyond(tmp_path: Path) -> None:
-    gpu_start.write_checkpoint(tmp_path, "tiny", "cpu")
-    found = gpu_start.measure_engine(tmp_path / "base", tmp_path / "adapters", "cpu", time.time())
+    checkpoint = HttpCheckpoint(root=tmp_path, shape="tiny", num_adapters=2, rank=4)
+    checkpoint.ensure()
+    found = gpu_start.measure_engine(checkpoint.base, checkpoint.adapters, "cpu", time.time())
     names = [phase["phase"] for phase in found["phases"]]
     assert names.index("reading weights") < names.index("capturing graphs") < names.index("first token")
     assert 0 < found["ready_s"] <= found["total_s"]
     assert found["graphs_required"] == 0, "a CPU has no graphs"
+    found["phases"][-1]["kernels_compiled"] = 1
+    starts = [{"cache": cache} | found for cache in ("empty", "warm")]
+    table = gpu_tables.start_table({"engine": starts, "server": [{"ready_s": 21.34}, {"ready_s": 9.86}]})
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()]
+    assert rows[0] == "phase"
+    assert rows.index("**engine ready, in all**") == rows.index("capturing graphs") + 1
+    assert table.endswith("| **`loraplex serve` ready, in all** | **21.3 s** | **9.9 s** |\n")
+    assert table.count("1 kernel compiled") == 2
