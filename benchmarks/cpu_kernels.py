@@ -21,7 +21,7 @@ from numba import carray
 
 from benchmarks import sources
 from benchmarks.cpu_serve import NUM_ADAPTERS, PACKAGES, RESULTS, checkpoint
-from benchmarks.engines import Checkpoint
+from benchmarks.make_checkpoint import Checkpoint
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.bench.environment import environment
 from loraplex.engine.adapter_loader import read_weights

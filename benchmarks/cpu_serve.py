@@ -28,8 +28,8 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import engines, scenarios, sources
-from benchmarks.engines import BASE, Checkpoint, Engine
-from benchmarks.make_checkpoint import adapter_name, write_adapters, write_base
+from benchmarks.engines import BASE, Engine
+from benchmarks.make_checkpoint import Checkpoint, adapter_name, write_adapters, write_base
 from benchmarks.measure import Traffic, base_model, measure, with_median
 from benchmarks.peers import to_gguf
 from benchmarks.servers import RunningServer, running

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.make_checkpoint import MAX_POSITIONS, adapter_name
+from benchmarks.make_checkpoint import MAX_POSITIONS, Checkpoint
 from benchmarks.servers import ServerCommand
 from loraplex import __version__
 from loraplex.bench.client import BenchRequest
@@ -22,26 +22,6 @@ ADAPTERS = "adapters"
 NAMES = ("loraplex", "vllm", "vllm-lora", "llama.cpp")
 
 Prepare = Callable[[Sequence[BenchRequest]], list[BenchRequest]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint written by make_checkpoint."""
-
-    root: Path
-    num_adapters: int
-
-    @property
-    def base(self) -> Path:
-        return self.root / "base"
-
-    @property
-    def adapters(self) -> Path:
-        return self.root / "adapters"
-
-    @property
-    def adapter_names(self) -> list[str]:
-        return [adapter_name(index) for index in range(self.num_adapters)]
 
 
 @dataclass(frozen=True, kw_only=True)

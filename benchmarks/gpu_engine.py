@@ -177,6 +177,7 @@ def _cold(started_at: float) -> dict[str, Any]:
 
 def padded(workloads: Path) -> list[dict[str, Any]]:
     """Decode with adapters as they are, and padded to the largest rank of the batch."""
+    from benchmarks.device_memory import release
     from loraplex.bench.engine_scenarios import Load, measure_decode
 
     found: list[dict[str, Any]] = [{"name": name} for name, _, _ in PADDED]
@@ -229,16 +230,6 @@ def build(padded_to: int | None = None) -> Engine:
     return build_random_engine(
         RandomEngineOptions(shape=SHAPE, device="cuda", dtype=torch.bfloat16, padded_to=padded_to)
     )
-
-
-def release() -> None:
-    """Give the memory of an engine that was dropped back to the device."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def register(

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from benchmarks.servers import ServerCommand, running
 
+FILE: Final = "gpu_start.json"
 RESULTS: Final = Path(__file__).parent / "results"
 SHAPE: Final = "llama-2-7b"
 NUM_ADAPTERS, RANK = 8, 16
@@ -181,57 +182,6 @@ def _cache_env(cache: Path) -> dict[str, str]:
     return {"LORAPLEX_CACHE": str(cache / "loraplex"), "TRITON_CACHE_DIR": str(cache / "triton")}
 
 
-def write_checkpoint(folder: Path, shape_name: str, device: str) -> None:
-    """A base model with random weights in `base`, and adapters on q, k and v in `adapters`."""
-    import torch
-    from safetensors.torch import save_file
-
-    from benchmarks.make_checkpoint import write_tokenizer
-    from loraplex.bench.adapter_files import save_random_adapters
-    from loraplex.model.shapes import config_of_shape
-
-    shape = config_of_shape(shape_name).shape
-    base = folder / "base"
-    base.mkdir(parents=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size, "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
-        "vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_position, "rms_norm_eps": 1e-5,
-        "hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    write_tokenizer(base)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(*size: int) -> torch.Tensor:
-        weight = torch.empty(size, dtype=torch.bfloat16, device=device)
-        return weight.normal_(std=0.02, generator=generator).cpu()
-
-    tensors = {
-        "model.embed_tokens.weight": draw(shape.vocab_size, shape.hidden_size),
-        "lm_head.weight": draw(shape.vocab_size, shape.hidden_size),
-        "model.norm.weight": torch.ones(shape.hidden_size, dtype=torch.bfloat16),
-    }
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}.{norm}.weight"] = torch.ones(shape.hidden_size, dtype=torch.bfloat16)
-        for block, module in (
-            *(("self_attn", name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-            *(("mlp", name) for name in ("gate_proj", "up_proj", "down_proj")),
-        ):
-            size = shape.out_features(module), shape.in_features(module)
-            tensors[f"{prefix}.{block}.{module}.weight"] = draw(*size)
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    modules = ("q_proj", "k_proj", "v_proj")
-    save_random_adapters(
-        folder / "adapters", shape, torch.bfloat16, count=NUM_ADAPTERS, rank=RANK, modules=modules
-    )
-    # Written last: a folder that has it is complete.
-    (base / "config.json").write_text(json.dumps(config))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -242,22 +192,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--started-at", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    base, adapters = args.folder / "base", args.folder / "adapters"
     if args.started_at is not None:
+        base, adapters = args.folder / "base", args.folder / "adapters"
         print(_RESULT + json.dumps(measure_engine(base, adapters, args.device, args.started_at)), flush=True)
         return
+    # Not at the top: a process that is measured imports torch in a phase of its own.
     import torch
 
+    from benchmarks import sources
+    from benchmarks.http_checkpoint import HttpCheckpoint
     from loraplex.bench.environment import ENGINE_PACKAGES, environment
 
     if not args.tiny and not torch.cuda.is_available():
         parser.error("this benchmark needs a GPU; give --tiny to try the script on a CPU")
     device, shape = ("cpu", "tiny") if args.tiny else ("cuda", SHAPE)
-    if not (base / "config.json").is_file():
-        write_checkpoint(args.folder, shape, device)
-    document = environment(ENGINE_PACKAGES) | {"shape": shape, "adapters": NUM_ADAPTERS, "rank": RANK}
+    HttpCheckpoint(root=args.folder, shape=shape, num_adapters=NUM_ADAPTERS, rank=RANK).ensure()
+    document = environment(ENGINE_PACKAGES) | {"sources": sources.fingerprints(FILE)}
+    document |= {"shape": shape, "adapters": NUM_ADAPTERS, "rank": RANK}
     document |= measure_starts(args.folder, device)
-    out = args.out or (None if args.tiny else RESULTS / "gpu_start.json")
+    out = args.out or (None if args.tiny else RESULTS / FILE)
     if out is not None:
         out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -1,12 +1,16 @@
-"""The tables of the GPU engine, from results/gpu_engine.json and gpu_correctness.json;
+"""The tables of the GPU engine, from results/gpu_engine.json, gpu_start.json and gpu_correctness.json;
 `benchmarks.make_tables` puts them in place."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from benchmarks import sources
 from benchmarks.markdown import Result, table
+from loraplex.core.words import plural
+
+_LAST_PHASE: Final = "capturing graphs"
+"""The phase of a start that ends when the engine is ready."""
 
 
 def machine_note(result: Result) -> str:
@@ -128,6 +132,36 @@ def cold_table(result: Result) -> str:
         ("memory that all graphs take", f"{found['graphs_gb']:.1f} GB"),
     ]
     return table(("start", "measured"), lines)
+
+
+def start_note(result: Result) -> str:
+    machine = result["machine"]
+    return (
+        f"Measured {result['date'][:10]} on one {machine['gpu']} ({machine['cores']} CPU cores), torch "
+        f"{result['packages']['torch']}, triton {result['packages']['triton']}, {result['shape']} shape, "
+        f"random weights, {result['adapters']} adapters of rank {result['rank']}, commit "
+        f"{result['git_commit']}.\n"
+    )
+
+
+def start_table(result: Result) -> str:
+    """Phases of an engine's start in their order, and how long a server took in all."""
+    starts = result["engine"]
+    phases = [{phase["phase"]: _phase(phase) for phase in start["phases"]} for start in starts]
+    lines = []
+    for name in dict.fromkeys(name for start in phases for name in start):
+        lines.append((name, *(start.get(name, "-") for start in phases)))
+        if name == _LAST_PHASE:
+            lines.append(("**engine ready, in all**", *(f"**{start['ready_s']:.1f} s**" for start in starts)))
+    servers = (f"**{start['ready_s']:.1f} s**" for start in result["server"])
+    lines.append(("**`loraplex serve` ready, in all**", *servers))
+    return table(("phase", *(f"{start['cache']} cache" for start in starts)), lines)
+
+
+def _phase(phase: dict[str, Any]) -> str:
+    num_compiled = phase["kernels_compiled"]
+    compiled = f", {num_compiled} {plural('kernel', num_compiled)} compiled" if num_compiled else ""
+    return f"{phase['seconds']:.1f} s{compiled}"
 
 
 def _rate(row: dict[str, Any], kernel: str) -> str:

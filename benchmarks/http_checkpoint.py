@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.make_checkpoint import Checkpoint
 from loraplex.core.modules import MODULES, module_path
 from loraplex.model.config import ModelConfig
 from loraplex.model.shapes import config_of_shape
@@ -28,31 +29,12 @@ _CHAT_TEMPLATE: Final = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 _WEIGHT_STD: Final = 0.02
 
 
-def adapter_name(index: int) -> str:
-    """Return the name that an adapter is served under."""
-    return f"lora-{index:04d}"
-
-
 @dataclass(frozen=True, kw_only=True)
-class HttpCheckpoint:
-    """A checkpoint folder; `rank` is that of every adapter."""
+class HttpCheckpoint(Checkpoint):
+    """A checkpoint of a well-known shape; `rank` is that of every adapter."""
 
-    root: Path
     shape: str
-    num_adapters: int
     rank: int
-
-    @property
-    def base(self) -> Path:
-        return self.root / "base"
-
-    @property
-    def adapters(self) -> Path:
-        return self.root / "adapters"
-
-    @property
-    def adapter_names(self) -> list[str]:
-        return [adapter_name(index) for index in range(self.num_adapters)]
 
     def ensure(self) -> None:
         """Write the files, unless an earlier call with the same settings has."""

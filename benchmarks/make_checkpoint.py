@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,28 @@ CHAT_TEMPLATE = (
 
 
 def adapter_name(index: int) -> str:
+    """Return the name of an adapter's folder, which it is served under."""
     return f"lora-{index:04d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A base model and its adapters, as benchmarks write them under `root`."""
+
+    root: Path
+    num_adapters: int
+
+    @property
+    def base(self) -> Path:
+        return self.root / "base"
+
+    @property
+    def adapters(self) -> Path:
+        return self.root / "adapters"
+
+    @property
+    def adapter_names(self) -> list[str]:
+        return [adapter_name(index) for index in range(self.num_adapters)]
 
 
 def adapter_bytes(rank: int) -> int:

@@ -51,6 +51,7 @@ _BLOCK: Final = re.compile(
 SERVE, KERNELS, GPU = "cpu_serve.json", "cpu_kernels.json", "gpu_engine.json"
 CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.json"
 TWIN, HTTP = "twin_validation.json", "http_compare.json"
+START: Final = "gpu_start.json"
 QUEUE, SHARED, HOLDUPS = "waiting_queue.json", "shared_cpu.json", "holdups.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 
@@ -88,6 +89,8 @@ TABLES: Final[dict[str, Table]] = {
     "gpu-attention": Table((GPU,), gpu_tables.attention_table),
     "gpu-padded": Table((GPU,), gpu_tables.padded_table),
     "gpu-cold": Table((GPU,), gpu_tables.cold_table),
+    "gpu-start": Table((START,), gpu_tables.start_table, if_missing="Not measured yet.\n"),
+    "gpu-start-machine": Table((START,), gpu_tables.start_note, if_missing=""),
     "gpu-correctness": Table((CORRECTNESS,), gpu_tables.correctness_table),
     "http-summary": Table((HTTP,), http_tables.summary, if_missing=""),
     "http-compare": Table((HTTP,), http_tables.compare_table, if_missing="Not measured yet.\n"),

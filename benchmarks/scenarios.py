@@ -12,8 +12,7 @@ from typing import Any
 
 from benchmarks import engines
 from benchmarks.bystanders import bystanders
-from benchmarks.engines import Checkpoint
-from benchmarks.make_checkpoint import RANKS, adapter_bytes
+from benchmarks.make_checkpoint import RANKS, Checkpoint, adapter_bytes
 from benchmarks.measure import Traffic, measure, with_median
 from benchmarks.servers import RunningServer, running
 from loraplex.bench.load import run

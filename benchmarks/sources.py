@@ -22,9 +22,25 @@ _DIGEST_CHARS: Final = 16
 _CHECKS: Final = "benchmarks/correctness"
 _STEP: Final = ("loraplex/core", "loraplex/kernels", "loraplex/model")
 """What a forward pass is computed by."""
-_ENGINE: Final = (*_STEP, "loraplex/adapters", "loraplex/perf", "loraplex/scheduling", "loraplex/engine")
+_BESIDE_ENGINE: Final = ("loraplex/adapters", "loraplex/perf", "loraplex/scheduling")
+_ENGINE: Final = (*_STEP, *_BESIDE_ENGINE, "loraplex/engine")
+_TOKEN_ENGINE: Final = "loraplex/engine without text"
+_TEXT_MODULES: Final = (
+    *("detokenizer.py", "prompt_encoder.py", "prompt_offsets.py"),
+    *("stop_strings.py", "text_engine.py", "tokenizer.py"),
+)
+_PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    # Checks on a GPU compare token ids and logits. What makes ids of texts and texts of ids runs on a CPU
+    # wherever the engine does, and is tested in CI; a change there must not outdate what a GPU computed.
+    _TOKEN_ENGINE: ("loraplex/engine", _TEXT_MODULES),
+}
+"""Name of a part -> its folder, and the files in it that do not belong to the part."""
 _TIMED_ENGINE: Final = (*_ENGINE, "loraplex/bench/engine_scenarios.py")
-_SERVER: Final = (*_ENGINE, "loraplex/server")
+_COMMAND: Final = tuple(f"loraplex/cli/{name}.py" for name in ("main", "serve", "sizes"))
+"""`loraplex serve`; the other commands are no part of a server."""
+_SERVER: Final = (*_ENGINE, "loraplex/server", *_COMMAND)
+_HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py")
+"""How the servers of the HTTP comparison are started and loaded: all that we decide of vLLM's figures."""
 _TWIN: Final = ("loraplex/scheduling", "loraplex/adapters", "loraplex/perf", "loraplex/twin")
 
 SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
@@ -36,7 +52,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             *(f"{_CHECKS}/{name}.py" for name in ("kernel_lora", "kernel_rows", "check")),
         ),
         "collective": (*_STEP, "loraplex/engine/cuda", f"{_CHECKS}/collective.py", f"{_CHECKS}/check.py"),
-        "*": (*_ENGINE, _CHECKS),
+        "*": (*_STEP, *_BESIDE_ENGINE, _TOKEN_ENGINE, _CHECKS),
     },
     "gpu_engine.json": {
         "kernels": ("loraplex/kernels", "loraplex/bench/kernel_scenarios.py"),
@@ -50,7 +66,8 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "waiting_queue.json": {"*": ("loraplex/scheduling",)},
     "holdups.json": {"*": ("loraplex/server", "loraplex/engine/prompt_encoder.py", "loraplex/scheduling")},
     "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", "loraplex/perf")},
-    "http_compare.json": {"vllm": (), "vllm-lora": (), "*": _SERVER},
+    "gpu_start.json": {"*": _SERVER},
+    "http_compare.json": {"vllm": _HTTP, "vllm-lora": _HTTP, "*": (*_SERVER, *_HTTP)},
     "twin_validation.json": {
         "authors": ("loraplex/twin/scores.py", "loraplex/twin/recorded_runs.py"),
         "held_out": ("loraplex/perf", "loraplex/twin"),
@@ -60,7 +77,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
     "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
 }
-"""Result file -> section -> source files and folders. `*`: every section that is not named."""
+"""Result file -> section -> source files, folders and parts. `*`: every section that is not named."""
 
 
 def paths_of(file: str, section: str = "*") -> tuple[str, ...]:
@@ -103,15 +120,19 @@ def changed_since(
 
 @cache
 def fingerprint(path: str, *, root: Path = ROOT) -> str:
-    """Return a hash of a Python file, or of all in a folder, without comments, docstrings and blank lines.
+    """Return a hash of a Python file, or of all in a folder or part of one, without comments, docstrings and
+    blank lines.
 
     The code itself is hashed as text, not as a syntax tree: trees differ between versions of Python, and a
     result is often measured under another one than it is checked under.
     """
-    start = root / path
+    folder, names_left_out = _PARTS.get(path, (path, ()))
+    start = root / folder
     files = [start] if start.is_file() else sorted(start.rglob("*.py"))
-    if not files:
-        raise FileNotFoundError(f"no source file at {path}; benchmarks/sources.py lists it for a result")
+    left_out = {start / name for name in names_left_out}
+    if not files or not left_out <= set(files):
+        raise FileNotFoundError(f"a source file of {path} is gone; benchmarks/sources.py lists it")
+    files = [file for file in files if file not in left_out]
     digest = hashlib.sha256()
     for file in files:
         code = "\n".join(_code_lines(file.read_text(encoding="utf-8")))

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.device_memory import release
 from loraplex.bench.random_engine import BLOCK_SIZE, RandomEngineOptions, build_random_engine
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
@@ -31,15 +32,28 @@ _MAX_POSITION: Final = 16384
 def measure_tables(
     device: str, *, num_requests: int = 256, contexts: tuple[int, ...] = CONTEXTS, rounds: int = ROUNDS
 ) -> list[dict[str, Any]]:
-    """Milliseconds of a step, by context."""
-    return [_measure(device, num_requests, context, rounds) for context in contexts]
+    """Milliseconds of a step, by context. Each context has an engine of its own, freed before the next."""
+    found = []
+    for context in contexts:
+        found.append(_measure(device, num_requests, context, rounds))
+        # Everything that referred to the engine was local to the call that has returned.
+        release()
+    return found
 
 
 def _measure(device: str, num_requests: int, context: int, rounds: int) -> dict[str, Any]:
+    """Build an engine, measure it and close it. No reference to it or to its parts outlives the call."""
     config = config_of_shape("tiny")
     config = replace(config, shape=replace(config.shape, max_position=_MAX_POSITION))
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     engine = build_random_engine(RandomEngineOptions(shape="tiny", device=device, dtype=dtype), config)
+    try:
+        return _measure_engine(engine, num_requests, context, rounds)
+    finally:
+        engine.close()
+
+
+def _measure_engine(engine: Engine, num_requests: int, context: int, rounds: int) -> dict[str, Any]:
     params = SamplingParams(max_tokens=_MAX_POSITION - context, temperature=0.0, ignore_eos=True)
     prompt = [index * 7 % 256 for index in range(context - 1)]
     for number in range(num_requests):
@@ -55,7 +69,6 @@ def _measure(device: str, num_requests: int, context: int, rounds: int) -> dict[
     for _ in range(rounds):
         kept_ms.append(_step_ms(engine))
         anew_ms.append(_step_ms(engine, before_each=tables.forget_contents))
-    engine.close()
     return {
         "requests": num_requests,
         "context": context,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.cli.progress import ProgressLines, in_words, shown_progress
 from loraplex.core.clock import ManualClock
+from loraplex.core.progress import ProgressLines, in_words, shown_progress
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,10 @@ def test_durations_are_said_as_people_say_them(seconds: float, words: str) -> No
     assert in_words(seconds) == words
 
 
-@pytest.mark.parametrize(("at_most", "words"), [(False, "about"), (True, "at most")])
-def test_there_is_a_line_for_each_phase_and_every_few_seconds_with_what_is_left(
-    at_most: bool, words: str
-) -> None:
+@pytest.mark.parametrize("words", ["about", "at most"])
+def test_there_is_a_line_for_each_phase_and_every_few_seconds_with_what_is_left(words: str) -> None:
     clock, lines = ManualClock(), list[str]()
-    report = ProgressLines("measuring", at_most=at_most, write=lines.append, now_s=clock.now_s)
+    report = ProgressLines("measuring", left=words, write=lines.append, now_s=clock.now_s)
     report("engine", 0.0)
     for second in range(1, 41):
         clock.advance(1.0)
@@ -36,10 +34,21 @@ def test_there_is_a_line_for_each_phase_and_every_few_seconds_with_what_is_left(
     assert lines == [
         "measuring: engine, 0%",
         "measuring: steps, 1%",
-        f"measuring: steps, 20%, {words} 1 min left",
+        f"measuring: steps, 14%, {words} 1 min left",
+        f"measuring: steps, 26%, {words} 59 s left",
         f"measuring: steps, 39%, {words} 49 s left",
         f"measuring: disk, 50%, {words} 41 s left",
     ]
+
+
+def test_shares_of_a_phase_are_not_taken_for_shares_of_all() -> None:
+    clock, lines = ManualClock(), list[str]()
+    report = ProgressLines("loading", left=None, write=lines.append, now_s=clock.now_s)
+    for done in (None, 0.5, 1.0):
+        report("weights", done)
+        clock.advance(10.0)
+    report("graphs", None)
+    assert lines == ["loading: weights", "loading: weights, 50%", "loading: weights, 100%", "loading: graphs"]
 
 
 def test_without_a_terminal_lines_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.correctness.check import Check, Setting, release, within
+from benchmarks.correctness.check import Check, Setting, within
 from benchmarks.correctness.checkpoints import (
     ALL_LINEARS,
     ATTENTION,
@@ -24,6 +24,7 @@ from benchmarks.correctness.families import (
     SCORED_AND_PLAIN,
     logprob_error,
 )
+from benchmarks.device_memory import release
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.model.config import load_config
 

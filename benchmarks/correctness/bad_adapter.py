@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.correctness.check import Check, Setting, holds, release
+from benchmarks.correctness.check import Check, Setting, holds
 from benchmarks.correctness.checkpoints import ALL_LINEARS, save_adapter, save_model
 from benchmarks.correctness.driving import Answer, answers, bring_in, build, greedy_request, random_prompt
+from benchmarks.device_memory import release
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import WEIGHTS_FILE, AdapterSpec
 from loraplex.core.errors import AdapterError

@@ -6,10 +6,11 @@ from typing import Final
 
 import torch
 
-from benchmarks.correctness.check import Check, Setting, holds, release, within
+from benchmarks.correctness.check import Check, Setting, holds, within
 from benchmarks.correctness.comparing import alone_check
 from benchmarks.correctness.driving import Answer, answers, greedy_request, random_prompt
 from benchmarks.correctness.random_engines import build, distinct_specs
+from benchmarks.device_memory import release
 from loraplex.core.request import FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.model.shapes import config_of_shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,11 +84,3 @@ def row_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     expected = expected.double().flatten(0, -2)
     distance = (found.double().flatten(0, -2) - expected).norm(dim=-1)
     return float((distance / expected.norm(dim=-1).clamp_min(1e-30)).nan_to_num(nan=math.inf).max())
-
-
-def release() -> None:
-    """Give the memory of what was dropped back to the device: the next engine counts what is free."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from benchmarks.correctness.check import Check, Setting, holds, release
+from benchmarks.correctness.check import Check, Setting, holds
 from benchmarks.correctness.comparing import (
     FLOAT32_MARGIN,
     NOISE_FACTOR,
@@ -23,6 +23,7 @@ from benchmarks.correctness.comparing import (
     text_and_logprob_checks,
 )
 from benchmarks.correctness.driving import Answer, answers, greedy_request, random_prompt
+from benchmarks.device_memory import release
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.adapter_files import save_random_adapters
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, register

@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.correctness.check import Check, Setting, holds, release, within
+from benchmarks.correctness.check import Check, Setting, holds, within
 from benchmarks.correctness.comparing import alone_check
 from benchmarks.correctness.driving import TIME_LIMIT_S
 from benchmarks.correctness.random_engines import build, distinct_specs
+from benchmarks.device_memory import release
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.correctness.check import Check, Setting, release, within
+from benchmarks.correctness.check import Check, Setting, within
 from benchmarks.correctness.checkpoints import FAMILIES, Expected, greedy, rounded, save_model
 from benchmarks.correctness.comparing import text_error
 from benchmarks.correctness.driving import Answer, answers, build, greedy_request, random_prompt
+from benchmarks.device_memory import release
 from loraplex.core.request import TokenLogprob
 
 NUM_TOP = 20

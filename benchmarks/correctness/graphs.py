@@ -13,10 +13,11 @@ from typing import Final
 
 import torch
 
-from benchmarks.correctness.check import Check, Setting, holds, release
+from benchmarks.correctness.check import Check, Setting, holds
 from benchmarks.correctness.comparing import FLOAT32_MARGIN, NUM_TOP, text_and_logprob_checks
 from benchmarks.correctness.driving import Answer, answers, greedy_request, random_prompt
 from benchmarks.correctness.random_engines import build, distinct_specs
+from benchmarks.device_memory import release
 from loraplex.core.request import EngineRequest
 from loraplex.engine.core import Engine
 from loraplex.model.shapes import config_of_shape

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.correctness.check import Check, Setting, release
+from benchmarks.correctness.check import Check, Setting
 from benchmarks.correctness.kernel_attention import attention_checks
 from benchmarks.correctness.kernel_lora import lora_checks
 from benchmarks.correctness.kernel_rows import row_checks
+from benchmarks.device_memory import release
 
 SHAPES = ("llama-2-7b", "llama-3-8b")
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3}

@@ -33,17 +33,14 @@ _NUM_ATTEMPTS: Final = 3
 _COLUMNS: Final = (
     "base_model", "name", "version", "path", "spec", "loaded_at", "origin", "source", "writer"
 )  # fmt: skip
-_PLACES: Final = f"({', '.join('?' * len(_COLUMNS))})"
-# What is there already stays, unless it is an older entry of the same server, put back by another one.
-_RESTORE: Final = f"""
-INSERT INTO adapters VALUES {_PLACES} ON CONFLICT (base_model, name) DO UPDATE
-SET {", ".join(f"{column} = excluded.{column}" for column in _COLUMNS[2:])}
-WHERE adapters.writer = excluded.writer AND adapters.loaded_at < excluded.loaded_at
-"""
+_SELECT: Final = f"SELECT {', '.join(_COLUMNS)} FROM adapters"
+_PUT: Final = (
+    f"INSERT OR REPLACE INTO adapters ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+)
 
 
 class _Row(NamedTuple):
-    """An entry as the database has it. `writer` is the server that wrote it (adapters.server_mark)."""
+    """An entry as the database has it. `writer` is the server that holds it (adapters.server_mark)."""
 
     base_model: str
     name: str
@@ -77,6 +74,18 @@ class RegistryEntry:
     source: HubRepo | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Removal:
+    """What became of a name that was to be removed.
+
+    `was_there`: this server held it, or one that has ended. `held_by` is the process id of another running
+    server that holds the name, which therefore stays registered; None if there is none.
+    """
+
+    was_there: bool
+    held_by: int | None
+
+
 def base_model_key(model: str, shape: ModelShape) -> str:
     """What entries are kept under: a model's id or path, and its shape in case the path holds another now."""
     digest = hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()
@@ -89,9 +98,11 @@ class AdapterRegistry:
     A name points to exactly one version; `put` moves it to another atomically. Every method raises
     StorageError when the disk does not play along, and then nothing has changed.
 
-    Two servers on one state folder share its entries. One that another running server wrote is neither
-    removed nor moved to another version here. If the folder or its database is deleted or replaced, it is
-    made again by the next call, with all entries that this server knows.
+    Servers on one state folder share its names, and each has rows of its own: a name is there as long as any
+    server holds it, and only its holder removes a row. While another running server holds a name, it is
+    not moved to another version here. A server takes over the rows of those that have ended when it starts.
+    If the folder or its database is deleted or replaced, it is made again by the next call, with all rows of
+    this server.
     """
 
     def __init__(
@@ -102,7 +113,7 @@ class AdapterRegistry:
         self._base_model = base_model
         self._wall_clock_s = wall_clock_s
         self._lock = threading.RLock()
-        self._known: dict[str, _Row] = {}
+        self._own: dict[str, _Row] = {}
         _make_folder(state_dir)
         with ExitStack() as stack, translated_errors(self._path):
             self._connection = stack.enter_context(closing(connect(self._path)))
@@ -121,11 +132,7 @@ class AdapterRegistry:
     ) -> None:
         """Make the name stand for this version, whatever it stood for before."""
         if blocked := self.put_many([(name, spec)], origin=origin, sources={name: source}):
-            raise StorageError(
-                f"another server (process {blocked[name]}) on the state folder {self._state_dir} has "
-                f"registered {name!r} as another version; unload it there, use another name, or start one of "
-                "the servers with a --state-dir of its own"
-            )
+            raise StorageError(self.explain_blocked(name, blocked[name]))
 
     def put_many(
         self,
@@ -136,8 +143,8 @@ class AdapterRegistry:
     ) -> dict[str, int]:
         """`put` for many names in one transaction. A name without source is a user's folder.
 
-        Names that another running server has registered as another version are left as they are; the result
-        has them, with that server's process id.
+        Names that another running server holds as another version are left as they are; the result has
+        them, with that server's process id.
         """
         now_s = self._wall_clock_s()
         rows = {
@@ -156,32 +163,52 @@ class AdapterRegistry:
         }
 
         def put_rows(connection: sqlite3.Connection) -> dict[str, int]:
-            foreign = self._foreign(connection, rows)
-            blocked = {name: pid for name, (version, pid) in foreign.items() if version != rows[name].version}
-            free = [row for name, row in rows.items() if name not in blocked]
-            connection.executemany(f"INSERT OR REPLACE INTO adapters VALUES {_PLACES}", free)
+            living = self._living_others(connection)
+            blocked = {
+                name: pid_of(writer)
+                for name, version, writer in self._held(connection, living)
+                if name in rows and version != rows[name].version
+            }
+            free = [name for name in rows if name not in blocked]
+            self._delete(connection, free, living)
+            connection.executemany(_PUT, [rows[name] for name in free])
             return blocked
 
         with self._lock:
             blocked = self._write(put_rows)
-            self._known |= {name: row for name, row in rows.items() if name not in blocked}
+            self._own |= {name: row for name, row in rows.items() if name not in blocked}
         return blocked
 
-    def remove(self, name: str) -> bool:
-        """Forget a name; False if it was not there, or stays because another running server wrote it."""
-        num_removed, kept = self._remove([name])
-        for pid in kept.values():
-            logger.warning(
-                "adapter %r stays in the state folder %s, as another server (process %d) registered it",
-                name,
-                self._state_dir,
-                pid,
-            )
-        return num_removed > 0
+    def explain_blocked(self, name: str, pid: int) -> str:
+        """Say why a name that `put_many` returned was not registered, and what to do."""
+        return (
+            f"another server (process {pid}) on the state folder {self._state_dir} has registered {name!r} "
+            "as another version; unload it there, use another name, or start one of the servers with a "
+            "--state-dir of its own"
+        )
 
-    def remove_many(self, names: Sequence[str]) -> None:
-        """`remove` for many names in one transaction: all that no other running server wrote, or none."""
-        self._remove(names)
+    def holds(self, name: str) -> bool:
+        """Return whether this server holds the name itself, not only another one on the state folder."""
+        return name in self._own
+
+    def remove(self, name: str) -> Removal:
+        """Give up a name. It stays registered while another running server holds it."""
+        return self.remove_many([name])[name]
+
+    def remove_many(self, names: Sequence[str]) -> dict[str, Removal]:
+        """`remove` for many names in one transaction; the result has every one of them."""
+
+        def remove_rows(connection: sqlite3.Connection) -> dict[str, Removal]:
+            living = self._living_others(connection)
+            held_by = {name: pid_of(writer) for name, _, writer in self._held(connection, living)}
+            removed = self._delete(connection, names, living)
+            return {name: Removal(was_there=name in removed, held_by=held_by.get(name)) for name in names}
+
+        with self._lock:
+            result = self._write(remove_rows)
+            for name in names:
+                self._own.pop(name, None)
+        return result
 
     def get(self, name: str) -> RegistryEntry | None:
         found = [row for row in self._rows() if row.name == name]
@@ -193,64 +220,55 @@ class AdapterRegistry:
 
     def all(self) -> list[RegistryEntry]:
         """All entries, sorted by name."""
-        with self._lock:
-            rows = self._rows()
-            self._known = {row.name: row for row in rows}
-        return [_entry_of(self._path, row) for row in rows]
+        return [_entry_of(self._path, row) for row in self._rows()]
 
     def close(self) -> None:
         with self._lock, translated_errors(self._path):
             self._connection.close()
             self._mark.close()
 
-    def _remove(self, names: Sequence[str]) -> tuple[int, dict[str, int]]:
-        """Returns how many were removed, and those that stay with the process ids of their servers."""
-
-        def remove_rows(connection: sqlite3.Connection) -> tuple[int, dict[str, int]]:
-            kept = {name: pid for name, (_, pid) in self._foreign(connection, names).items()}
-            cursor = connection.executemany(
-                "DELETE FROM adapters WHERE base_model = ? AND name = ?",
-                [(self._base_model, name) for name in names if name not in kept],
-            )
-            return cursor.rowcount, kept
-
-        with self._lock:
-            num_removed, kept = self._write(remove_rows)
-            for name in names:
-                if name not in kept:
-                    self._known.pop(name, None)
-        return num_removed, kept
-
     def _rows(self) -> list[_Row]:
+        """One row for each name, sorted: this server's own where it has one."""
         with self._lock, translated_errors(self._path):
             self._ensure_in_place()
-            return self._read(self._connection)
+            return _one_of_each(self._read(self._connection), self._mark.writer)
 
     def _read(self, connection: sqlite3.Connection) -> list[_Row]:
-        query = f"SELECT {', '.join(_COLUMNS)} FROM adapters WHERE base_model = ? ORDER BY name"
-        return [_Row(*row) for row in connection.execute(query, (self._base_model,))]
+        return [
+            _Row(*row) for row in connection.execute(f"{_SELECT} WHERE base_model = ?", [self._base_model])
+        ]
 
-    def _foreign(self, connection: sqlite3.Connection, names: Iterable[str]) -> dict[str, tuple[str, int]]:
-        """Those of the names that another running server wrote: their version, and its process id."""
-        wanted, alive = set(names), {self._mark.writer: False}
-        found = {}
-        query = "SELECT name, version, writer FROM adapters WHERE base_model = ?"
-        for name, version, writer in connection.execute(query, (self._base_model,)):
-            if writer not in alive:
-                alive[writer] = self._mark.is_alive(writer)
-            if name in wanted and alive[writer]:
-                found[name] = (version, pid_of(writer))
-        return found
+    def _living_others(self, connection: sqlite3.Connection) -> list[str]:
+        """Other running servers that hold names of this base model."""
+        query = "SELECT DISTINCT writer FROM adapters WHERE base_model = ?"
+        writers = [writer for (writer,) in connection.execute(query, [self._base_model])]
+        return [each for each in writers if each != self._mark.writer and self._mark.is_alive(each)]
+
+    def _held(self, connection: sqlite3.Connection, writers: Sequence[str]) -> list[tuple[str, str, str]]:
+        """Name, version and writer of all that these servers hold."""
+        places = ", ".join("?" * len(writers))
+        query = f"SELECT name, version, writer FROM adapters WHERE base_model = ? AND writer IN ({places})"
+        return connection.execute(query, [self._base_model, *writers]).fetchall()
+
+    def _delete(
+        self, connection: sqlite3.Connection, names: Sequence[str], living: Sequence[str]
+    ) -> set[str]:
+        """Delete the rows of these names but for those of `living`; returns the names that had any."""
+        places = ", ".join("?" * len(living))
+        query = f"DELETE FROM adapters WHERE base_model = ? AND name = ? AND writer NOT IN ({places})"
+        return {
+            name
+            for name in names
+            if connection.execute(query, [self._base_model, name, *living]).rowcount > 0
+        }
 
     def _inherit(self, connection: sqlite3.Connection) -> None:
-        """Take over the entries of servers that have ended: they will be served here."""
-        rows = self._read(connection)
-        dead = {row.writer for row in rows if not self._mark.is_alive(row.writer)}
-        connection.executemany(
-            "UPDATE adapters SET writer = ? WHERE base_model = ? AND writer = ?",
-            [(self._mark.writer, self._base_model, writer) for writer in dead],
-        )
-        self._known = {row.name: row for row in self._read(connection)}
+        """Take over the rows of servers that have ended: they will be served here."""
+        living = self._living_others(connection)
+        rows = _one_of_each([row for row in self._read(connection) if row.writer not in living], None)
+        self._own = {row.name: row._replace(writer=self._mark.writer) for row in rows}
+        self._delete(connection, list(self._own), living)
+        connection.executemany(_PUT, self._own.values())
 
     def _write(self, change: Callable[[sqlite3.Connection], T]) -> T:
         """Run `change` in a transaction on the database that is at the path, and still is afterwards."""
@@ -281,7 +299,7 @@ class AdapterRegistry:
         return None not in self._identity and file_identity(self._path) == self._identity
 
     def _ensure_in_place(self) -> None:
-        """Make the folder and the database again if somebody took them away, with the entries known here."""
+        """Make the folder and the database again if somebody took them away, with this server's rows."""
         if self._is_in_place():
             return
         # Closed first: SQLite keeps a log that was deleted under a database that is still there.
@@ -289,12 +307,12 @@ class AdapterRegistry:
         _make_folder(self._state_dir)
         self._connection = connect(self._path)
         self._mark.renew()
-        rows = list(self._known.values())
-        self._transact(lambda connection: connection.executemany(_RESTORE, rows))
+        rows = list(self._own.values())
+        self._transact(lambda connection: connection.executemany(_PUT, rows))
         self._identity = file_identity(self._path)
         logger.warning(
             "the database of the state folder %s was deleted or replaced while in use; made it again with "
-            "the %d adapters known to this server",
+            "the %d adapters that this server has registered",
             self._state_dir,
             len(rows),
         )
@@ -316,29 +334,32 @@ def read_registry(state_dir: Path) -> list[tuple[str, RegistryEntry]]:
     if not path.is_file():
         raise StorageError(f"no {DATABASE_FILE} in {state_dir}; is it the state folder of a server?")
     with translated_errors(path), closing(connect(path)) as connection:
-        rows = connection.execute(
-            "SELECT base_model, name, spec, loaded_at, origin, source FROM adapters ORDER BY 1, 2"
-        ).fetchall()
-    return [(base_model, _entry(path, *row)) for base_model, *row in rows]
+        rows = [_Row(*row) for row in connection.execute(_SELECT)]
+    return [(row.base_model, _entry_of(path, row)) for row in _one_of_each(rows, None)]
+
+
+def _one_of_each(rows: Iterable[_Row], writer: str | None) -> list[_Row]:
+    """One row for each base model and name, sorted by these.
+
+    Rows of `writer` come first; then those of the API, since a folder's are found again without the registry;
+    then the latest.
+    """
+    ranked = sorted(rows, key=lambda row: (row.writer == writer, row.origin == Origin.API, row.loaded_at_s))
+    chosen = {(row.base_model, row.name): row for row in ranked}
+    return [chosen[key] for key in sorted(chosen)]
 
 
 def _entry_of(path: Path, row: _Row) -> RegistryEntry:
-    return _entry(path, row.name, row.spec, row.loaded_at_s, row.origin, row.source)
-
-
-def _entry(
-    path: Path, name: str, spec: str, loaded_at_s: float, origin: str, source: str | None
-) -> RegistryEntry:
     try:
         return RegistryEntry(
-            name=name,
-            spec=spec_from_json(spec),
-            loaded_at_s=loaded_at_s,
-            origin=Origin(origin),
-            source=None if source is None else _parse_source(source),
+            name=row.name,
+            spec=spec_from_json(row.spec),
+            loaded_at_s=row.loaded_at_s,
+            origin=Origin(row.origin),
+            source=None if row.source is None else _parse_source(row.source),
         )
     except (ValueError, KeyError, TypeError, IndexError) as exc:
-        raise StorageError(f"{path}: the entry of adapter {name!r} is damaged; {START_AFRESH}") from exc
+        raise StorageError(f"{path}: the entry of adapter {row.name!r} is damaged; {START_AFRESH}") from exc
 
 
 def _source_text(source: HubRepo | None) -> str | None:

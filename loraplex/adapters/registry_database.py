@@ -16,7 +16,7 @@ from typing import Final
 
 from loraplex.core.errors import StorageError
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 
 START_AFRESH: Final = (
     "stop the servers that use it, move it away together with its -wal and -shm files, "
@@ -26,6 +26,7 @@ START_AFRESH: Final = (
 _APPLICATION_ID: Final = 0x6C6F7078  # "lopx": tells our file from any other SQLite file
 _BUSY_TIMEOUT_S: Final = 10.0
 
+# Not WITHOUT ROWID: SQLite's quick_check finds damage in such a table if its key is not its first columns.
 _CREATE: Final = """
 CREATE TABLE adapters (
     base_model TEXT NOT NULL,
@@ -36,9 +37,9 @@ CREATE TABLE adapters (
     loaded_at  REAL NOT NULL,
     origin     TEXT NOT NULL,
     source     TEXT,
-    writer     TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (base_model, name)
-) WITHOUT ROWID
+    writer     TEXT NOT NULL,
+    PRIMARY KEY (base_model, name, writer)
+)
 """
 # Schema 1 did not say where an entry came from; what nobody gave a folder for must not be lost.
 _ADD_ORIGIN: Final = "ALTER TABLE adapters ADD COLUMN origin TEXT NOT NULL DEFAULT 'api'"
@@ -46,6 +47,16 @@ _ADD_ORIGIN: Final = "ALTER TABLE adapters ADD COLUMN origin TEXT NOT NULL DEFAU
 _ADD_SOURCE: Final = "ALTER TABLE adapters ADD COLUMN source TEXT"
 # Up to schema 3 an entry did not say which server wrote it; one that is not running any more, then.
 _ADD_WRITER: Final = "ALTER TABLE adapters ADD COLUMN writer TEXT NOT NULL DEFAULT ''"
+# Up to schema 4 a name had one row, whichever servers held it. SQLite cannot change a primary key in place.
+_WIDEN_KEY: Final = (
+    "ALTER TABLE adapters RENAME TO narrow",
+    _CREATE,
+    """
+    INSERT INTO adapters SELECT base_model, name, version, path, spec, loaded_at, origin, source, writer
+    FROM narrow
+    """,
+    "DROP TABLE narrow",
+)
 
 
 @contextmanager
@@ -108,6 +119,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(_ADD_SOURCE)
     if version in (1, 2, 3):
         connection.execute(_ADD_WRITER)
+    if version in (1, 2, 3, 4):
+        for statement in _WIDEN_KEY:
+            connection.execute(statement)
     if version < SCHEMA_VERSION:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")

@@ -47,20 +47,24 @@ class ServerMark:
             ) from exc
 
     def is_alive(self, writer: str) -> bool:
-        """Whether the server that calls itself `writer` is running; files of dead ones are removed."""
+        """Return whether the server that calls itself `writer` is running; files of dead ones are removed.
+
+        One whose file cannot be read, such as that of another user, counts as running: what it holds must
+        not be taken from it on a guess.
+        """
         if writer == self.writer:
             return True
         path = self._path(writer)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError:
+            return True
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may be asking the same
-        except BlockingIOError:
-            return True
         except OSError:
-            return False
+            return True
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -73,9 +77,18 @@ class ServerMark:
         found = []
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             writer = path.name.removesuffix(_SUFFIX)
-            if writer != self.writer and self.is_alive(writer) and _base_model(path) == self._base_model:
+            if writer != self.writer and self.is_alive(writer) and self._may_serve_same(path):
                 found.append(pid_of(writer))
         return found
+
+    def _may_serve_same(self, path: Path) -> bool:
+        """Return whether a server's file names this base model, or cannot be read."""
+        try:
+            return bool(json.loads(path.read_bytes())["base_model"] == self._base_model)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, KeyError, TypeError):
+            return True
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -94,11 +107,3 @@ class ServerMark:
 def pid_of(writer: str) -> int:
     """The process id in a writer's name."""
     return int(writer.partition("-")[0])
-
-
-def _base_model(path: Path) -> str | None:
-    try:
-        found = json.loads(path.read_bytes())["base_model"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return str(found)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from loraplex.cli.json_out import check_writable
-from loraplex.cli.progress import shown_progress
+from loraplex.core.progress import shown_progress
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def fit(
             raise UserError("no run says at which rates requests came: there is nothing to fit to")
         raise UserError(f"runs of {len(models)} models: {', '.join(models)}; choose one with --model")
     expected = "some minutes; an upper bound follows"
-    with shown_progress("fitting", expected=expected, at_most=True) as progress:
+    with shown_progress("fitting", expected=expected, left="at most") as progress:
         fitted = fit_profiles(files, [model or models[0]], hardware=hardware, progress=progress)
     found = fitted.profiles[model or models[0]]
     for name, value in found.quality.items():

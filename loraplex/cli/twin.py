@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from loraplex.cli.json_out import check_picture, check_writable, write_json
-from loraplex.cli.progress import shown_progress
 from loraplex.core.errors import UserError
+from loraplex.core.progress import shown_progress
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def validate(
         typer.echo(f"left out {lines} of {runs} without the rates at which requests came")
     learnt = [read_runs(path) for path in fit]
     expected = "some minutes for each model; an upper bound follows"
-    with shown_progress("fitting", expected=expected, at_most=True) as progress:
+    with shown_progress("fitting", expected=expected, left="at most") as progress:
         fitted = fit_for(asked.setups, learnt, progress=progress)
     num_runs = len(asked.setups)
     with shown_progress("predicting", expected=f"{num_runs} {plural('run', num_runs)}") as progress:

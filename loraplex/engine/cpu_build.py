@@ -87,7 +87,7 @@ def build_cpu_engine(
         torch.set_num_threads(num_threads)
         # A number that the user chose is kept.
         if options.num_threads is None and num_threads > 1:
-            build = partial(build, threads=StepThreads(ThreadGovernor(num_threads)))
+            build = partial(build, threads=StepThreads(ThreadGovernor(num_threads), plan.work))
         executor = build(WHOLE, SOLO, report)
     else:
         executor = start_parallel(

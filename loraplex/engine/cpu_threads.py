@@ -13,6 +13,8 @@ import torch
 
 from loraplex.engine.machine import cpu_quota
 from loraplex.perf.thread_governor import StepUsage, ThreadChange, ThreadGovernor
+from loraplex.scheduling.plan import StepPlan
+from loraplex.scheduling.work import StepWork
 
 try:
     import resource
@@ -49,20 +51,25 @@ class StepThreads:
     Used by the thread that runs the steps: torch keeps the number for each thread.
     """
 
-    def __init__(self, governor: ThreadGovernor, read: Callable[[], Reading] = read_meters) -> None:
+    def __init__(
+        self, governor: ThreadGovernor, work: StepWork, read: Callable[[], Reading] = read_meters
+    ) -> None:
+        """`work`: what attending to a context costs beside computing a token."""
         self._governor = governor
+        self._work = work
         self._read = read
         self._warned = False
 
     @contextmanager
-    def step(self, num_tokens: int) -> Iterator[None]:
-        """Run a step in this block."""
+    def step(self, plan: StepPlan) -> Iterator[None]:
+        """Run the step that was planned in this block."""
         self._set(self._governor.num_threads)
         before = self._read()
         yield
         after = self._read()
         usage = StepUsage(
-            num_tokens=num_tokens,
+            num_tokens=plan.num_tokens,
+            work=sum(self._work.cost(chunk.start, chunk.num_tokens) for chunk in plan.chunks),
             wall_s=after.wall_s - before.wall_s,
             cpu_s=after.cpu_s - before.cpu_s,
             num_preemptions=after.num_preemptions - before.num_preemptions,

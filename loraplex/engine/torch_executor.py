@@ -109,7 +109,7 @@ class TorchExecutor:
     def launch(self, plan: StepPlan) -> LandedFlight:
         if self._threads is None:
             return self._run(plan)
-        with self._threads.step(sum(len(chunk.token_ids) for chunk in plan.chunks)):
+        with self._threads.step(plan):
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> LandedFlight:

@@ -9,13 +9,15 @@ steps, and keeps what is faster. Later it tries more threads again, since other 
          ▲                             │ not faster                       │ now and then
          └───────── pause ◀────────────┘          ◀──not faster── trial of more threads
 
-A trial is a level that runs a few steps, each compared with steps of the same size on the level in use. It
-ends as soon as it cannot win, and the time it cost bounds how soon the next may begin.
+A trial is a level that runs a few steps, each compared with steps of the same size on the level in use: as
+many tokens, and as much context to attend to, since a step takes longer as contexts grow whoever else is
+busy. A trial ends as soon as it cannot win, and the time it cost bounds how soon the next may begin.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,12 +45,19 @@ _MAX_PAUSE_S: Final = 60.0
 _PAUSE_PER_COST: Final = 20.0
 """Trials take at most one part in so many of the time."""
 
+_Size = tuple[tuple[int, int], tuple[int, int]]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepUsage:
-    """What one step took: `cpu_s` of all threads, and how often the system took a core from one of them."""
+    """What one step took: `cpu_s` of all threads, and how often the system took a core from one of them.
+
+    `work`: what it computed, counted in tokens that have no context; more than `num_tokens` by what
+    attending to their contexts costs.
+    """
 
     num_tokens: int
+    work: float
     wall_s: float
     cpu_s: float
     num_preemptions: int = 0
@@ -178,14 +187,20 @@ def thread_levels(max_threads: int) -> tuple[int, ...]:
     return tuple(sorted({*halves, max_threads - 1, max_threads * 3 // 4, 1}))
 
 
-def _known_steps() -> defaultdict[int, deque[float]]:
+def _known_steps() -> defaultdict[_Size, deque[float]]:
     return defaultdict(lambda: deque(maxlen=_REMEMBERED_STEPS))
 
 
-def _size(step: StepUsage) -> int:
-    """A class of steps that are alike: their tokens differ by a quarter at most."""
-    shift = max(step.num_tokens.bit_length() - 3, 0)
-    return step.num_tokens >> shift << shift
+def _size(step: StepUsage) -> _Size:
+    """A class of steps that are alike. Both numbers count: a token behind a long context is as much work as
+    several without, but reads the model's weights only once."""
+    return _magnitude(step.num_tokens), _magnitude(step.work)
+
+
+def _magnitude(value: float) -> tuple[int, int]:
+    """A class of numbers that differ by a quarter at most: four of them from a power of two to the next."""
+    mantissa, exponent = math.frexp(value)
+    return exponent, int(mantissa * 8)
 
 
 def _mean(values: Sequence[float] | deque[float]) -> float:

@@ -62,6 +62,17 @@ class ServedAdapter:
         return self.spec.version
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unloaded:
+    """How an unload went. `drained`: its requests in flight ended in time; if not they still finish, and the
+    engine forgets the version after them. `held_by` is the process id of another running server on the state
+    folder that holds the name, so that it comes back when this one is started again; None if there is none.
+    """
+
+    drained: bool
+    held_by: int | None
+
+
 class Lease:
     """A request's hold on the model it asked for. `name` and `version` are None for the base model."""
 
@@ -164,25 +175,19 @@ class AdapterService:
 
     async def unload(
         self, name: str, *, drain_timeout_s: float, on_removed: Callable[[], None] = lambda: None
-    ) -> bool:
+    ) -> Unloaded:
         """Stop serving a name, at once for new requests. A name that is only registered is forgotten.
 
-        Returns whether its requests in flight ended in time; if not they still finish, and the engine
-        forgets the version after them. `on_removed` is called when the name is free, before they ended.
+        `on_removed` is called when the name is free, before its requests in flight ended.
         """
         with self._change(name):
-            was_registered = await asyncio.to_thread(self.registry.remove, name)
+            removal = await asyncio.to_thread(self.registry.remove, name)
             adapter = self._served.pop(name, None)
-            if adapter is None and not was_registered:
+            if adapter is None and not removal.was_there:
                 raise self._not_loaded(name)
             on_removed()
-        if adapter is None:
-            return True
-        retirement = self._retire_if_unused(adapter.version)
-        if retirement is None:
-            return True
-        done, _ = await asyncio.wait([retirement], timeout=drain_timeout_s)
-        return bool(done)
+        drained = adapter is None or await self._drain(adapter.version, drain_timeout_s)
+        return Unloaded(drained=drained, held_by=removal.held_by)
 
     async def adopt(self, name: str, spec: AdapterSpec) -> ServedAdapter:
         """Serve a version that needs no registering, at start-up. Raises what the engine raises."""
@@ -214,6 +219,14 @@ class AdapterService:
         if previous is not None:
             self._retire_if_unused(previous.version)
         return adapter
+
+    async def _drain(self, version: str, timeout_s: float) -> bool:
+        """Retire a version that lost a name; returns whether it is done with in time."""
+        retirement = self._retire_if_unused(version)
+        if retirement is None:
+            return True
+        done, _ = await asyncio.wait([retirement], timeout=timeout_s)
+        return bool(done)
 
     def _retire_if_unused(self, version: str) -> asyncio.Task[None] | None:
         if self._has_name(version):

@@ -3,7 +3,8 @@
 A name that was loaded through the API stays what it was made, and is served while its folder or repository is
 one that adapters may be loaded from: what was closed since is closed to what was loaded before, too. All
 other names are what the adapters and folders given now say, a branch of a repository by what it is now; the
-registry only saves reading them again, and forgets those that are given no more.
+registry only saves reading them again, and forgets those that are given no more. This server holds in the
+registry all that it serves, whoever else holds it: what others unload is still here at the next start.
 Nothing that is wrong with one adapter keeps the others from being served; a note says what was left out.
 """
 
@@ -100,7 +101,8 @@ async def start_adapters(
             notes.append(f"adapter {candidate.name!r} is not served: {error}")
             continue
         num_served += 1
-        if candidate.registered is None or candidate.registered.spec != spec:
+        is_registered = candidate.registered is not None and candidate.registered.spec == spec
+        if not (is_registered and service.registry.holds(candidate.name)):
             to_register[candidate.origin].append((candidate.name, spec))
         if note := candidate.change_note(spec):
             notes.append(note)
@@ -111,7 +113,12 @@ async def start_adapters(
     try:
         await asyncio.to_thread(service.registry.remove_many, gone)
         for origin, adapters in to_register.items():
-            await asyncio.to_thread(service.registry.put_many, adapters, origin=origin, sources=sources)
+            blocked = await asyncio.to_thread(
+                service.registry.put_many, adapters, origin=origin, sources=sources
+            )
+            for name, pid in blocked.items():
+                reason = service.registry.explain_blocked(name, pid)
+                notes.append(f"adapter {name!r} is served, but not registered: {reason}")
     except StorageError as error:
         notes.append(f"the adapters are served, but could not be registered: {error}")
     return StartReport(num_served=num_served, num_skipped=len(candidates) - num_served, notes=tuple(notes))

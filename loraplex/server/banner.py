@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from loraplex.core.progress import shown_progress
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 _MAX_NAMES_SHOWN: Final = 8
 _MAX_NOTES_SHOWN: Final = 20
 _EXAMPLE_MAX_TOKENS: Final = 128
-_LINE_INTERVAL_S: Final = 10.0
-"""Of lines about one phase of the start, where there is no terminal to show a bar on."""
 
 
 class Announcer:
@@ -35,38 +33,9 @@ class Announcer:
 
     @contextmanager
     def loading(self, model: str) -> Iterator[Callable[[StartProgress], None]]:
-        """A progress bar, or a line for each phase where no terminal is watching; yields what is to be called
-        with the engine's progress."""
-        if not self._console.is_terminal:
-            yield self._phase_printer(model)
-            return
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as bar:
-            task = bar.add_task(f"loading {model}", total=1.0)
-
-            def on_progress(progress: StartProgress) -> None:
-                bar.update(
-                    task, description=f"loading {model}: {progress.phase}", completed=progress.fraction
-                )
-
-            yield on_progress
-
-    def _phase_printer(self, model: str) -> Callable[[StartProgress], None]:
-        """Prints every phase as it begins, and how far a long one has come."""
-        phase, printed_s = "", 0.0
-
-        def on_progress(progress: StartProgress) -> None:
-            nonlocal phase, printed_s
-            is_new = progress.phase != phase
-            if not is_new and time.monotonic() < printed_s + _LINE_INTERVAL_S:
-                return
-            phase, printed_s = progress.phase, time.monotonic()
-            share = "" if is_new or progress.fraction is None else f", {progress.fraction:.0%}"
-            self._console.print(f"loading {model}: {phase}{share}", style="dim", markup=False)
-
-        return on_progress
+        """Show how far the start is; yields what is to be called with the engine's progress."""
+        with shown_progress(f"loading {model}", self._console, left=None) as report:
+            yield lambda progress: report(progress.phase, progress.fraction)
 
     def registered(self, num_adapters: int) -> None:
         self._console.print(f"registered {num_adapters:,} {plural('adapter', num_adapters)}", style="dim")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.stats import AdapterStats
-from loraplex.server.adapter_service import ServedAdapter
+from loraplex.server.adapter_service import ServedAdapter, Unloaded
 from loraplex.server.audit import AdapterChange, audited
 from loraplex.server.auth import Administrators
 from loraplex.server.deps import ServerDeps
@@ -97,25 +98,35 @@ def model_router(deps: ServerDeps) -> APIRouter:
         name = body.lora_name
         change = AdapterChange(verb="unload", name=name, old_version=deps.adapters.version_of(name))
         with audited(request, change, deps.metrics.clock):
-            drained = await deps.adapters.unload(
+            unloaded = await deps.adapters.unload(
                 name,
                 drain_timeout_s=deps.drain_timeout_s,
                 # Not after the drain: by then the name may be another adapter's, with counters of its own.
                 on_removed=lambda: deps.metrics.forget(name),
             )
-            if not drained:
-                change.note = "requests in flight are draining"
-        if drained:
-            return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
-        return PlainTextResponse(
-            f"Success: LoRA adapter '{name}' takes no new requests; those in flight are draining."
+            change.note = "; ".join(_unload_notes(unloaded)) or None
+        outcome = (
+            "removed successfully" if change.note is None else f"unloaded from this server; {change.note}"
         )
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' {outcome}.")
 
     return router
 
 
 def json_response(answer: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _unload_notes(unloaded: Unloaded) -> Iterator[str]:
+    """Say what is not over yet when an unload is."""
+    if not unloaded.drained:
+        yield "requests in flight are draining"
+    if unloaded.held_by is not None:
+        yield (
+            f"another server (process {unloaded.held_by}) on the same state folder holds the adapter, so it "
+            "stays registered and comes back when this server is started again; unload it there too, or give "
+            "each server a --state-dir of its own"
+        )
 
 
 def _models(deps: ServerDeps, created: int, *, shows_paths: bool) -> list[Model]:

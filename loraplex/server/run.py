@@ -345,7 +345,8 @@ def _shared_state_note(registry: AdapterRegistry, state_dir: Path) -> tuple[str,
     )
     note = (
         f"{servers} the state folder {state_dir}: adapters loaded there are served here from the next start "
-        "on, and what one server has registered the other cannot change; give each a --state-dir of its own"
+        "on, and what one server holds the other can neither remove nor move to another version; give each a "
+        "--state-dir of its own"
     )
     return (note,)
 

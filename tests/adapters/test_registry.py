@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from loraplex.adapters.registry import (
     DATABASE_FILE,
     AdapterRegistry,
     Origin,
+    Removal,
     base_model_key,
     read_registry,
 )
@@ -82,8 +81,8 @@ def test_put_moves_a_name_to_a_new_version(tmp_path: Path) -> None:
 def test_remove_forgets_a_name(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
         registry.put("a", make_spec("v1"))
-        assert registry.remove("a")
-        assert not registry.remove("a")
+        assert registry.remove("a") == Removal(was_there=True, held_by=None)
+        assert registry.remove("a") == Removal(was_there=False, held_by=None)
         assert registry.names() == []
 
 
@@ -108,33 +107,41 @@ def test_an_entry_knows_where_it_came_from(tmp_path: Path) -> None:
     assert [entry.origin for _, entry in read_registry(tmp_path)] == [Origin.API, Origin.FOLDER, Origin.API]
 
 
-def test_a_database_without_origins_is_brought_up_to_date(tmp_path: Path) -> None:
+# The columns that each schema added; the first had those before them.
+OLD_COLUMNS = ("origin", "source", "writer")
+
+
+@pytest.mark.parametrize("schema", [1, 2, 3, 4])
+def test_an_older_database_is_brought_up_to_date_with_all_its_entries(tmp_path: Path, schema: int) -> None:
+    repo = HubRepo(repo_id="org/pirate", revision="0" * 40)
     with opened(tmp_path) as registry:
         registry.put("a", make_spec("v1"))
-        registry._connection.execute("ALTER TABLE adapters DROP COLUMN writer")
-        registry._connection.execute("ALTER TABLE adapters DROP COLUMN source")
-        registry._connection.execute("ALTER TABLE adapters DROP COLUMN origin")
-        registry._connection.execute("PRAGMA user_version = 1")
+        registry.put("b", make_spec("v2"), origin=Origin.FOLDER)
+        registry.put("c", make_spec("v3"), source=repo)
+        columns = ["base_model", "name", "version", "path", "spec", "loaded_at", *OLD_COLUMNS[: schema - 1]]
+        registry._connection.executescript(
+            f"""
+            CREATE TABLE old ({", ".join(columns)}, PRIMARY KEY (base_model, name)) WITHOUT ROWID;
+            INSERT INTO old SELECT {", ".join(columns)} FROM adapters;
+            DROP TABLE adapters;
+            ALTER TABLE old RENAME TO adapters;
+            PRAGMA user_version = {schema};
+            """
+        )
     for _ in range(2):
         with opened(tmp_path) as registry:
-            entry = registry.get("a")
-            assert entry is not None
-            assert (entry.spec, entry.origin) == (make_spec("v1"), Origin.API)
-            registry.put("b", make_spec("v2"), origin=Origin.FOLDER)
-
-
-def test_a_database_without_sources_is_brought_up_to_date(tmp_path: Path) -> None:
-    with opened(tmp_path) as registry:
-        registry.put("a", make_spec("v1"), origin=Origin.FOLDER)
-        registry._connection.execute("ALTER TABLE adapters DROP COLUMN writer")
-        registry._connection.execute("ALTER TABLE adapters DROP COLUMN source")
-        registry._connection.execute("PRAGMA user_version = 2")
-    for _ in range(2):
-        with opened(tmp_path) as registry:
-            entry = registry.get("a")
-            assert entry is not None
-            assert (entry.origin, entry.source) == (Origin.FOLDER, None)
-            registry.put("b", make_spec("v2"))
+            found = {entry.name: entry for entry in registry.all()}
+            assert {name: entry.spec.version for name, entry in found.items()} == {
+                "a": "v1",
+                "b": "v2",
+                "c": "v3",
+            }
+            assert found["b"].origin is (Origin.API if schema == 1 else Origin.FOLDER)
+            assert found["c"].source == (repo if schema >= 3 else None)
+            assert all(map(registry.holds, "abc"))
+            with opened(tmp_path) as second:
+                second.put("a", make_spec("v1"))
+                assert second.remove("a").held_by == os.getpid()
 
 
 def test_the_repository_of_an_adapter_is_kept_with_its_commit(tmp_path: Path) -> None:
@@ -245,15 +252,6 @@ def without_privileges() -> Iterator[None]:
         os.seteuid(0)
 
 
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """Unlike tmp_path, one that every user may enter."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
-
-
 def test_a_folder_that_cannot_be_written_is_explained(open_folder: Path) -> None:
     open_folder.chmod(0o555)
     with without_privileges():
@@ -305,7 +303,7 @@ def test_a_damaged_entry_is_explained(tmp_path: Path) -> None:
 def test_the_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
         registry._connection.execute("PRAGMA user_version = 7")
-    with pytest.raises(StorageError, match=r"newer version \(schema 7, this one knows 4\)"):
+    with pytest.raises(StorageError, match=r"newer version \(schema 7, this one knows 5\)"):
         AdapterRegistry(tmp_path, BASE_MODEL)
 
 

@@ -6,14 +6,14 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 from registry_writer import BASE_MODEL, make_spec
-from test_registry import opened, start_writer, versions
+from test_registry import opened, start_writer, versions, without_privileges
 
-from loraplex.adapters.registry import DATABASE_FILE, AdapterRegistry, Origin, read_registry
+from loraplex.adapters.registry import DATABASE_FILE, AdapterRegistry, Origin, Removal, read_registry
 from loraplex.adapters.server_mark import MARKS_FOLDER
 from loraplex.core.errors import StorageError
 
@@ -65,7 +65,7 @@ def test_a_folder_deleted_while_in_use_is_made_again(
         assert any("deleted or replaced while in use" in message for message in caplog.messages)
         assert names_on_disk(state) == {"before", "after"}
         with quiet(caplog):
-            assert registry.remove("before")
+            assert registry.remove("before").was_there
     assert names_on_disk(state) == {"after"}
 
 
@@ -121,15 +121,15 @@ def test_two_servers_that_lose_their_folder_put_everything_back(tmp_path: Path) 
         assert one.other_servers == two.other_servers == [os.getpid()]
 
 
-def test_neither_of_two_servers_removes_what_the_other_wrote(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_neither_of_two_servers_removes_what_the_other_wrote(tmp_path: Path) -> None:
     with opened(tmp_path) as one, opened(tmp_path) as two:
         one.put("a", make_spec("v1"))
         two.put("b", make_spec("v1"))
-        assert not two.remove("a")
-        assert f"process {os.getpid()}" in caplog.messages[-1]
-        one.remove_many(["a", "b"])
+        assert two.remove("a") == Removal(was_there=False, held_by=os.getpid())
+        assert one.remove_many(["a", "b"]) == {
+            "a": Removal(was_there=True, held_by=None),
+            "b": Removal(was_there=False, held_by=os.getpid()),
+        }
         assert versions(one) == {"b": "v1"}
 
 
@@ -145,13 +145,53 @@ def test_neither_of_two_servers_overwrites_what_the_other_wrote(tmp_path: Path) 
         assert versions(two) == {"a": "v3", "b": "v2"}
 
 
-def test_the_last_of_two_servers_to_load_a_version_keeps_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first_unloads", [True, False])
+@pytest.mark.parametrize("origins", [(Origin.API, Origin.API), (Origin.API, Origin.FOLDER)])
+def test_what_two_servers_loaded_stays_for_the_one_that_did_not_unload_it(
+    tmp_path: Path, first_unloads: bool, origins: tuple[Origin, Origin]
+) -> None:
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(opened(tmp_path)) for _ in range(2))
+        one.put("a", make_spec("v1"), origin=origins[0])
+        two.put("a", make_spec("v1"), origin=origins[1])
+        leaving, staying = (one, two) if first_unloads else (two, one)
+        assert leaving.remove("a") == Removal(was_there=True, held_by=os.getpid())
+        leaving.close()
+        entry = staying.get("a")
+        assert entry is not None
+        assert entry.origin is origins[1 if first_unloads else 0]
+    with opened(tmp_path) as restarted:
+        assert restarted.all() == [entry]
+        assert restarted.remove("a") == Removal(was_there=True, held_by=None)
+        assert restarted.names() == []
+
+
+def test_each_server_sees_its_own_entry_of_a_name(tmp_path: Path) -> None:
     with opened(tmp_path) as one, opened(tmp_path) as two:
-        one.put("a", make_spec("v1"))
-        two.put("a", make_spec("v1"))
-        assert not one.remove("a")
-        assert versions(two) == {"a": "v1"}
-        assert two.remove("a")
+        one.put("a", make_spec("v1"), origin=Origin.FOLDER)
+        two.put("a", make_spec("v1"), origin=Origin.API)
+        origins = [entry.origin for registry in (one, two) for entry in registry.all()]
+        assert origins == [Origin.FOLDER, Origin.API]
+        assert one.names() == two.names() == ["a"]
+    [(_, entry)] = read_registry(tmp_path)
+    assert entry.origin is Origin.API, "what was loaded by hand is not known from anywhere else"
+
+
+def test_a_server_of_another_user_is_not_taken_for_dead(open_folder: Path) -> None:
+    for mode in (0o444, 0o000):
+        with opened(open_folder) as theirs:
+            theirs.put("a", make_spec("v1"))
+            for path in (open_folder, open_folder / MARKS_FOLDER):
+                path.chmod(0o777)
+            for path in open_folder.glob(f"{DATABASE_FILE}*"):
+                path.chmod(0o666)
+            [mark] = (open_folder / MARKS_FOLDER).iterdir()
+            mark.chmod(mode)
+            with without_privileges(), opened(open_folder) as mine:
+                assert mine.other_servers == [os.getpid()]
+                assert mine.remove("a") == Removal(was_there=False, held_by=os.getpid())
+                with pytest.raises(StorageError, match="registered 'a' as another version"):
+                    mine.put("a", make_spec("v2"))
 
 
 def test_the_entries_of_a_server_that_ended_are_inherited(tmp_path: Path) -> None:
@@ -160,14 +200,14 @@ def test_the_entries_of_a_server_that_ended_are_inherited(tmp_path: Path) -> Non
         writer.stdout.readline()
         with opened(tmp_path) as early:
             assert early.other_servers == [writer.pid]
-            assert not early.remove("a0-0")
+            assert not early.remove("a0-0").was_there
             writer.kill()
             writer.wait()
             assert early.other_servers == []
             with opened(tmp_path) as heir:
-                assert not early.remove("a0-0")
-                assert heir.remove("a0-0")
-            assert early.remove("a0-1")
+                assert not early.remove("a0-0").was_there
+                assert heir.remove("a0-0").was_there
+            assert early.remove("a0-1").was_there
     with opened(tmp_path) as registry:
         registry.put("a0-2", make_spec("other"))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shutil
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +28,23 @@ from benchmarks import (
     engines,
     gpu_cold,
     gpu_start,
+    gpu_tables,
     make_tables,
     shared_cpu,
+    table_steps,
     waiting_queue,
 )
 from benchmarks.bystanders import bystanders
-from benchmarks.make_checkpoint import RANKS, adapter_bytes, write_adapters, write_tokenizer
+from benchmarks.http_checkpoint import HttpCheckpoint
+from benchmarks.make_checkpoint import RANKS, Checkpoint, adapter_bytes, write_adapters, write_tokenizer
 from benchmarks.measure import Traffic, measure, with_median
 from benchmarks.servers import ServerCommand, ServerFailedError, running
 from benchmarks.table_steps import measure_tables
 from loraplex.bench.distribution import Distribution
+from loraplex.bench.random_engine import build_random_engine
 from loraplex.bench.report import Report
+from loraplex.engine.core import Engine
+from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.workload.jsonl import WorkloadRequest, write_workload
 
 
@@ -121,7 +129,7 @@ def test_medians_keep_every_run_and_sum_failures() -> None:
 
 
 def test_shown_commands_hold_no_folders(tmp_path: Path) -> None:
-    served = engines.Checkpoint(root=tmp_path / "ckpt", num_adapters=2)
+    served = Checkpoint(root=tmp_path / "ckpt", num_adapters=2)
     engine = engines.loraplex(served, state_dir=tmp_path / "state")
     shown = cpu_serve.shown_command(engine)
     assert (
@@ -371,10 +379,42 @@ def test_steps_are_measured_with_the_tables_that_a_context_needs() -> None:
     assert all(row["step_ms"] > 0 for row in found)
 
 
+def test_the_engine_of_one_context_is_gone_before_the_next_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[weakref.ref[object]] = []
+
+    def build(*args: Any) -> Engine:
+        assert [part() for part in built] == [None] * len(built)
+        engine = build_random_engine(*args)
+        executor = engine._executor
+        assert isinstance(executor, TorchExecutor)
+        built.extend(map(weakref.ref, (engine, executor, executor._decoder, executor._caches[0].k)))
+        # Parts of an engine refer to each other: it does not go with the last name for it.
+        engine.itself = engine  # type: ignore[attr-defined]
+        return engine
+
+    monkeypatch.setattr(table_steps, "build_random_engine", build)
+    gc.disable()
+    try:
+        measure_tables("cpu", num_requests=2, contexts=(20, 30), rounds=1)
+    finally:
+        gc.enable()
+    assert len(built) == 8
+    assert [part() for part in built] == [None] * 8
+
+
 def test_a_start_is_told_by_phase_up_to_ready_and_beyond(tmp_path: Path) -> None:
-    gpu_start.write_checkpoint(tmp_path, "tiny", "cpu")
-    found = gpu_start.measure_engine(tmp_path / "base", tmp_path / "adapters", "cpu", time.time())
+    checkpoint = HttpCheckpoint(root=tmp_path, shape="tiny", num_adapters=2, rank=4)
+    checkpoint.ensure()
+    found = gpu_start.measure_engine(checkpoint.base, checkpoint.adapters, "cpu", time.time())
     names = [phase["phase"] for phase in found["phases"]]
     assert names.index("reading weights") < names.index("capturing graphs") < names.index("first token")
     assert 0 < found["ready_s"] <= found["total_s"]
     assert found["graphs_required"] == 0, "a CPU has no graphs"
+    found["phases"][-1]["kernels_compiled"] = 1
+    starts = [{"cache": cache} | found for cache in ("empty", "warm")]
+    table = gpu_tables.start_table({"engine": starts, "server": [{"ready_s": 21.34}, {"ready_s": 9.86}]})
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()]
+    assert rows[0] == "phase"
+    assert rows.index("**engine ready, in all**") == rows.index("capturing graphs") + 1
+    assert table.endswith("| **`loraplex serve` ready, in all** | **21.3 s** | **9.9 s** |\n")
+    assert table.count("1 kernel compiled") == 2

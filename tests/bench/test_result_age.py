@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,9 +88,47 @@ def test_checks_that_ran_on_the_code_as_it_is_count_as_passed() -> None:
 
 
 def test_checks_that_are_older_than_their_code_are_refused() -> None:
-    table = gpu_tables.correctness_table({"adapters": section(**{"loraplex/engine": "before"})})
-    assert "| adapters | **not run** since `loraplex/engine` changed | 2026-01-02 | abc |" in table
+    table = gpu_tables.correctness_table({"adapters": section(**{"loraplex/kernels": "before"})})
+    assert "| adapters | **not run** since `loraplex/kernels` changed | 2026-01-02 | abc |" in table
     assert "2 of 2" not in table
+
+
+def test_checks_of_ids_do_not_age_with_the_code_that_handles_texts(tmp_path: Path) -> None:
+    [part] = [path for path in sources.paths_of("gpu_correctness.json") if path.startswith("loraplex/engine")]
+    engine = shutil.copytree(sources.ROOT / "loraplex" / "engine", tmp_path / "loraplex" / "engine")
+
+    def fingerprint() -> str:
+        sources.fingerprint.cache_clear()
+        return sources.fingerprint(part, root=tmp_path)
+
+    first = fingerprint()
+    assert first == sources.fingerprint(part)
+    for name in (
+        "detokenizer",
+        "prompt_encoder",
+        "prompt_offsets",
+        "stop_strings",
+        "text_engine",
+        "tokenizer",
+    ):
+        (engine / f"{name}.py").write_text("CHANGED = True\n")
+    assert fingerprint() == first
+    (engine / "core.py").write_text("CHANGED = True\n")
+    assert fingerprint() != first
+    (engine / "tokenizer.py").rename(engine / "tokens.py")
+    with pytest.raises(FileNotFoundError, match="is gone"):
+        fingerprint()
+
+
+@pytest.mark.parametrize("file", ["cpu_serve.json", "gpu_start.json", "http_compare.json"])
+def test_results_of_servers_speak_for_the_command_that_starts_them(file: str) -> None:
+    assert "loraplex/cli/serve.py" in sources.paths_of(file)
+
+
+@pytest.mark.parametrize("section", ["vllm", "vllm-lora", "loraplex", "starts"])
+def test_every_server_of_the_http_comparison_speaks_for_how_it_is_started_and_loaded(section: str) -> None:
+    paths = sources.paths_of("http_compare.json", section)
+    assert {"benchmarks/http_servers.py", "benchmarks/http_client.py"} <= set(paths)
 
 
 def test_checks_that_do_not_say_what_they_ran_are_of_unknown_age() -> None:

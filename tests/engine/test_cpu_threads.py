@@ -19,7 +19,9 @@ from loraplex.engine import cpu_build
 from loraplex.engine.build import EngineOptions, build_core
 from loraplex.engine.cpu_threads import Reading, StepThreads
 from loraplex.engine.machine import cpu_quota, max_threads
-from loraplex.perf.thread_governor import ThreadGovernor
+from loraplex.perf.thread_governor import StepUsage, ThreadGovernor
+from loraplex.scheduling.plan import Chunk, StepPlan
+from loraplex.scheduling.work import StepWork
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +81,7 @@ def test_answers_agree_when_threads_change_in_the_middle(
     expected = generate(options_of(model_folder, num_threads=1))
     meters = HeldUpMeters()
     monkeypatch.setattr(cpu_build, "default_threads", lambda: 2)
-    monkeypatch.setattr(cpu_build, "StepThreads", lambda governor: StepThreads(governor, meters.read))
+    monkeypatch.setattr(cpu_build, "StepThreads", lambda *made: StepThreads(*made, meters.read))
     with caplog.at_level(logging.DEBUG):
         assert generate(options_of(model_folder)) == expected
     assert set(meters.seen) == {1, 2}
@@ -92,22 +94,44 @@ def test_answers_agree_when_threads_change_in_the_middle(
     assert torch.get_num_threads() == 2, "a closed engine gives the threads back"
 
 
+def decode(position: int) -> Chunk:
+    """A chunk whose one token is not known yet, as when steps are launched ahead."""
+    return Chunk(
+        request_id=str(position), adapter=None, start=position, token_ids=[], block_ids=[], samples=True
+    )
+
+
+def test_the_governor_is_told_what_contexts_cost() -> None:
+    seen: list[StepUsage] = []
+
+    class Recorder(ThreadGovernor):
+        def observe(self, step: StepUsage, now_s: float) -> None:
+            seen.append(step)
+
+    threads = StepThreads(Recorder(2), StepWork(position_cost=0.01))
+    for plan in (StepPlan(chunks=(decode(0),)), StepPlan(chunks=(decode(1000), decode(500)))):
+        with threads.step(plan):
+            pass
+    assert [step.num_tokens for step in seen] == [1, 2]
+    assert [step.work for step in seen] == pytest.approx([1.0, 17.0], abs=0.02)
+
+
 def test_the_warning_is_given_once(caplog: pytest.LogCaptureFixture) -> None:
     meters = HeldUpMeters()
-    threads = StepThreads(ThreadGovernor(2), meters.read)
+    threads = StepThreads(ThreadGovernor(2), StepWork(), meters.read)
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
-            with threads.step(num_tokens=1):
+            with threads.step(StepPlan(chunks=(decode(10),))):
                 pass
         threads._governor = ThreadGovernor(2)  # as if all threads had been faster for a while
         for _ in range(20):
-            with threads.step(num_tokens=1):
+            with threads.step(StepPlan(chunks=(decode(10),))):
                 pass
     assert len(caplog.records) == 1
 
 
 def test_a_given_number_is_kept(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_build, "StepThreads", lambda governor: pytest.fail("it would be changed"))
+    monkeypatch.setattr(cpu_build, "StepThreads", lambda *made: pytest.fail("it would be changed"))
     num_threads = min(max_threads(), 2)
     generate(options_of(model_folder, num_threads), num_tokens=2)
     assert torch.get_num_threads() == num_threads

@@ -30,13 +30,14 @@ class Machine:
     def set(self, step_s: Mapping[int, float], cpu_share: float, num_preemptions: int = 0) -> None:
         self.step_s, self.cpu_share, self.num_preemptions = step_s, cpu_share, num_preemptions
 
-    def step(self, num_tokens: int = 1, scale: float = 1.0) -> None:
+    def step(self, num_tokens: int = 1, scale: float = 1.0, work: float | None = None) -> None:
         threads = self.governor.num_threads
         wall_s = self.step_s[threads] * scale
         self.now_s += wall_s
         self.run_on.append(threads)
         step = StepUsage(
             num_tokens=num_tokens,
+            work=num_tokens if work is None else work,
             wall_s=wall_s,
             cpu_s=wall_s * threads * self.cpu_share,
             num_preemptions=self.num_preemptions,
@@ -152,6 +153,27 @@ def test_steps_are_compared_with_steps_of_their_size() -> None:
     machine.run_for(300.0, eight)
     assert 1 in machine.run_on, "it was tried"
     assert not machine.changes
+
+
+def test_steps_are_compared_with_steps_of_as_much_context() -> None:
+    """Requests with long contexts and with short ones in turn: as many tokens, and fifteen times the time."""
+    machine = Machine(2, QUIET_2, cpu_share=0.3)
+
+    def ten() -> None:
+        for work in [15.0] * 5 + [1.0] * 5:
+            machine.step(num_tokens=1, scale=work, work=work)
+
+    machine.run_for(300.0, ten)
+    assert 1 in machine.run_on, "it was tried"
+    assert not machine.changes
+
+
+def test_a_context_that_grows_is_not_taken_for_other_programs() -> None:
+    machine = Machine(2, QUIET_2, cpu_share=0.95)
+    for position in range(8000):
+        work = 1 + position / 500
+        machine.step(num_tokens=1, scale=work, work=work)
+    assert set(machine.run_on) == {2}
 
 
 def test_a_trial_without_comparable_steps_ends() -> None:

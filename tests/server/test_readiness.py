@@ -117,7 +117,8 @@ def test_a_server_says_how_far_its_start_has_come(folder: Path) -> None:
             await server.task
         lines = server.said.getvalue().splitlines()
         phases = [line.rpartition(": ")[2] for line in lines if line.startswith("loading ")]
-        assert phases == ["reading weights", "capturing graphs"], "each is said once where no terminal is"
+        expected = ["reading weights, 25%", "capturing graphs, 0%"]
+        assert phases == expected, "each is said once where no terminal is"
 
     run_scenario(scenario())
 

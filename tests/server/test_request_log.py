@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from server_process import COMMAND
 from serving_fakes import hf_tokenizer, says
 from test_live_server import client_of, connect, request_bytes
 
+from loraplex.adapters.registry import AdapterRegistry
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError
 from loraplex.core.logs import TextFormatter
@@ -348,6 +351,36 @@ def test_changes_of_adapters_are_audited(make_api: Callable[..., Api], tmp_path:
     failed = load("sql", one)
     assert (failed["level"], failed["message"]) == ("WARNING", "adapter load failed")
     assert len(first) == 12
+
+
+def test_an_unload_of_what_another_server_holds_says_that_it_comes_back(
+    make_api: Callable[..., Api], tmp_path: Path, audit: Lines
+) -> None:
+    api = make_api(allowed=[tmp_path / "open"])
+    body = {"lora_name": "sql", "lora_path": str(write_adapter(tmp_path / "open" / "one"))}
+    api.post("/v1/load_lora_adapter", body)
+    with closing(AdapterRegistry(tmp_path / "state", "base")) as other:
+        entry = other.get("sql")
+        assert entry is not None
+        other.put("sql", entry.spec)
+        audit.take()
+        answer = api.post("/v1/unload_lora_adapter", {"lora_name": "sql"}).text
+        line = audit.take()
+        for text in (answer, line["note"]):
+            assert (
+                f"another server (process {os.getpid()}) on the same state folder holds the adapter" in text
+            )
+            assert "comes back when this server is started again" in text
+            assert "--state-dir" in text
+        assert "removed" not in answer
+        assert line["result"] == "done"
+        assert api.get("/v1/models/sql").status_code == 404
+        assert other.remove("sql").held_by is None
+    api.post("/v1/load_lora_adapter", body)
+    audit.take()
+    answer = api.post("/v1/unload_lora_adapter", {"lora_name": "sql"}).text
+    assert answer == "Success: LoRA adapter 'sql' removed successfully."
+    assert "note" not in audit.take()
 
 
 @pytest.fixture(scope="module")
