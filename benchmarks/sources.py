@@ -35,6 +35,9 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     _TOKEN_ENGINE: ("loraplex/engine", _TEXT_MODULES),
 }
 """Name of a part -> its folder, and the files in it that do not belong to the part."""
+_CHECKED_ENGINE: Final = (*_STEP, *_BESIDE_ENGINE, _TOKEN_ENGINE)
+_SHARED_CHECKS: Final = ("check", "checkpoints", "comparing", "driving", "random_engines")
+"""Modules of the checks that several sections use."""
 _TIMED_ENGINE: Final = (*_ENGINE, "loraplex/bench/engine_scenarios.py")
 _COMMAND: Final = tuple(f"loraplex/cli/{name}.py" for name in ("main", "serve", "sizes"))
 """`loraplex serve`; the other commands are no part of a server."""
@@ -42,6 +45,12 @@ _SERVER: Final = (*_ENGINE, "loraplex/server", *_COMMAND)
 _HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py")
 """How the servers of the HTTP comparison are started and loaded: all that we decide of vLLM's figures."""
 _TWIN: Final = ("loraplex/scheduling", "loraplex/adapters", "loraplex/perf", "loraplex/twin")
+
+
+def _engine_checks(*names: str) -> tuple[str, ...]:
+    """Sources of a section that checks whole engines by these modules of its own."""
+    return (*_CHECKED_ENGINE, *(f"{_CHECKS}/{name}.py" for name in (*_SHARED_CHECKS, *names)))
+
 
 SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "gpu_correctness.json": {
@@ -52,7 +61,12 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             *(f"{_CHECKS}/{name}.py" for name in ("kernel_lora", "kernel_rows", "check")),
         ),
         "collective": (*_STEP, "loraplex/engine/cuda", f"{_CHECKS}/collective.py", f"{_CHECKS}/check.py"),
-        "*": (*_STEP, *_BESIDE_ENGINE, _TOKEN_ENGINE, _CHECKS),
+        "adapters": _engine_checks("adapters", "families"),
+        **{
+            name: _engine_checks(name)
+            for name in ("families", "batch", "graphs", "endurance", "burst", "cold", "bad_adapter")
+        },
+        "*": (*_CHECKED_ENGINE, _CHECKS),
     },
     "gpu_engine.json": {
         "kernels": ("loraplex/kernels", "loraplex/bench/kernel_scenarios.py"),

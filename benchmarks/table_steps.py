@@ -1,16 +1,18 @@
 """What a step costs the host by the context of its requests, with a model so small that a GPU waits for it.
 
-The section `tables` of gpu_engine. Each context is measured twice, in turns: with block tables kept from step
-to step, and with tables that are read again from the requests' lists of blocks in every step. Requests share
-all but the end of their prompts, so that the prefix cache spares computing them; their tables are as long as
-if they did not.
+The section `tables` of gpu_engine. Of a step, the part that lists of blocks can slow down is shown by itself:
+building the batch, and filling the block of integers that a graph reads. Each context is measured twice, in
+turns: with block tables kept from step to step, and with tables that are read again from the requests' lists
+of blocks in every step. Requests share all but the end of their prompts, so that the prefix cache spares
+computing them; their tables are as long as if they did not.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -48,6 +50,7 @@ def _measure(device: str, num_requests: int, context: int, rounds: int) -> dict[
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     engine = build_random_engine(RandomEngineOptions(shape="tiny", device=device, dtype=dtype), config)
     try:
+        engine.get_ready()  # steps replay graphs, as they do when serving
         return _measure_engine(engine, num_requests, context, rounds)
     finally:
         engine.close()
@@ -63,19 +66,66 @@ def _measure_engine(engine: Engine, num_requests: int, context: int, rounds: int
         if number == 0:
             _run_until_all_decode(engine, 1)  # the others find its blocks
     _run_until_all_decode(engine, num_requests)
-    tables = _builder_of(engine).tables
-    kept_ms: list[float] = []
-    anew_ms: list[float] = []
+    watch = BuildWatch(engine)
+    kept = _Times()
+    anew = _Times()
     for _ in range(rounds):
-        kept_ms.append(_step_ms(engine))
-        anew_ms.append(_step_ms(engine, before_each=tables.forget_contents))
+        _time_steps(engine, watch, kept)
+        _time_steps(engine, watch, anew, before_each=watch.builder.tables.forget_contents)
     return {
         "requests": num_requests,
         "context": context,
         "blocks_each": -(-context // BLOCK_SIZE),
-        "step_ms": round(statistics.median(kept_ms), 3),
-        "tables_read_again_step_ms": round(statistics.median(anew_ms), 3),
+        "build_ms": kept.median_build_ms,
+        "step_ms": kept.median_step_ms,
+        "tables_read_again_build_ms": anew.median_build_ms,
+        "tables_read_again_step_ms": anew.median_step_ms,
     }
+
+
+@dataclass(kw_only=True)
+class _Times:
+    """Milliseconds of steps, and of building what they run on."""
+
+    step_ms: list[float] = field(default_factory=list)
+    build_ms: list[float] = field(default_factory=list)
+
+    @property
+    def median_step_ms(self) -> float:
+        return round(statistics.median(self.step_ms), 3)
+
+    @property
+    def median_build_ms(self) -> float:
+        return round(statistics.median(self.build_ms), 3)
+
+
+class BuildWatch:
+    """Adds up how long an engine builds batches and fills the integers of graphs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.builder: BatchBuilder = engine._executor._builder  # type: ignore[attr-defined]
+        self._spent_s = 0.0
+        self._watch(self.builder, "build")
+        runner = getattr(engine._executor, "_runner", None)  # only engines on a GPU have graphs
+        if runner is not None:
+            self._watch(runner, "_fill")
+
+    def take_ms(self) -> float:
+        """Return what was spent since the last call."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s * 1e3
+
+    def _watch(self, owner: object, name: str) -> None:
+        method = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._spent_s += time.perf_counter() - started_s
+
+        setattr(owner, name, timed)
 
 
 def _run_until_all_decode(engine: Engine, num_requests: int) -> None:
@@ -86,16 +136,13 @@ def _run_until_all_decode(engine: Engine, num_requests: int) -> None:
         num_decodes = sum(chunk.num_tokens == 1 for chunk in chunks)
 
 
-def _builder_of(engine: Engine) -> BatchBuilder:
-    builder: BatchBuilder = engine._executor._builder  # type: ignore[attr-defined]
-    return builder
-
-
-def _step_ms(engine: Engine, before_each: Any = lambda: None) -> float:
-    took_ms = []
+def _time_steps(
+    engine: Engine, watch: BuildWatch, times: _Times, before_each: Callable[[], None] = lambda: None
+) -> None:
     for _ in range(STEPS_A_ROUND):
+        watch.take_ms()
         started_s = time.perf_counter()
         before_each()
         engine.step()
-        took_ms.append((time.perf_counter() - started_s) * 1e3)
-    return statistics.median(took_ms)
+        times.step_ms.append((time.perf_counter() - started_s) * 1e3)
+        times.build_ms.append(watch.take_ms())

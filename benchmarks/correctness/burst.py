@@ -11,6 +11,7 @@ from benchmarks.correctness.comparing import alone_check
 from benchmarks.correctness.driving import Answer, answers, greedy_request, random_prompt
 from benchmarks.correctness.random_engines import build, distinct_specs
 from benchmarks.device_memory import release
+from loraplex.adapters.room import Tier
 from loraplex.core.request import FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.model.shapes import config_of_shape
@@ -22,7 +23,6 @@ COMPARED_EVERY: Final = 10
 TIE: Final = 1e-3
 """Of log-probabilities, in float32: in bfloat16, rounding alone makes other texts of most requests, as the
 section `batch` shows."""
-_NOT_IN_MEMORY: Final = ("disk", "loading")
 
 
 def burst(setting: Setting) -> list[Check]:
@@ -79,7 +79,9 @@ def _answered(ended: dict[str, Answer], num_requests: int, num_tokens: int) -> C
 
 def _limited(stats: EngineStats) -> Check:
     num_loads = sum(adapter.loads for adapter in stats.adapters)
-    num_resident = sum(adapter.tier not in _NOT_IN_MEMORY for adapter in stats.adapters)
+    # Those that left a device stay in the host's memory.
+    used_from = Tier.DEVICE if stats.device_arena_bytes else Tier.HOST
+    num_resident = sum(adapter.tier == used_from for adapter in stats.adapters)
     return holds(
         "memory",
         "not all adapters fit, so that some had to leave for others",
