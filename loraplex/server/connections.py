@@ -167,6 +167,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """uvicorn's answer to what is no HTTP, in the shape of all other errors."""
         self._refuse(InvalidRequestError(msg))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing of a missing library for WebSockets: such requests are answered as any other."""
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         if self._is_counted:

@@ -95,7 +95,7 @@ def test_what_is_no_http_is_answered_as_all_errors_are(
 
 
 def test_an_upgrade_to_a_websocket_is_answered_as_if_it_were_not_asked_for(
-    make_served: ServedFactory,
+    make_served: ServedFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n"
     with live(make_served(), ConnectionLimits(max_connections=1)) as url, connect(url) as connection:
@@ -106,6 +106,7 @@ def test_an_upgrade_to_a_websocket_is_answered_as_if_it_were_not_asked_for(
         with connect(url) as other:  # the connection is idle, and gives way
             other.sendall(HEALTH)
             assert read_response(other)[0] == 200
+    assert not any("websocket" in record.message.lower() for record in caplog.records)
 
 
 def test_idle_connections_make_room_for_new_ones(
