@@ -43,3 +43,25 @@ def test_what_is_read_to_the_end_ends_well() -> None:
     done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
+
+
+def test_a_command_that_outlives_its_reader_goes_on_without_a_word() -> None:
+    reader, writer = os.pipe()
+    program = (
+        "import sys; from loraplex.cli.closed_pipe import end_with_the_reader, outlive_the_reader\n"
+        "end_with_the_reader(); outlive_the_reader()\n"
+        "print('first', flush=True); sys.stdin.read()\n"
+        "print('second', flush=True); print('third'); sys.exit(7)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(writer)
+        assert os.read(reader, 100) == b"first\n"
+        os.close(reader)
+        _, said = process.communicate("")
+    assert (process.returncode, said) == (7, "")

@@ -1,4 +1,5 @@
-"""Ends a command quietly when whoever reads its output has left: `loraplex ... | head`."""
+"""What a command does when the reader of its output has left, as in `loraplex ... | head`: it ends quietly,
+or goes on without a reader if it is a server."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import io
 import os
 import stat
 import sys
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 EXIT_CLOSED_PIPE: Final = 141
 """What a shell reports of a program that SIGPIPE ended: 128 + 13."""
@@ -17,30 +18,48 @@ def end_with_the_reader() -> None:
 
     Not by restoring the default action of SIGPIPE: a server would end with the first client that hangs up.
     """
+    _replace_stdout(_EndingPipe)
+
+
+def outlive_the_reader() -> None:
+    """Have what is written to a closed stdout go nowhere, for a command that has other things to do."""
+    _replace_stdout(_Pipe)
+
+
+def _replace_stdout(kind: type[_Pipe]) -> None:
+    old = sys.stdout
     try:
-        mode = os.fstat(sys.stdout.fileno()).st_mode
+        descriptor = old.fileno()
+        mode = os.fstat(descriptor).st_mode
     except (OSError, ValueError, AttributeError):
         return  # no file is behind it
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
         return
-    old = sys.stdout
     old.flush()
-    buffer = io.BufferedWriter(_Pipe(old.fileno(), "w", closefd=False))
+    buffer = io.BufferedWriter(kind(descriptor, "w", closefd=False))
     sys.stdout = io.TextIOWrapper(buffer, encoding=old.encoding, errors=old.errors)
 
 
 class _Pipe(io.FileIO):
-    """A pipe whose first failed write is the last thing that happens."""
+    """A pipe that becomes the null device when its reader leaves."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
-            self._end()
+            # Also for what is still in buffers, of which the interpreter would complain at its end.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            self._on_closed()
+            return len(data)
 
-    def _end(self) -> NoReturn:
-        # What is still in buffers goes nowhere: the interpreter would complain of it at its end.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.fileno())
-        os.close(nowhere)
+    def _on_closed(self) -> None:
+        """Called once, after a write has failed."""
+
+
+class _EndingPipe(_Pipe):
+    """A pipe whose first failed write is the last thing that happens."""
+
+    def _on_closed(self) -> None:
         raise SystemExit(EXIT_CLOSED_PIPE)

@@ -1,7 +1,9 @@
 """Prompts to token ids for a server: bounded work, none of it on the event loop if it grows with the request.
 
 Short prompts are encoded where they are, which takes less than a millisecond. Longer ones go to a few threads
-of their own; the tokenizer computes there without the interpreter's lock, so that every stream goes on.
+of their own; the tokenizer computes there without the interpreter's lock, so that every stream goes on. Large
+ones, which take from tens of milliseconds to seconds, have a thread to themselves: no other prompt waits for
+them.
 
 What cannot fit the context is refused without encoding all of it:
 
@@ -35,12 +37,14 @@ MAX_DECODED_TOKENS: Final = 2**18
 """Tokens that /detokenize takes at a time."""
 
 _NUM_THREADS: Final = 2
+"""Of texts that are not large; one more is for those that are."""
 _NICENESS: Final = 10
 _INLINE_CHARS: Final = 1024
 _INLINE_MESSAGES: Final = 16
 _INLINE_TOKENS: Final = 4096
 _LARGE_CHARS: Final = 2**16
-"""From here on, memory that encoding leaves behind is given back to the system."""
+_LARGE_TOKENS: Final = 2**14
+"""Larger work goes to a thread of its own and gives memory that it leaves behind back to the system."""
 _PROBE_CHARS_PER_TOKEN: Final = 8
 """Text has fewer characters for each token than this, but for runs of spaces and the like."""
 _PROBE_SLACK_TOKENS: Final = 64
@@ -55,9 +59,8 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, *, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._threads = ThreadPoolExecutor(
-            _NUM_THREADS, thread_name_prefix="text", initializer=_step_back_behind_engines
-        )
+        self._threads = _threads(_NUM_THREADS, "text")
+        self._large_text_thread = _threads(1, "large-text")
 
     async def encode_texts(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Tokens of each prompt. Raises ContextLengthError for one that is certain not to fit the context."""
@@ -67,7 +70,7 @@ class PromptEncoder:
                 self._refuse_overlong(text)
             return self._tokenizer.encode_many(texts, add_special_tokens=add_special_tokens)
 
-        return await self._run(encode, num_chars=sum(map(len, texts)))
+        return await self._run_on_chars(encode, sum(map(len, texts)))
 
     async def encode_chat(
         self,
@@ -78,25 +81,20 @@ class PromptEncoder:
     ) -> list[int]:
         """Render and encode a conversation that must fit the context."""
 
-        def render_and_encode() -> list[int]:
-            text = self._tokenizer.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, template_options=template_options
-            )
+        text = await self._render(messages, add_generation_prompt, template_options)
+
+        def encode() -> list[int]:
             self._refuse_overlong(text, param="messages")
             return self._tokenizer.encode(text, add_special_tokens=False)
 
-        return await self._run(
-            render_and_encode, num_chars=_num_chars(messages), in_thread=_is_long(messages, template_options)
-        )
+        return await self._run_on_chars(encode, len(text))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a text, whether or not it fits the context."""
-
-        def encode() -> list[int]:
-            _refuse_many_chars(text, param="prompt")
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-        return await self._run(encode, num_chars=len(text))
+        _refuse_many_chars(text, param="prompt")
+        return await self._run_on_chars(
+            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
+        )
 
     async def tokenize_chat(
         self,
@@ -108,15 +106,10 @@ class PromptEncoder:
     ) -> list[int]:
         """Tokens of a conversation, whether or not it fits the context."""
 
-        def render_and_encode() -> list[int]:
-            text = self._tokenizer.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, template_options=template_options
-            )
-            _refuse_many_chars(text, param="messages")
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-        return await self._run(
-            render_and_encode, num_chars=_num_chars(messages), in_thread=_is_long(messages, template_options)
+        text = await self._render(messages, add_generation_prompt, template_options)
+        _refuse_many_chars(text, param="messages")
+        return await self._run_on_chars(
+            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -125,24 +118,51 @@ class PromptEncoder:
 
     async def call(self, work: Callable[[], T], *, num_tokens: int) -> T:
         """Do other work on so many tokens, in a thread if these are many."""
-        return await self._run(work, in_thread=num_tokens > _INLINE_TOKENS)
+        return await self._run(
+            work, in_thread=num_tokens > _INLINE_TOKENS, is_large=num_tokens > _LARGE_TOKENS
+        )
 
     def close(self) -> None:
         """Let the threads go; what they are doing is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._large_text_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, work: Callable[[], T], *, num_chars: int = 0, in_thread: bool = False) -> T:
-        if num_chars <= _INLINE_CHARS and not in_thread:
+    async def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None,
+    ) -> str:
+        """The text of a conversation, whose length only then is known."""
+
+        def render() -> str:
+            return self._tokenizer.render_chat(
+                messages, add_generation_prompt=add_generation_prompt, template_options=template_options
+            )
+
+        return await self._run_on_chars(
+            render, _num_chars(messages), in_thread=_is_long(messages, template_options)
+        )
+
+    async def _run_on_chars(self, work: Callable[[], T], num_chars: int, *, in_thread: bool = False) -> T:
+        return await self._run(
+            work, in_thread=in_thread or num_chars > _INLINE_CHARS, is_large=num_chars > _LARGE_CHARS
+        )
+
+    async def _run(self, work: Callable[[], T], *, in_thread: bool, is_large: bool) -> T:
+        if not in_thread:
             return work()
 
         def work_and_clean_up() -> T:
             try:
                 return work()
             finally:
-                if num_chars > _LARGE_CHARS:
-                    release_free_memory()
+                release_free_memory()
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work_and_clean_up)
+        loop = asyncio.get_running_loop()
+        if is_large:
+            return await loop.run_in_executor(self._large_text_thread, work_and_clean_up)
+        return await loop.run_in_executor(self._threads, work)
 
     def _refuse_overlong(self, text: str, *, param: str = "prompt") -> None:
         """Raise ContextLengthError if a look at a part of the text, or its length, is enough to know."""
@@ -160,6 +180,10 @@ class PromptEncoder:
                 f"{limit} tokens; shorten the prompt",
                 param=param,
             )
+
+
+def _threads(count: int, name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_step_back_behind_engines)
 
 
 def _step_back_behind_engines() -> None:

@@ -97,9 +97,13 @@ class TextEngine:
         check_token_ids(params, vocab_size=self.vocab_size)
         for prompt in prompts:
             # Lengths first: going through the ids of a prompt that is far too long would take long.
-            fit_max_tokens(params, num_prompt_tokens=len(prompt), max_model_len=self.max_model_len)
+            self.check_length(len(prompt), params)
         for prompt in prompts:
             check_prompt(prompt, vocab_size=self.vocab_size)
+
+    def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        """Raise ContextLengthError if the context has no room for so long a prompt and its answer."""
+        fit_max_tokens(params, num_prompt_tokens=num_prompt_tokens, max_model_len=self.max_model_len)
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, adapter: str | None, request_id: str

@@ -1,5 +1,7 @@
 """The audit log: one line for each change of an adapter that a request asked for, done or not.
 
+Whoever refuses such a request writes the line: the route, or what stands before it (see `refusal`).
+
 What a server loads by itself when it starts is not in it: the banner and the registry list that.
 """
 
@@ -9,8 +11,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
-from starlette.requests import Request
+from starlette.types import Scope
 
 from loraplex.core.clock import Clock
 from loraplex.core.errors import UserError
@@ -19,15 +22,22 @@ from loraplex.server.request_log import RequestRecord, request_record, short_ver
 
 logger = logging.getLogger("loraplex.audit")
 
-_MAX_REASON_CHARS = 300
+LOAD_PATH: Final = "/v1/load_lora_adapter"
+UNLOAD_PATH: Final = "/v1/unload_lora_adapter"
+
+_VERBS: Final = {LOAD_PATH: "load", UNLOAD_PATH: "unload"}
+_MAX_REASON_CHARS: Final = 300
 
 
 @dataclass(kw_only=True, slots=True)
 class AdapterChange:
-    """A load or unload under way. Versions are those that the name stands for before and after it."""
+    """A load or unload under way. Versions are those that the name stands for before and after it.
+
+    `name` is None until the request's body was read.
+    """
 
     verb: str
-    name: str
+    name: str | None = None
     source: str | None = None
     old_version: str | None = None
     new_version: str | None = None
@@ -35,23 +45,29 @@ class AdapterChange:
 
 
 @contextmanager
-def audited(request: Request, change: AdapterChange, clock: Clock) -> Iterator[AdapterChange]:
-    """Log a change when the block ends: as done, as refused for a reason of the client's, or as failed."""
+def audited(scope: Scope, clock: Clock) -> Iterator[AdapterChange]:
+    """Log the change that a request asks for when the block ends: as done, as refused for a reason of the
+    client's, or as failed. The block fills in what it finds out about it."""
     started_s = clock.now_s()
-    record = request_record(request.scope)
+    record, change = request_record(scope), AdapterChange(verb=_VERBS[scope["path"]])
     try:
         yield change
     except BaseException as error:
-        result = "refused" if isinstance(error, UserError) else "failed"
-        reason = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
-        _write(record, change, result, clock.now_s() - started_s, reason)
+        _write(record, change, error, clock.now_s() - started_s)
         raise
-    _write(record, change, "done", clock.now_s() - started_s, None)
+    _write(record, change, None, clock.now_s() - started_s)
 
 
-def _write(
-    record: RequestRecord, change: AdapterChange, result: str, seconds: float, reason: str | None
-) -> None:
+def audit_refusal(scope: Scope, error: Exception) -> None:
+    """Log a change that is refused before its route is reached; nothing for requests of any other kind."""
+    verb = _VERBS.get(scope["path"])
+    if verb is not None and scope["method"] == "POST":
+        _write(request_record(scope), AdapterChange(verb=verb), error, 0.0)
+
+
+def _write(record: RequestRecord, change: AdapterChange, error: BaseException | None, seconds: float) -> None:
+    result = "done" if error is None else "refused" if isinstance(error, UserError) else "failed"
+    reason = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
     message = f"adapter {change.verb}" + ("" if result == "done" else f" {result}")
     level = logging.WARNING if result == "failed" else logging.INFO
     logger.log(
@@ -59,7 +75,7 @@ def _write(
         message,
         extra=fields(
             request_id=record.request_id,
-            adapter=shorten(change.name),
+            adapter=None if change.name is None else shorten(change.name),
             old_version=short_version(change.old_version),
             new_version=short_version(change.new_version),
             source=None if change.source is None else shorten(change.source),

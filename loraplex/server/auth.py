@@ -15,8 +15,9 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.addresses import is_loopback
-from loraplex.server.errors import ForbiddenError, UnauthorizedError, describe
+from loraplex.server.errors import ForbiddenError, UnauthorizedError
 from loraplex.server.health import LIVE_PATH, READY_PATHS
+from loraplex.server.refusal import refuse
 from loraplex.server.request_log import request_record
 
 _OPEN_PATHS: Final = frozenset({*READY_PATHS, LIVE_PATH})
@@ -59,7 +60,7 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
             return
         error = UnauthorizedError("no valid API key; send it as 'Authorization: Bearer KEY'")
-        await describe(error).response()(scope, receive, send)
+        await refuse(error, scope, receive, send)
 
 
 class Administrators:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -31,8 +33,8 @@ _COUNTED_ABOVE_BYTES: Final = 2**17
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
-    """`max_held_bytes`: of all bodies together that are being received. `max_values`: strings, numbers and
-    the like in one body; `max_objects`: of those, objects."""
+    """`max_held_bytes`: of all bodies together that are being received, or whose prompts are being encoded.
+    `max_values`: strings, numbers and the like in one body; `max_objects`: of those, objects."""
 
     max_body_bytes: int = 4 * 2**20
     max_values: int = 2**18
@@ -48,12 +50,32 @@ class BodyReader:
         self._limits = limits
         self._held_bytes = 0
 
-    async def read(self, request: Request, kind: type[T]) -> T:
-        """The request's body as a `kind`; raises what `errors.describe` turns into 400, 408, 413 or 503."""
-        body = await self._read_bytes(request)
-        if len(body) > _COUNTED_ABOVE_BYTES:
-            self._check_size(await asyncio.to_thread(json_size, body))
-        return decode_struct(body, kind)
+    @asynccontextmanager
+    async def read(self, request: Request, kind: type[T]) -> AsyncIterator[T]:
+        """The request's body as a `kind`. Its bytes count as held until the block ends.
+
+        Raises what `errors.describe` turns into 400, 408, 413 or 503.
+        """
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal():
+            self._check_num_bytes(int(declared[:20]))
+        body, num_bytes = bytearray(), 0
+        try:
+            async with self._read_timeout():
+                async for part in request.stream():
+                    num_bytes += len(part)
+                    self._held_bytes += len(part)
+                    self._check_num_bytes(num_bytes)
+                    if self._held_bytes > self._limits.max_held_bytes:
+                        raise BusyError("too many large requests are being received or encoded; try again")
+                    body += part
+            if num_bytes > _COUNTED_ABOVE_BYTES:
+                self._check_size(await asyncio.to_thread(json_size, body))
+            decoded = decode_struct(body, kind)
+            del body  # only what was made of it is needed from here on
+            yield decoded
+        finally:
+            self._held_bytes -= num_bytes
 
     def _check_size(self, size: JsonSize) -> None:
         limits = self._limits
@@ -67,33 +89,24 @@ class BodyReader:
                     "send it in several requests"
                 )
 
-    async def _read_bytes(self, request: Request) -> bytes:
-        limits = self._limits
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > limits.max_body_bytes:
-            raise _too_large(limits)
-        parts: list[bytes] = []
-        num_bytes = 0
+    def _check_num_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self._limits.max_body_bytes:
+            raise BodyTooLargeError(
+                f"the request body is larger than the {self._limits.max_body_bytes:,} bytes a request may "
+                "have; shorten it"
+            )
+
+    @asynccontextmanager
+    async def _read_timeout(self) -> AsyncIterator[None]:
+        timeout_s = self._limits.read_timeout_s
         try:
-            async with asyncio.timeout(limits.read_timeout_s):
-                async for part in request.stream():
-                    num_bytes += len(part)
-                    self._held_bytes += len(part)
-                    if num_bytes > limits.max_body_bytes:
-                        raise _too_large(limits)
-                    if self._held_bytes > limits.max_held_bytes:
-                        raise BusyError("too many large requests are being received; try again")
-                    parts.append(part)
+            async with asyncio.timeout(timeout_s):
+                yield
         except TimeoutError:
-            raise BodyTimeoutError(
-                f"the request body did not arrive within {limits.read_timeout_s:g} seconds"
-            ) from None
-        finally:
-            self._held_bytes -= num_bytes
-        return b"".join(parts)
+            raise BodyTimeoutError(f"the request body did not arrive within {timeout_s:g} seconds") from None
 
 
-def decode_struct(body: bytes, kind: type[T]) -> T:
+def decode_struct(body: bytes | bytearray, kind: type[T]) -> T:
     """Decode JSON strictly; InvalidRequestError says what is wrong and where."""
     try:
         return msgspec.json.decode(body, type=kind)
@@ -107,7 +120,7 @@ def decode_struct(body: bytes, kind: type[T]) -> T:
         raise InvalidRequestError("the body is nested too deeply") from None
 
 
-def _json_hint(body: bytes) -> str:
+def _json_hint(body: bytes | bytearray) -> str:
     """What people send most often that is not JSON."""
     if not body.strip():
         return " (it is empty)"
@@ -116,12 +129,6 @@ def _json_hint(body: bytes) -> str:
     if b"\\ud" in body or b"\\uD" in body:
         return " (lone surrogates are not characters)"
     return ""
-
-
-def _too_large(limits: BodyLimits) -> BodyTooLargeError:
-    return BodyTooLargeError(
-        f"the request body is larger than the {limits.max_body_bytes:,} bytes a request may have; shorten it"
-    )
 
 
 def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequestError:

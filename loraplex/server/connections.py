@@ -20,7 +20,11 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loraplex.core.clock import Clock
+from loraplex.core.errors import InvalidRequestError
+from loraplex.core.logs import fields
 from loraplex.server.errors import BusyError, HeadersTooLargeError, HeaderTimeoutError, describe
+from loraplex.server.request_log import REQUEST_ID_HEADER, new_request_id
+from loraplex.server.request_log import logger as request_logger
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +137,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_timer()
         super().data_received(data)
         if not self._reads_message and self._num_header_bytes > self._book.limits.max_header_bytes:
-            if self._is_active:  # what is being answered cannot be told from a refusal in its middle
-                self.transport.close()
-                return
             limit = self._book.limits.max_header_bytes
             self._refuse(HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes"))
 
@@ -162,6 +163,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._reads_message:  # refused before its body came: the rest is read, but not for ever
                 self._start_timer()
 
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what is no HTTP, in the shape of all other errors."""
+        self._refuse(InvalidRequestError(msg))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing of a missing library for WebSockets: such requests are answered as any other."""
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         if self._is_counted:
@@ -171,6 +179,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def give_way(self) -> None:
         """Close an idle connection, as another one needs its place."""
         self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether what is written now would be read as the answer to another request, or as a part of one."""
+        return self._is_active and (
+            not self._reads_message or bool(self.pipeline) or self.cycle.response_started
+        )
 
     @property
     def _awaits_headers(self) -> bool:
@@ -197,15 +212,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(HeaderTimeoutError(f"the request's headers did not arrive within {timeout_s:g} seconds"))
 
     def _refuse(self, error: Exception) -> None:
-        """Answer without the application, and close."""
-        http_error = describe(error)
+        """Answer without the application, and close; without a word in the middle of another answer."""
+        if self._is_answering or self.transport.is_closing():
+            self.transport.close()
+            return
+        http_error, request_id = describe(error), new_request_id()
         body = http_error.body()
         head = [
             f"HTTP/1.1 {http_error.status} {http_error.reason}",
             "content-type: application/json",
             f"content-length: {len(body)}",
             "connection: close",
+            f"{REQUEST_ID_HEADER.decode()}: {request_id}",
             *(f"{name}: {value}" for name, value in http_error.headers.items() if name != "connection"),
         ]
         self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
         self.transport.close()
+        # Only when debugging: whoever opens connections can cause any number of these.
+        request_logger.debug(
+            "refused",
+            extra=fields(
+                status=http_error.status,
+                error=type(error).__name__,
+                request_id=request_id,
+                client=self.client[0] if self.client else None,
+            ),
+        )

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from loraplex.server.pacing import Pacer
 
+T = TypeVar("T")
 
-async def run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive, pacer: Pacer) -> None:
-    """Run `work`; cancel it if the client goes away. The request's body must have been read.
 
-    Where many clients go at once, their work is cancelled at the pace of `pacer`.
+async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive, pacer: Pacer) -> T:
+    """Return what `work` returns; if the client goes away first, cancel it and raise ClientDisconnect.
+
+    The request's body must have been read. Where many clients go at once, their work is cancelled at the
+    pace of `pacer`.
     """
     working = asyncio.create_task(work)
     listening = asyncio.create_task(_disconnected(receive))
@@ -22,8 +26,9 @@ async def run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive
         await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             await pacer.turn()
-        if working.done():
-            await working  # raises what it raised
+        if not working.done():
+            raise ClientDisconnect
+        return await working  # or raises what it raised
     finally:
         working.cancel()
         listening.cancel()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -119,6 +120,8 @@ class GenerationResponse(Response):
         work = self._send_stream(send) if self._generation.stream else self._send_whole(scope, receive, send)
         try:
             await run_until_disconnect(work, receive, self._pacer)
+        except ClientDisconnect:
+            pass  # nobody is there to be answered
         except Exception as error:
             self._meter.fail(error)
             raise

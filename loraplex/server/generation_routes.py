@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Final
 
 from fastapi import APIRouter
@@ -13,7 +14,6 @@ from starlette.responses import Response
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.words import plural
-from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import Lease
@@ -21,12 +21,14 @@ from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
 from loraplex.server.deps import ServerDeps
+from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.generation import AnswerFormat, Generation, GenerationResponse, now_unix_s
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import request_record
 from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
+from loraplex.server.waiting import WaitingTicket
 
 # Prompts × n of one request; each is a request of its own to the engine.
 MAX_CHOICES_PER_REQUEST: Final = 2048
@@ -47,13 +49,8 @@ def generation_router(deps: ServerDeps) -> APIRouter:
         ),
     )
     async def chat_completions(request: Request) -> Response:
-        body = await deps.bodies.read(request, ChatRequest)
-        lease = _lease(deps, request, body.model)
-        try:
-            return await _start_chat(deps, body, lease)
-        except BaseException:
-            lease.release()
-            raise
+        async with deps.bodies.read(request, ChatRequest) as body:
+            return await _start_chat(deps, request, body)
 
     @router.post(
         "/v1/completions",
@@ -66,13 +63,8 @@ def generation_router(deps: ServerDeps) -> APIRouter:
         ),
     )
     async def completions(request: Request) -> Response:
-        body = await deps.bodies.read(request, CompletionRequest)
-        lease = _lease(deps, request, body.model)
-        try:
-            return await _start_completion(deps, body, lease)
-        except BaseException:
-            lease.release()
-            raise
+        async with deps.bodies.read(request, CompletionRequest) as body:
+            return await _start_completion(deps, request, body)
 
     return router
 
@@ -86,56 +78,64 @@ def _lease(deps: ServerDeps, request: Request, model: str) -> Lease:
     return lease
 
 
-async def _start_chat(deps: ServerDeps, body: ChatRequest, lease: Lease) -> GenerationResponse:
-    params = chat_params(body)
-    deps.waiting.refuse_if_full(params.n, param="n")
-    prompt = await deps.text.prompts.encode_chat(
-        template_messages(body.messages),
-        add_generation_prompt=body.add_generation_prompt is not False,
-        template_options=body.chat_template_kwargs,
-    )
-    try:
-        deps.text.check([prompt], params)
-    except InvalidRequestError as error:
-        if error.param == "prompt":
-            raise type(error)(str(error), param="messages") from None
-        raise
-    generation = _generation("chatcmpl", [prompt], params, lease, body)
-    chat_format = ChatFormat(
-        request_id=generation.request_id,
-        created=now_unix_s(),
-        model=body.model,
-        with_logprobs=params.logprobs is not None,
-        include_usage=generation.include_usage,
-    )
-    return _response(deps, generation, chat_format)
-
-
-async def _start_completion(deps: ServerDeps, body: CompletionRequest, lease: Lease) -> GenerationResponse:
-    params = completion_params(body)
-    num_choices = _num_prompts(body) * params.n
-    if num_choices > MAX_CHOICES_PER_REQUEST:
-        raise InvalidRequestError(
-            f"{num_choices // params.n} {plural('prompt', num_choices // params.n)} with n = {params.n} make "
-            f"more than {MAX_CHOICES_PER_REQUEST} choices; send several requests",
-            param="prompt",
+async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> GenerationResponse:
+    with ExitStack() as on_failure:
+        lease = _lease(deps, request, body.model)
+        on_failure.callback(lease.release)
+        params = chat_params(body)
+        ticket = deps.waiting.admit(params.n, param="n")
+        on_failure.callback(ticket.close)
+        encoding = deps.text.prompts.encode_chat(
+            template_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_options=body.chat_template_kwargs,
         )
-    deps.waiting.refuse_if_full(num_choices)
-    prompts = await _prompts(deps.text.prompts, body)
-    deps.text.check(prompts, params)
-    prompt_only = body.max_tokens == 0
-    generation = _generation("cmpl", prompts, params, lease, body, prompt_only=prompt_only)
-    completion_format = CompletionFormat(
-        request_id=generation.request_id,
-        created=now_unix_s(),
-        model=body.model,
-        with_logprobs=params.logprobs is not None,
-        include_usage=generation.include_usage,
-        num_siblings=params.n,
-        echo=await _echoed(deps.text, body, prompts) if body.echo else None,
-        prompt_only=prompt_only,
-    )
-    return _response(deps, generation, completion_format)
+        prompt = await run_until_disconnect(encoding, request.receive, deps.pacer)
+        try:
+            deps.text.check([prompt], params)
+        except InvalidRequestError as error:
+            if error.param == "prompt":
+                raise type(error)(str(error), param="messages") from None
+            raise
+        generation = _generation("chatcmpl", [prompt], params, lease, body)
+        chat_format = ChatFormat(
+            request_id=generation.request_id,
+            created=now_unix_s(),
+            model=body.model,
+            with_logprobs=params.logprobs is not None,
+            include_usage=generation.include_usage,
+        )
+        response = _response(deps, request, generation, chat_format, ticket)
+        on_failure.pop_all()  # the response gives back what it uses
+        return response
+
+
+async def _start_completion(
+    deps: ServerDeps, request: Request, body: CompletionRequest
+) -> GenerationResponse:
+    with ExitStack() as on_failure:
+        lease = _lease(deps, request, body.model)
+        on_failure.callback(lease.release)
+        params = completion_params(body)
+        ticket = deps.waiting.admit(_num_choices(body, params))
+        on_failure.callback(ticket.close)
+        encoding = _encode(deps.text, body, params)
+        prompts, echoed = await run_until_disconnect(encoding, request.receive, deps.pacer)
+        prompt_only = body.max_tokens == 0
+        generation = _generation("cmpl", prompts, params, lease, body, prompt_only=prompt_only)
+        completion_format = CompletionFormat(
+            request_id=generation.request_id,
+            created=now_unix_s(),
+            model=body.model,
+            with_logprobs=params.logprobs is not None,
+            include_usage=generation.include_usage,
+            num_siblings=params.n,
+            echo=echoed,
+            prompt_only=prompt_only,
+        )
+        response = _response(deps, request, generation, completion_format, ticket)
+        on_failure.pop_all()  # the response gives back what it uses
+        return response
 
 
 def _generation(
@@ -158,13 +158,19 @@ def _generation(
     )
 
 
-def _response(deps: ServerDeps, generation: Generation, answer_format: AnswerFormat) -> GenerationResponse:
-    ticket = deps.waiting.admit(generation.prompts, generation.params.n)
-    num_prompt_tokens = sum(map(len, generation.prompts))
+def _response(
+    deps: ServerDeps,
+    request: Request,
+    generation: Generation,
+    answer_format: AnswerFormat,
+    ticket: WaitingTicket,
+) -> GenerationResponse:
+    ticket.encoded(generation.prompts, generation.params.n)
     meter = deps.metrics.meter(
         adapter=generation.lease.name,
-        num_prompt_tokens=num_prompt_tokens,
+        num_prompt_tokens=sum(map(len, generation.prompts)),
         num_choices=len(generation.prompts) * generation.params.n,
+        arrival_s=request_record(request.scope).arrival_s,
     )
     return GenerationResponse(
         text=deps.text,
@@ -176,21 +182,41 @@ def _response(deps: ServerDeps, generation: Generation, answer_format: AnswerFor
     )
 
 
-def _num_prompts(body: CompletionRequest) -> int:
-    """Prompts of a request, counted without going through their tokens."""
+def _num_choices(body: CompletionRequest, params: SamplingParams) -> int:
+    """Prompts × n, counted without going through the prompts' tokens."""
     prompt = body.prompt
-    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+    num_prompts = 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+    if num_prompts * params.n > MAX_CHOICES_PER_REQUEST:
+        raise InvalidRequestError(
+            f"{num_prompts} {plural('prompt', num_prompts)} with n = {params.n} make more than "
+            f"{MAX_CHOICES_PER_REQUEST} choices; send several requests",
+            param="prompt",
+        )
+    return num_prompts * params.n
 
 
-async def _prompts(encoder: PromptEncoder, body: CompletionRequest) -> list[list[int]]:
+async def _encode(
+    text_engine: TextEngine, body: CompletionRequest, params: SamplingParams
+) -> tuple[list[list[int]], list[EchoedPrompt] | None]:
+    """The prompts as tokens, checked, and what `echo` repeats of them."""
+    prompts = await _prompts(text_engine, body, params)
+    text_engine.check(prompts, params)
+    return prompts, await _echoed(text_engine, body, prompts) if body.echo else None
+
+
+async def _prompts(
+    text_engine: TextEngine, body: CompletionRequest, params: SamplingParams
+) -> list[list[int]]:
     """The four forms of `prompt` as lists of token ids."""
-    special = body.add_special_tokens is not False
+    encoder, special = text_engine.prompts, body.add_special_tokens is not False
     if isinstance(body.prompt, str):
         _refuse_empty([body.prompt])
         return await encoder.encode_texts([body.prompt], add_special_tokens=special)
     items = body.prompt
     if not items:
         raise InvalidRequestError("prompt is an empty list", param="prompt")
+    if isinstance(items[0], int):  # one prompt, whose length is looked at before its ids are
+        text_engine.check_length(len(items), params)
     if all(isinstance(item, int) for item in items):
         return [[item for item in items if isinstance(item, int)]]
     if all(isinstance(item, str) for item in items):

@@ -7,18 +7,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from loraplex.core.clock import Clock
 from loraplex.core.errors import EngineDeadError
 from loraplex.server.engine_status import EngineState, EngineStatus, progress_words
 from loraplex.server.errors import ServerStartingError, describe
 from loraplex.server.protocol_ipc import StartProgress
+from loraplex.server.refusal import note_refusal
+from loraplex.server.request_log import RequestLogMiddleware
 from loraplex.server.responses import Health, NotReady
+from loraplex.server.web_guard import WebAccess, WebGuardMiddleware
 
 LIVE_PATH: Final = "/health/live"
 READY_PATHS: Final = ("/health", "/health/ready")
@@ -48,24 +51,26 @@ def _json(body: msgspec.Struct, status: int, headers: dict[str, str] | None = No
     )
 
 
-@dataclass(kw_only=True)
 class FrontApp:
-    """An ASGI application to listen with before there is one: until `app` is set, it says how far the start
-    has come. `progress` is what is being done."""
+    """An ASGI application to listen with before there is one. Until `app` is set to that, every request is
+    told how far the start has come; the request log and the guard against web pages are there already.
+    `progress` is what is being done."""
 
-    app: ASGIApp | None = None
-    progress: StartProgress = field(default_factory=lambda: StartProgress("starting"))
+    def __init__(self, *, web: WebAccess, clock: Clock) -> None:
+        guarded = WebGuardMiddleware(self._tell_progress, access=web)
+        self.app: ASGIApp = RequestLogMiddleware(guarded, clock=clock)
+        self.progress = StartProgress("starting")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.app is not None:
-            await self.app(scope, receive, send)
-        elif scope["type"] == "http":
-            response = live_response() if scope["path"] == LIVE_PATH else self._not_ready()
-            await response(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1013})  # try again later
+        await self.app(scope, receive, send)
 
-    def _not_ready(self) -> Response:
-        phase, fraction = self.progress.phase, self.progress.fraction
-        message = f"the server is starting{progress_words(phase, fraction)}; try again later"
-        return _not_ready(ServerStartingError(message), EngineState.STARTING, phase, fraction)
+    async def _tell_progress(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == LIVE_PATH:
+            response = live_response()
+        else:
+            phase, fraction = self.progress.phase, self.progress.fraction
+            message = f"the server is starting{progress_words(phase, fraction)}; try again later"
+            error = ServerStartingError(message)
+            note_refusal(scope, error)
+            response = _not_ready(error, EngineState.STARTING, phase, fraction)
+        await response(scope, receive, send)

@@ -24,7 +24,7 @@ class JsonSize(NamedTuple):
     num_objects: int
 
 
-def json_size(body: bytes) -> JsonSize:
+def json_size(body: bytes | bytearray) -> JsonSize:
     """Count what is outside of strings. The text need not be valid JSON."""
     data = np.frombuffer(body, dtype=np.uint8)
     quotes = data == _QUOTE

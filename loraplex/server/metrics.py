@@ -124,18 +124,25 @@ class ServerMetrics:
         """Drop an adapter's counters; requests in flight go on counting into what nobody sees."""
         self._traffic.pop(adapter, None)
 
-    def meter(self, *, adapter: str | None, num_prompt_tokens: int, num_choices: int) -> RequestMeter:
+    def meter(
+        self, *, adapter: str | None, num_prompt_tokens: int, num_choices: int, arrival_s: float
+    ) -> RequestMeter:
         """Begin to measure a request; `close` must be called on what this returns."""
         # A request for the base model counts into a Traffic that is not exported.
         traffic = Traffic() if adapter is None else self.traffic(adapter)
-        return RequestMeter(self, traffic, num_prompt_tokens, num_choices)
+        return RequestMeter(self, traffic, num_prompt_tokens, num_choices, arrival_s)
 
 
 class RequestMeter:
-    """Measures one HTTP request, from its acceptance to its end."""
+    """Measures one HTTP request, from its arrival to its end."""
 
     def __init__(
-        self, metrics: ServerMetrics, traffic: Traffic, num_prompt_tokens: int, num_choices: int
+        self,
+        metrics: ServerMetrics,
+        traffic: Traffic,
+        num_prompt_tokens: int,
+        num_choices: int,
+        arrival_s: float,
     ) -> None:
         self._metrics = metrics
         self._traffic = traffic
@@ -144,7 +151,7 @@ class RequestMeter:
         self.finish_reasons: Counter[FinishReason] = Counter()
         self.failure: str | None = None
         """The class of the error that ended the request."""
-        self._arrival_s = metrics.clock.now_s()
+        self._arrival_s = arrival_s
         self._first_token_s: float | None = None
         self._last_token_s: dict[int, float] = {}
         self._num_tokens = 0

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.stats import AdapterStats
 from loraplex.server.adapter_service import ServedAdapter, Unloaded
-from loraplex.server.audit import AdapterChange, audited
+from loraplex.server.audit import LOAD_PATH, UNLOAD_PATH, audited
 from loraplex.server.auth import Administrators
 from loraplex.server.deps import ServerDeps
 from loraplex.server.openapi import operation
@@ -25,8 +25,14 @@ _TEXT: Final = "text/plain"
 
 def model_router(deps: ServerDeps) -> APIRouter:
     router = APIRouter()
-    started_unix_s = int(time.time())
     administrators = Administrators(deps.admin_keys)
+    _add_lists(router, deps, administrators)
+    _add_changes(router, deps, administrators)
+    return router
+
+
+def _add_lists(router: APIRouter, deps: ServerDeps, administrators: Administrators) -> None:
+    started_unix_s = int(time.time())
 
     @router.get("/v1/models", **operation(summary="List the models", answer=ModelList, errors=(401,)))
     async def models(request: Request) -> Response:
@@ -59,8 +65,10 @@ def model_router(deps: ServerDeps) -> APIRouter:
         ]
         return json_response(AdapterList(data=data))
 
+
+def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administrators) -> None:
     @router.post(
-        "/v1/load_lora_adapter",
+        LOAD_PATH,
         **operation(
             summary="Load an adapter, or reload it with load_inplace",
             body=LoadAdapterRequest,
@@ -69,22 +77,19 @@ def model_router(deps: ServerDeps) -> APIRouter:
         ),
     )
     async def load_lora_adapter(request: Request) -> Response:
-        administrators.require(request.scope)
-        body = await deps.bodies.read(request, LoadAdapterRequest)
-        old_version = deps.adapters.version_of(body.lora_name)
-        change = AdapterChange(
-            verb="load" if old_version is None else "reload",
-            name=body.lora_name,
-            source=body.lora_path,
-            old_version=old_version,
-        )
-        with audited(request, change, deps.metrics.clock):
-            adapter = await deps.adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
+        with audited(request.scope, deps.metrics.clock) as change:
+            administrators.require(request.scope)
+            async with deps.bodies.read(request, LoadAdapterRequest) as body:
+                change.name, change.source = body.lora_name, body.lora_path
+                change.old_version = deps.adapters.version_of(body.lora_name)
+                if change.old_version is not None:
+                    change.verb = "reload"
+                adapter = await deps.adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
             change.new_version = adapter.version
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post(
-        "/v1/unload_lora_adapter",
+        UNLOAD_PATH,
         **operation(
             summary="Unload an adapter after its requests in flight",
             body=UnloadAdapterRequest,
@@ -93,11 +98,11 @@ def model_router(deps: ServerDeps) -> APIRouter:
         ),
     )
     async def unload_lora_adapter(request: Request) -> Response:
-        administrators.require(request.scope)
-        body = await deps.bodies.read(request, UnloadAdapterRequest)
-        name = body.lora_name
-        change = AdapterChange(verb="unload", name=name, old_version=deps.adapters.version_of(name))
-        with audited(request, change, deps.metrics.clock):
+        with audited(request.scope, deps.metrics.clock) as change:
+            administrators.require(request.scope)
+            async with deps.bodies.read(request, UnloadAdapterRequest) as body:
+                name = change.name = body.lora_name
+            change.old_version = deps.adapters.version_of(name)
             unloaded = await deps.adapters.unload(
                 name,
                 drain_timeout_s=deps.drain_timeout_s,
@@ -109,8 +114,6 @@ def model_router(deps: ServerDeps) -> APIRouter:
             "removed successfully" if change.note is None else f"unloaded from this server; {change.note}"
         )
         return PlainTextResponse(f"Success: LoRA adapter '{name}' {outcome}.")
-
-    return router
 
 
 def json_response(answer: msgspec.Struct) -> Response:

@@ -12,6 +12,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -73,53 +74,75 @@ class PacingMiddleware:
 
 
 class PacedListener:
-    """Accepts connections on a socket, a few in each turn of the loop. Closed like asyncio's servers."""
+    """Accepts connections on a socket, a few in each turn of the loop. Closed like asyncio's servers.
 
-    def __init__(self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+    What the system is short of (descriptors, memory) ends nothing: acceptance goes on after `retry_s`.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        *,
+        retry_s: float = _RETRY_ACCEPT_S,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._make_protocol = make_protocol
-        self._accepting = asyncio.create_task(self._accept(), name="accept")
+        self._retry_s = retry_s
+        self._retry: asyncio.TimerHandle | None = None
+        self._last_errno: int | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._listen()
 
     def close(self) -> None:
-        """Accept no more connections."""
-        self._accepting.cancel()
+        """Accept no more connections, and let go of those that are not served yet."""
+        self._loop.remove_reader(self._listener)
+        if self._retry is not None:
+            self._retry.cancel()
+        for serving in self._serving:
+            serving.cancel()
 
     async def wait_closed(self) -> None:
-        await asyncio.wait([self._accepting])
+        if self._serving:
+            await asyncio.wait(self._serving)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        last_errno: int | None = None
-        while True:
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Accept connections that are there; called in every turn of the loop in which there are any."""
+        for _ in range(_ACCEPTED_PER_TURN):
             try:
-                connections = [(await loop.sock_accept(self._listener))[0]]
-                connections += self._more(_ACCEPTED_PER_TURN - 1)
-            except OSError as error:  # no descriptors or memory, or the client has left again
-                if error.errno != last_errno:
-                    logger.warning("no connection can be accepted: %s", error)
-                last_errno = error.errno
-                await asyncio.sleep(_RETRY_ACCEPT_S)
-                continue
-            last_errno = None
-            for connection in connections:
-                await self._serve(loop, connection)
+                connection, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return  # no more, or one has left again
+            except OSError as error:
+                self._pause(error)
+                return
+            self._last_errno = None
+            serving = self._loop.create_task(self._serve(connection))
+            self._serving.add(serving)
+            serving.add_done_callback(partial(self._on_served, connection))
 
-    def _more(self, limit: int) -> list[socket.socket]:
-        """Further connections that are there already."""
-        found: list[socket.socket] = []
-        while len(found) < limit:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # none is there; what is wrong otherwise shows at the next turn
-                break
-            found.append(connection)
-        return found
+    def _pause(self, error: OSError) -> None:
+        """The socket stays readable, so that trying again at once would take all of the loop's time."""
+        if error.errno != self._last_errno:
+            logger.warning("no connection can be accepted: %s", error)
+        self._last_errno = error.errno
+        self._loop.remove_reader(self._listener)
+        self._retry = self._loop.call_later(self._retry_s, self._listen)
 
-    async def _serve(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+    async def _serve(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        try:
-            await loop.connect_accepted_socket(self._make_protocol, connection)
-        except Exception as error:  # one connection must not end the acceptance of all others
+        await self._loop.connect_accepted_socket(self._make_protocol, connection)
+
+    def _on_served(self, connection: socket.socket, serving: asyncio.Task[None]) -> None:
+        """One connection that cannot be served must not end the acceptance of all others."""
+        self._serving.discard(serving)
+        if serving.cancelled():
+            connection.close()
+        elif (error := serving.exception()) is not None:
             connection.close()
             if not isinstance(error, OSError):  # else it was closed in between
-                logger.exception("a connection could not be served")
+                logger.error("a connection could not be served", exc_info=error)

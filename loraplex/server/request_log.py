@@ -42,8 +42,9 @@ _UNAVAILABLE: Final = 503
 class RequestRecord:
     """What is known of one HTTP request for its line in the log.
 
-    `key_kind`: which kind of key it came with, if any was asked for. `model` and `version`: what it asked
-    for and what that stood for; None for the base model. `completion_id`: the `id` in the answer's body.
+    `arrival_s`: when its headers had been read, before anything was done about it. `key_kind`: which kind of
+    key it came with, if any was asked for. `model` and `version`: what it asked for and what that stood for;
+    None for the base model. `completion_id`: the `id` in the answer's body.
     `error`: the class of the error that ended it.
     """
 
@@ -51,6 +52,7 @@ class RequestRecord:
     method: str
     path: str
     client: str | None
+    arrival_s: float
     key_kind: str | None = None
     model: str | None = None
     version: str | None = None
@@ -72,12 +74,13 @@ class RequestRecord:
         self.error = type(error).__name__
 
 
+def new_request_id() -> str:
+    return f"req-{uuid.uuid4().hex}"
+
+
 def request_record(scope: Scope) -> RequestRecord:
-    """The record of the request that a scope belongs to."""
-    state = scope.setdefault("state", {})
-    if _STATE_KEY not in state:
-        state[_STATE_KEY] = _record_of(scope)
-    record: RequestRecord = state[_STATE_KEY]
+    """The record of the request that a scope belongs to, as the middleware has made it."""
+    record: RequestRecord = scope["state"][_STATE_KEY]
     return record
 
 
@@ -92,11 +95,11 @@ class RequestLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = request_record(scope)
+        record = _record_of(scope, self._clock.now_s())
+        scope.setdefault("state", {})[_STATE_KEY] = record
         # Not reset: what the server logs after this call, such as a traceback, is about this request too.
         log_context.set({"request_id": record.request_id})
         exchange = _Exchange(record, receive, send)
-        started_s = self._clock.now_s()
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
@@ -106,7 +109,7 @@ class RequestLogMiddleware:
             record.fail(error)
             raise
         finally:
-            _log(record, exchange, self._clock.now_s() - started_s)
+            _log(record, exchange, self._clock.now_s() - record.arrival_s)
 
 
 class _Exchange:
@@ -147,15 +150,16 @@ class _Exchange:
         return self.status or (_UNAVAILABLE if self.cancelled else 500)
 
 
-def _record_of(scope: Scope) -> RequestRecord:
+def _record_of(scope: Scope, arrival_s: float) -> RequestRecord:
     given = next((value for name, value in scope["headers"] if name == REQUEST_ID_HEADER), b"")
     sane = _SANE_ID.fullmatch(given)
     client = scope.get("client")
     return RequestRecord(
-        request_id=given.decode("ascii") if sane else f"req-{uuid.uuid4().hex}",
+        request_id=given.decode("ascii") if sane else new_request_id(),
         method=scope["method"],
         path=shorten(scope["path"]),
         client=client[0] if client else None,
+        arrival_s=arrival_s,
     )
 
 

@@ -129,7 +129,7 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
     # Bound before the model is loaded: a port that is taken should not cost a minute to find out. Listened on
     # as well, so that supervisors and load balancers can tell a server that starts from one that is gone.
     with _bind(options.host, options.port) as listener:
-        front = FrontApp()
+        front = FrontApp(web=_web_access(options), clock=MonotonicClock())
         server = _Server(_uvicorn_config(front, options))
         listening = asyncio.create_task(_listen(server, listener, options))
         async with AsyncExitStack() as stack:
@@ -286,11 +286,7 @@ async def _start(
         engine_status=lambda: client.status,
         api_keys=options.api_keys,
         admin_keys=options.admin_keys,
-        web=WebAccess(
-            bound_host=options.host,
-            allowed_hosts=options.allowed_hosts,
-            allowed_origins=options.allowed_origins,
-        ),
+        web=_web_access(options),
         waiting=WaitingBook(options.waiting, clock),
         bodies=BodyReader(options.limits),
     )
@@ -300,6 +296,14 @@ async def _start(
         *report.notes,
     )
     return deps, client, notes
+
+
+def _web_access(options: ServeOptions) -> WebAccess:
+    return WebAccess(
+        bound_host=options.host,
+        allowed_hosts=options.allowed_hosts,
+        allowed_origins=options.allowed_origins,
+    )
 
 
 def _connection_book(options: ServeOptions) -> ConnectionBook:

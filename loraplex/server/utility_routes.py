@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 import loraplex
 from loraplex.core.errors import InvalidRequestError
-from loraplex.engine.prompt_encoder import check_detokenized
+from loraplex.engine.prompt_encoder import PromptEncoder, check_detokenized
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.deps import ServerDeps
+from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.health import LIVE_PATH, READY_PATHS, live_response, ready_response
 from loraplex.server.metrics_export import CONTENT_TYPE, MetricsSnapshot, render_metrics
 from loraplex.server.model_routes import json_response
@@ -41,21 +42,9 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
         ),
     )
     async def tokenize(request: Request) -> Response:
-        body = await deps.bodies.read(request, TokenizeRequest)
-        _check_model(deps, body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequestError("give either prompt or messages", param="prompt")
-        if body.messages is not None:
-            tokens = await prompts.tokenize_chat(
-                template_messages(body.messages),
-                add_generation_prompt=body.add_generation_prompt,
-                add_special_tokens=bool(body.add_special_tokens),
-                template_options=body.chat_template_kwargs,
-            )
-        else:
-            assert body.prompt is not None
-            special = body.add_special_tokens is not False
-            tokens = await prompts.tokenize(body.prompt, add_special_tokens=special)
+        async with deps.bodies.read(request, TokenizeRequest) as body:
+            _check_model(deps, body.model)
+            tokens = await run_until_disconnect(_tokenize(prompts, body), request.receive, deps.pacer)
         answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=deps.text.max_model_len)
         return json_response(answer)
 
@@ -64,11 +53,25 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
         **operation(summary="Text of tokens", body=DetokenizeRequest, answer=Text, errors=(401, 404)),
     )
     async def detokenize(request: Request) -> Response:
-        body = await deps.bodies.read(request, DetokenizeRequest)
-        _check_model(deps, body.model)
-        if body.tokens:
-            check_detokenized(body.tokens, vocab_size=deps.text.vocab_size)
-        return json_response(Text(prompt=await prompts.decode(body.tokens)))
+        async with deps.bodies.read(request, DetokenizeRequest) as body:
+            _check_model(deps, body.model)
+            if body.tokens:
+                check_detokenized(body.tokens, vocab_size=deps.text.vocab_size)
+            text = await run_until_disconnect(prompts.decode(body.tokens), request.receive, deps.pacer)
+        return json_response(Text(prompt=text))
+
+
+async def _tokenize(prompts: PromptEncoder, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None and body.prompt is None:
+        return await prompts.tokenize_chat(
+            template_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=bool(body.add_special_tokens),
+            template_options=body.chat_template_kwargs,
+        )
+    if body.prompt is not None and body.messages is None:
+        return await prompts.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    raise InvalidRequestError("give either prompt or messages", param="prompt")
 
 
 def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:

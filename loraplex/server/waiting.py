@@ -1,7 +1,8 @@
 """The bound on what waits: a request beyond it is refused at once, with the time to come back.
 
-Each choice of a call counts as a request, with the tokens of its prompt, from its acceptance until its first
-token. Without a bound, a burst is queued for longer than any client waits, and takes any amount of memory.
+Each choice of a call counts as a request from before its prompt is encoded until its first token, with the
+tokens of its prompt as soon as these are known. Without a bound, a burst is queued for longer than any client
+waits, and takes any amount of memory.
 """
 
 from __future__ import annotations
@@ -39,23 +40,20 @@ class WaitingBook:
         self.num_refused = 0
         """Calls that were refused because the queue was full."""
 
-    def refuse_if_full(self, num_requests: int, *, param: str = "prompt") -> None:
-        """Raise as `admit` would for so many requests, before work is done on their prompts.
+    def admit(self, num_requests: int, *, param: str = "prompt") -> WaitingTicket:
+        """Count a call's requests (prompts × n) from now on, before work is done on their prompts.
 
-        `param`: the field to blame if there never is room for them.
+        Raises QueueFullError if there is no room now, and InvalidRequestError that blames `param` if there
+        never is.
         """
         self._check(num_requests, num_tokens=0, param=param)
+        self.num_requests += num_requests
+        return WaitingTicket(self, num_requests)
 
-    def admit(self, prompts: Sequence[Sequence[int]], num_siblings: int) -> WaitingTicket:
-        """Count a call's requests: each prompt, `num_siblings` times.
-
-        Raises QueueFullError if there is no room now, InvalidRequestError if there never is.
-        """
-        num_tokens = num_siblings * sum(map(len, prompts))
-        self._check(num_siblings * len(prompts), num_tokens)
-        self.num_requests += num_siblings * len(prompts)
+    def add_tokens(self, num_tokens: int) -> None:
+        """Count the prompt tokens of requests that were admitted; raises as `admit` does."""
+        self._check(0, num_tokens)
         self.num_tokens += num_tokens
-        return WaitingTicket(self, [len(prompt) for prompt in prompts for _ in range(num_siblings)])
 
     def leave(self, num_tokens: int, *, started: bool) -> None:
         """One request waits no longer; `started`: because its first token came."""
@@ -98,17 +96,24 @@ class WaitingBook:
 class WaitingTicket:
     """One call's requests in the book."""
 
-    def __init__(self, book: WaitingBook, prompt_lens: Sequence[int]) -> None:
+    def __init__(self, book: WaitingBook, num_requests: int) -> None:
         self._book = book
-        self._waiting = dict(enumerate(prompt_lens))
+        self._num_tokens = dict.fromkeys(range(num_requests), 0)  # by choice, of those that wait
+
+    def encoded(self, prompts: Sequence[Sequence[int]], num_siblings: int) -> None:
+        """Count the tokens of the prompts, `num_siblings` times each; raises as `WaitingBook.admit` does."""
+        lens = [len(prompt) for prompt in prompts for _ in range(num_siblings)]
+        assert len(lens) == len(self._num_tokens), "the requests that were admitted"
+        self._book.add_tokens(sum(lens))
+        self._num_tokens = dict(enumerate(lens))
 
     def started(self, choice: int) -> None:
         """The first token of a choice came. May be called for each of its tokens."""
-        if self._waiting and (num_tokens := self._waiting.pop(choice, None)) is not None:
+        if self._num_tokens and (num_tokens := self._num_tokens.pop(choice, None)) is not None:
             self._book.leave(num_tokens, started=True)
 
     def close(self) -> None:
         """The call is over, however it ended. Idempotent."""
-        for num_tokens in self._waiting.values():
+        for num_tokens in self._num_tokens.values():
             self._book.leave(num_tokens, started=False)
-        self._waiting.clear()
+        self._num_tokens.clear()

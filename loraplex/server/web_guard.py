@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.core.errors import UserError
 from loraplex.server.addresses import ANY, canonical_name, is_loopback, parse_host, parse_ip, parse_origin
-from loraplex.server.errors import ForbiddenError, InvalidHostError, describe
+from loraplex.server.errors import ForbiddenError, InvalidHostError
+from loraplex.server.refusal import refuse
 
 _HEALTH: Final = "/health"
 _TRUSTED_SITES: Final = frozenset({"same-origin", "none"})  # `none`: typed by the user, or a bookmark
@@ -68,7 +69,7 @@ class WebGuardMiddleware:
         if scope["type"] == "http":
             error = self._host_error(scope) or self._origin_error(scope)
             if error is not None:
-                await describe(error).response()(scope, receive, send)
+                await refuse(error, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

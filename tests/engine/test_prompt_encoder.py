@@ -21,22 +21,31 @@ from loraplex.engine.prompt_encoder import (
     check_detokenized,
     refuse_many_messages,
 )
-from loraplex.engine.tokenizer import Tokenizer
+from loraplex.engine.tokenizer import Message, Tokenizer
 
 CONTEXT = 64
+GATED_CHARS = 100_000
 
 
 class WatchedTokenizer(Tokenizer):
-    """Remembers what was encoded and decoded, and in which threads."""
+    """Remembers what was rendered, encoded and decoded, and in which threads. Texts of `GATED_CHARS` or more
+    wait for `gate`, if there is one."""
 
     def __init__(self) -> None:
         super().__init__(hf_tokenizer())
         self.encoded_chars: list[int] = []
         self.threads: set[threading.Thread] = set()
+        self.gate: threading.Event | None = None
+
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+        self.threads.add(threading.current_thread())
+        return super().render_chat(messages, **options)
 
     def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         self.threads.add(threading.current_thread())
         self.encoded_chars += map(len, texts)
+        if self.gate is not None and max(map(len, texts)) >= GATED_CHARS:
+            assert self.gate.wait(60)
         return super().encode_many(texts, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -81,7 +90,37 @@ def test_options_of_a_template_are_rendered_in_a_thread_as_they_may_be_long() ->
     tokenizer = WatchedTokenizer()
     encoder = PromptEncoder(tokenizer, max_model_len=CONTEXT)
     run(encoder.encode_chat([{"role": "user", "content": "hi"}], template_options={"shout": True}))
-    assert threading.main_thread() not in tokenizer.threads
+    assert tokenizer.threads - {threading.main_thread()}
+
+
+def test_a_text_does_not_wait_for_large_ones() -> None:
+    tokenizer = WatchedTokenizer()
+    tokenizer.gate = threading.Event()
+    encoder = PromptEncoder(tokenizer, max_model_len=100_000)
+    large, small = "x" * GATED_CHARS, "word " * 2000
+    messages = [{"role": "user", "content": large}]
+
+    async def go() -> None:
+        encodings = [
+            asyncio.create_task(encoding)
+            for encoding in (
+                encoder.tokenize(large),
+                encoder.encode_texts([large]),
+                encoder.encode_chat(messages),
+                encoder.tokenize_chat(messages),
+            )
+        ]
+        try:
+            async with asyncio.timeout(60):
+                assert await encoder.encode_texts([small]) == [tokenizer.encode(small)]
+                assert await encoder.tokenize(small)
+                assert await encoder.encode_chat([{"role": "user", "content": small}])
+            assert not any(encoding.done() for encoding in encodings)
+        finally:
+            tokenizer.gate.set()
+        assert all(await asyncio.gather(*encodings))
+
+    run(go())
 
 
 def test_many_tokens_are_decoded_in_a_thread() -> None:

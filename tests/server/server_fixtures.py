@@ -176,6 +176,7 @@ def live(served: Served, connections: ConnectionLimits | None = None) -> Iterato
         http=partial(BoundedHttpProtocol, book=book),  # type: ignore[arg-type]
         host="127.0.0.1",
         port=0,
+        ws="none",
         log_config=None,
         timeout_graceful_shutdown=1,
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +16,19 @@ from test_live_server import connect, read_response, request_bytes
 from loraplex.server.connections import ConnectionLimits, connections_within
 
 ServedFactory = Callable[..., Served]
+
+
+def error_of(connection: socket.socket) -> tuple[int, str]:
+    """Status and code of an answer that ends the connection, which must look like all other errors."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    error = json.loads(response.read())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"].startswith("req-")
+    assert connection.recv(1) == b""
+    return response.status, error["code"]
+
+
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -21,10 +37,7 @@ def test_half_sent_headers_are_answered_and_closed(
 ) -> None:
     with live(make_served(), ConnectionLimits(header_timeout_s=0.2)) as url, connect(url) as half:
         half.sendall(b"GET /health HTTP/1.1\r\nHost: local")
-        status, body = read_response(half)
-        assert status == 408
-        assert b"header_timeout" in body
-        assert half.recv(1) == b""
+        assert error_of(half) == (408, "header_timeout")
     assert any("headers did not arrive" in record.message for record in caplog.records)
 
 
@@ -60,9 +73,40 @@ def test_a_request_may_take_longer_than_its_headers(make_served: ServedFactory) 
 def test_headers_are_bounded_in_size(make_served: ServedFactory) -> None:
     with live(make_served(), ConnectionLimits(max_header_bytes=1000)) as url, connect(url) as large:
         large.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 2000)
-        status, body = read_response(large)
-        assert status == 431
-        assert b"headers_too_large" in body
+        assert error_of(large) == (431, "headers_too_large")
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [b"\x16\x03\x01", b"HELLO\r\n\r\n", HEALTH[:-2] + b"Transfer-Encoding: chunked\r\n\r\nx"],
+    ids=["TLS", "words", "bad chunk"],
+)
+def test_what_is_no_http_is_answered_as_all_errors_are(
+    make_served: ServedFactory, request_text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "loraplex.request")
+    path = request_text.replace(b"GET /health ", b"POST /v1/completions ")  # whose answer waits for the body
+    with live(make_served()) as url, connect(url) as connection:
+        connection.sendall(path)
+        assert error_of(connection) == (400, None)
+    refusals = [record for record in caplog.records if getattr(record, "fields", {}).get("status") == 400]
+    assert len(refusals) == 1
+    assert refusals[0].fields["error"] == "InvalidRequestError"  # type: ignore[attr-defined]
+
+
+def test_an_upgrade_to_a_websocket_is_answered_as_if_it_were_not_asked_for(
+    make_served: ServedFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    with live(make_served(), ConnectionLimits(max_connections=1)) as url, connect(url) as connection:
+        connection.sendall(HEALTH[:-2] + upgrade)
+        assert read_response(connection) == (200, b'{"status":"ok"}')
+        connection.sendall(HEALTH)
+        assert read_response(connection)[0] == 200
+        with connect(url) as other:  # the connection is idle, and gives way
+            other.sendall(HEALTH)
+            assert read_response(other)[0] == 200
+    assert not any("websocket" in record.message.lower() for record in caplog.records)
 
 
 def test_idle_connections_make_room_for_new_ones(
@@ -90,9 +134,7 @@ def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(make_serv
         streaming.sendall(request_bytes("/v1/completions", body))
         assert streaming.recv(12) == b"HTTP/1.1 200"
         with connect(url) as refused:
-            status, answer = read_response(refused)
-        assert status == 503
-        assert b"overloaded" in answer
+            assert error_of(refused) == (503, "overloaded")
 
 
 @pytest.mark.parametrize(("files", "wanted", "expected"), [(1024, 8192, 896), (65_536, 100, 100), (10, 5, 1)])

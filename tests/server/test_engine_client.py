@@ -14,8 +14,9 @@ from fake_core import request_of, spec_of, tokens_of
 
 from loraplex.core import errors
 from loraplex.core.clock import ManualClock
-from loraplex.core.request import EngineOutput, FinishReason
+from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.server.engine_status import EngineState
+from loraplex.server.protocol_ipc import Outputs
 
 
 def test_a_request_gets_its_tokens_and_its_reason() -> None:
@@ -110,6 +111,76 @@ def test_refusals_arrive_as_what_they_are_and_hurt_nobody() -> None:
             assert client.status.num_restarts == 0
 
     run(scenario())
+
+
+def test_outputs_on_their_way_when_the_engine_dies_are_delivered_once_and_then_the_error() -> None:
+    async def scenario() -> None:
+        async with running() as client:
+            requests = [request_of(f"r{i}", fake_core.SILENT) for i in range(100)]
+            queued = asyncio.Semaphore(0)
+
+            async def consume(request: EngineRequest) -> tuple[list[int], str]:
+                found: list[int] = []
+                try:
+                    async for output in client.generate(request):
+                        if not output.token_ids:
+                            queued.release()
+                        found += output.token_ids
+                except errors.EngineDeadError as error:
+                    return found, str(error)
+                return found, "finished"
+
+            consumers = [asyncio.create_task(consume(request)) for request in requests]
+            for _ in requests:
+                await queued.acquire()
+            # More than are delivered in one turn of the loop: every second answer is complete with it.
+            reasons = [FinishReason.LENGTH if i % 2 else None for i in range(len(requests))]
+            client._on_event(
+                Outputs(
+                    [
+                        EngineOutput(request_id=request.request_id, token_ids=(i,), finish_reason=reason)
+                        for i, (request, reason) in enumerate(zip(requests, reasons, strict=True))
+                    ]
+                )
+            )
+            assert client._undelivered
+            client._drop_in_flight("the engine died")
+            assert await asyncio.gather(*consumers) == [
+                ([i], "finished" if reason else "the engine died") for i, reason in enumerate(reasons)
+            ]
+            assert not client._undelivered
+            assert not client._streams
+            assert await tokens(client, request_of("next")) == tokens_of(request_of("next"))
+
+    run(scenario())
+
+
+@both_loops
+def test_every_request_of_an_engine_that_dies_ends_with_its_tokens_or_an_error(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def scenario() -> None:
+        async with running() as client:
+            requests = [request_of(f"r{i}", prompt=i, max_tokens=1 + 20 * (i % 2)) for i in range(300)]
+
+            async def consume(request: EngineRequest) -> bool:
+                """Whether the answer was complete."""
+                found: tuple[int, ...] = ()
+                try:
+                    async for output in client.generate(request):
+                        found += output.token_ids
+                except errors.EngineDeadError:
+                    assert found == tokens_of(request)[: len(found)]
+                    return False
+                assert found == tokens_of(request)
+                return True
+
+            killer = request_of("killer", fake_core.KILL)
+            complete = await asyncio.gather(*map(consume, requests), consume(killer))
+            assert not complete[-1]
+            assert await tokens(client, request_of("next")) == tokens_of(request_of("next"))
+
+    run(scenario(), loop_factory)
 
 
 @pytest.mark.parametrize("how", ["drained", "overtaken"])

@@ -20,7 +20,13 @@ from fake_core import CHILD_ENV, FakeCore, FakeOptions, request_of, spec_of, tok
 
 from loraplex.core.request import EngineOutput, FinishReason
 from loraplex.server import protocol_ipc as ipc
-from loraplex.server.engine_process import EXIT_PARENT_GONE, EngineLoop, describe, import_object
+from loraplex.server.engine_process import (
+    _COMMANDS_A_STEP,
+    EXIT_PARENT_GONE,
+    EngineLoop,
+    describe,
+    import_object,
+)
 
 WAIT_S = 60.0
 
@@ -305,11 +311,24 @@ def wires() -> Iterator[Wires]:
     made.context.destroy(linger=0)
 
 
-def test_all_waiting_commands_are_taken_before_a_step(wires: Wires) -> None:
+def test_a_few_waiting_commands_are_all_taken_before_a_step(wires: Wires) -> None:
     requests = [ipc.AddRequest(request_of(name)) for name in "abc"]
     wires.run(*requests, ipc.Shutdown())
     assert len(wires.core.running) == 3
     assert wires.core.num_steps == 0
+
+
+def test_of_many_waiting_commands_the_rest_is_taken_after_the_next_step(wires: Wires) -> None:
+    num_first, num_rest = _COMMANDS_A_STEP, 5
+    requests = [request_of(f"r{i}", max_tokens=3) for i in range(num_first + num_rest)]
+    events = wires.run(*map(ipc.AddRequest, requests), ipc.Shutdown())
+    assert wires.core.num_steps == 1
+    outputs = [event.outputs for event in events if isinstance(event, ipc.Outputs)]
+    queued, stepped = outputs  # those of the rest are not reported: the shutdown is behind them
+    names = [request.request_id for request in requests]
+    assert [output.request_id for output in queued] == names[:num_first]
+    assert [output.request_id for output in stepped] == names[:num_first]
+    assert list(wires.core.running) == names
 
 
 def test_a_refused_request_is_answered_and_the_next_one_served(wires: Wires) -> None:

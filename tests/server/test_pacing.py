@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from engine_client_harness import both_loops, run
+from server_fixtures import Served, live
+from test_live_server import connect, request_bytes
 
 from loraplex.server.pacing import PacedListener, Pacer
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def test_a_few_pass_in_each_turn_of_the_loop_in_order() -> None:
@@ -65,28 +79,154 @@ def test_callers_that_gave_up_take_nobodys_turn() -> None:
     assert asyncio.run(go()) == [0, 2, 3]
 
 
-def test_a_listener_accepts_bursts_and_ends() -> None:
-    class Greeter(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            assert isinstance(transport, asyncio.Transport)
-            transport.write(b"hi")
-            transport.close()
+class Greeter(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.write(b"hi")
+        transport.close()
 
-    async def go() -> int:
-        loop = asyncio.get_running_loop()
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.setblocking(False)
-            listener.listen(100)
-            clients = [socket.create_connection(listener.getsockname()) for _ in range(50)]
+
+class Listener(socket.socket):
+    """Listens on loopback; keeps what it accepted, and counts the tries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accepted: list[socket.socket] = []
+        self.num_tries = 0
+        self.bind(("127.0.0.1", 0))
+        self.setblocking(False)
+        self.listen(100)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.num_tries += 1
+        connection, address = super().accept()
+        self.accepted.append(connection)
+        return connection, address
+
+    def connect_clients(self, count: int) -> list[socket.socket]:
+        clients = [socket.create_connection(self.getsockname()) for _ in range(count)]
+        for client in clients:
+            client.setblocking(False)
+        return clients
+
+
+async def heard(clients: list[socket.socket]) -> list[bytes]:
+    """The first bytes that each client gets, and an end of the connection."""
+    loop, found = asyncio.get_running_loop(), []
+    for client in clients:
+        found.append(await loop.sock_recv(client, 2))
+        client.close()
+    return found
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    """Nothing can be opened in this process: what the system says then is the real thing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as free:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free.fileno() + 1, hard))
+        spare = []
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(os.dup(0))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in spare:
+                os.close(descriptor)
+
+
+@both_loops
+def test_a_listener_accepts_bursts_and_ends(loop_factory: LoopFactory) -> None:
+    async def go() -> None:
+        with Listener() as listener:
+            clients = listener.connect_clients(50)
             server = PacedListener(listener, Greeter)
-            for client in clients:
-                client.setblocking(False)
-            greetings = [await loop.sock_recv(client, 2) for client in clients]
+            assert await heard(clients) == [b"hi"] * 50
             server.close()
             await server.wait_closed()
-            for client in clients:
-                client.close()
-        return sum(greeting == b"hi" for greeting in greetings)
 
-    assert asyncio.run(go()) == 50
+    run(go(), loop_factory)
+
+
+@both_loops
+@pytest.mark.parametrize("num_turns", range(5))
+def test_a_listener_that_is_closed_leaves_no_connection_open(
+    loop_factory: LoopFactory, num_turns: int
+) -> None:
+    """Whether a connection was just accepted, is on its way to its protocol, or is there."""
+
+    async def go() -> None:
+        with Listener() as listener:
+            clients = listener.connect_clients(50)
+            server = PacedListener(listener, Greeter)
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            server.close()
+            await server.wait_closed()
+            listener.close()  # what it has not accepted is refused by the system
+            for client in clients:
+                with contextlib.suppress(ConnectionResetError):
+                    assert (await heard([client]))[0] in (b"hi", b"")
+                client.close()
+            for _ in range(3):  # loops close their descriptors a turn later
+                await asyncio.sleep(0)
+            assert [each for each in listener.accepted if each.fileno() >= 0] == []
+
+    run(go(), loop_factory)
+
+
+def test_without_descriptors_a_listener_waits_and_goes_on_when_there_are_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def go() -> None:
+        with Listener() as listener:
+            clients = listener.connect_clients(3)
+            with no_more_descriptors():
+                server = PacedListener(listener, Greeter, retry_s=0.001)
+                while listener.num_tries < 4:
+                    await asyncio.sleep(0)
+                assert listener.accepted == []
+            assert await heard(clients) == [b"hi"] * 3
+            server.close()
+            await server.wait_closed()
+
+    run(go())
+    assert [record.message.partition(": ")[0] for record in caplog.records] == [
+        "no connection can be accepted"
+    ]
+
+
+def test_without_descriptors_a_listener_leaves_the_loop_to_others() -> None:
+    async def go() -> None:
+        with Listener() as listener:
+            clients = listener.connect_clients(1)
+            with no_more_descriptors():
+                server = PacedListener(listener, Greeter, retry_s=3600)
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                assert listener.num_tries == 1
+            server.close()
+            await server.wait_closed()
+            clients[0].close()
+
+    run(go())
+
+
+def test_a_client_that_leaves_before_its_turn_asks_nothing_of_the_engine(
+    make_served: Callable[..., Served],
+) -> None:
+    served = make_served()
+    pacer = served.deps.pacer
+    pacer._per_turn = 0
+    with live(served) as url:
+        with connect(url) as connection:
+            connection.sendall(request_bytes("/v1/completions", {"model": "base", "prompt": "hi"}))
+            while not pacer._waiting:
+                httpx.get(f"{url}/health")
+        httpx.get(f"{url}/health")  # by then the loop has seen that the other one has left
+        pacer._per_turn = 4
+        assert httpx.get(f"{url}/v1/models").status_code == 200  # behind it in the line
+        while served.deps.waiting.num_requests:
+            httpx.get(f"{url}/health")
+    assert served.engine.requests == []

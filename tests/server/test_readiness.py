@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -22,11 +23,16 @@ from rich.console import Console
 from serving_fakes import hf_tokenizer
 
 from loraplex.core import errors
+from loraplex.core.clock import ManualClock
 from loraplex.engine.options import EngineOptions
 from loraplex.server import run
 from loraplex.server.banner import Announcer
 from loraplex.server.engine_status import EngineState
-from loraplex.server.health import ready_response
+from loraplex.server.health import FrontApp, ready_response
+from loraplex.server.web_guard import WebAccess
+
+EVIL = "https://evil.example"
+ORIGIN = "origin_not_allowed"
 
 
 @pytest.fixture
@@ -61,8 +67,8 @@ class Server:
         self.task = asyncio.create_task(run._serve_until(self.stop, options, self.announcer))
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
 
-    async def get(self, path: str) -> httpx.Response:
-        return await self.client.get(path)
+    async def get(self, path: str, **headers: str) -> httpx.Response:
+        return await self.client.get(path, headers=headers)
 
     async def listens(self) -> bool:
         assert not self.task.done()
@@ -88,6 +94,17 @@ async def starting(folder: Path) -> AsyncIterator[Server]:
         await asyncio.wait([server.task])
 
 
+async def check_front(server: Server) -> None:
+    """A server that starts keeps web pages away and gives requests their ids, as it does later on."""
+    for path in ("/health/live", "/health", "/v1/models"):
+        for headers, code in (({"host": "evil.example"}, "host_not_allowed"), ({"origin": EVIL}, ORIGIN)):
+            response = await server.get(path, **headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (403, code)
+            assert response.headers["x-request-id"]
+    for path in ("/health/live", "/v1/models"):
+        assert (await server.get(path, **{"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+
+
 def test_a_server_says_how_far_its_start_has_come(folder: Path) -> None:
     async def scenario() -> None:
         async with starting(folder) as server:
@@ -100,6 +117,7 @@ def test_a_server_says_how_far_its_start_has_come(folder: Path) -> None:
             assert (error["type"], error["code"]) == ("server_error", "starting")
             assert error["message"] == "the server is starting (reading weights, 25%); try again later"
             assert (await server.get("/health/ready")).json() == (await server.get("/health")).json()
+            await check_front(server)
 
             (folder / fake_core.LOADING).unlink()
             await until(lambda: server.says(phase="capturing graphs", fraction=0.0))
@@ -121,6 +139,30 @@ def test_a_server_says_how_far_its_start_has_come(folder: Path) -> None:
         assert phases == expected, "each is said once where no terminal is"
 
     run_scenario(scenario())
+
+
+def test_requests_of_a_server_that_starts_are_logged_as_later_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "loraplex")
+    front = FrontApp(web=WebAccess(), clock=ManualClock())
+
+    async def scenario() -> None:
+        transport = httpx.ASGITransport(front)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            for path in ("/v1/completions", "/v1/load_lora_adapter"):
+                assert (await client.post(path)).status_code == 503
+            assert (await client.get("/health/live")).status_code == 200
+            assert (await client.get("/health", headers={"Host": "evil.example"})).status_code == 403
+
+    run_scenario(scenario())
+    assert [
+        (record.name.rpartition(".")[2], record.levelname, record.message) for record in caplog.records
+    ] == [
+        ("request", "WARNING", "failed"),
+        ("audit", "WARNING", "adapter load failed"),
+        ("request", "DEBUG", "failed"),
+        ("request", "DEBUG", "answered"),
+        ("request", "INFO", "refused"),
+    ]
 
 
 def test_a_start_that_fails_ends_the_server_with_its_reason(folder: Path) -> None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,31 @@ def test_nothing_of_prompts_answers_or_keys_is_logged(make_api: Callable[..., Ap
         assert word not in lines.text
 
 
+def test_time_to_first_token_begins_when_the_request_arrives(
+    make_api: Callable[..., Api], lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after its body was received and its prompt encoded, which a client waits for as well."""
+    clock = ManualClock()
+    api = make_api(clock=clock)
+    tokenizer = api.served.deps.text.tokenizer
+    encode_many = tokenizer.encode_many
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        clock.advance(2.0)
+        yield json.dumps({"model": "base", "prompt": "hi", "max_tokens": 2}).encode()
+
+    def slow_encode(*args: Any, **options: Any) -> list[list[int]]:
+        clock.advance(1.0)
+        return encode_many(*args, **options)
+
+    monkeypatch.setattr(tokenizer, "encode_many", slow_encode)
+    assert api.post("/v1/completions", content=slow_body()).status_code == 200
+    line = lines.take()
+    assert (line["ttft_ms"], line["total_ms"]) == (3000.0, 3000.0)
+    assert api.served.deps.metrics.ttft.total == 3.0
+    assert api.served.deps.metrics.e2e.total == 3.0
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "error"),
     [
@@ -160,6 +185,7 @@ def test_a_request_without_a_key_has_a_line_and_one_with_it_names_its_kind(
     assert api.get("/v1/models").headers["x-request-id"]
     line = lines.take()
     assert (line["message"], line["status"], "key" in line) == ("refused", 401, False)
+    assert line["error"] == "UnauthorizedError"
     api.post("/v1/chat/completions", CHAT, headers={"Authorization": "Bearer key"})
     assert lines.take()["key"] == "api"
 
@@ -381,6 +407,54 @@ def test_an_unload_of_what_another_server_holds_says_that_it_comes_back(
     answer = api.post("/v1/unload_lora_adapter", {"lora_name": "sql"}).text
     assert answer == "Success: LoRA adapter 'sql' removed successfully."
     assert "note" not in audit.take()
+
+
+@pytest.mark.parametrize(
+    ("options", "headers", "peer", "status", "reason"),
+    [
+        ({"api_keys": ("key",)}, {}, "127.0.0.1", 401, "UnauthorizedError"),
+        ({"admin_keys": ("root",)}, {}, "127.0.0.1", 401, "UnauthorizedError"),
+        ({"admin_keys": ("root",)}, {"Authorization": "Bearer guess"}, "127.0.0.1", 403, "ForbiddenError"),
+        ({}, {}, "10.0.0.7", 403, "ForbiddenError"),
+        ({}, {"Origin": "https://evil.example"}, "127.0.0.1", 403, "ForbiddenError"),
+        ({}, {"Host": "evil.example"}, "127.0.0.1", 403, "ForbiddenError"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["load", "unload"])
+def test_changes_by_those_who_may_not_are_audited(
+    make_api: Callable[..., Api],
+    audit: Lines,
+    verb: str,
+    options: dict[str, Any],
+    headers: dict[str, str],
+    peer: str,
+    status: int,
+    reason: str,
+) -> None:
+    api = make_api(**options)
+    body = {"lora_name": "pirate"}
+    response = api.post(f"/v1/{verb}_lora_adapter", body, headers=headers, peer=peer)
+    assert response.status_code == status
+    line = audit.take()
+    assert line.pop("reason").startswith(f"{reason}: ")
+    assert line == {
+        "level": "INFO",
+        "message": f"adapter {verb} refused",
+        "request_id": response.headers["x-request-id"],
+        "result": "refused",
+        "seconds": 0.0,
+        "client": peer,
+    }
+    api.get("/v1/models", headers=headers, peer=peer)
+    api.get(f"/v1/{verb}_lora_adapter", headers=headers, peer=peer)
+    audit.assert_none()
+
+
+def test_a_change_that_cannot_be_read_is_audited(api: Api, audit: Lines) -> None:
+    api.post("/v1/unload_lora_adapter", content=b"{")
+    line = audit.take()
+    assert (line["message"], "adapter" in line) == ("adapter unload refused", False)
+    assert line["reason"].startswith("InvalidRequestError")
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from server_fixtures import USER, Api, Served, live
 from serving_fakes import says
+from test_live_server import connect, request_bytes
 
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import InvalidRequestError
+from loraplex.server.body import BodyLimits
 from loraplex.server.errors import QueueFullError
-from loraplex.server.waiting import WaitingBook, WaitingLimits
+from loraplex.server.waiting import WaitingBook, WaitingLimits, WaitingTicket
 
 ServedFactory = Callable[..., Served]
 
@@ -23,9 +28,19 @@ def book_of(clock: ManualClock | None = None, **limits: int) -> WaitingBook:
     return WaitingBook(WaitingLimits(**limits), clock or ManualClock())
 
 
+def admit(book: WaitingBook, prompts: list[list[int]], num_siblings: int = 1) -> WaitingTicket:
+    ticket = book.admit(num_siblings * len(prompts))
+    try:
+        ticket.encoded(prompts, num_siblings)
+    except BaseException:
+        ticket.close()
+        raise
+    return ticket
+
+
 def test_requests_count_until_their_first_token() -> None:
     book = book_of(max_requests=3)
-    ticket = book.admit([[1, 2], [3]], 1)
+    ticket = admit(book, [[1, 2], [3]])
     assert (book.num_requests, book.num_tokens) == (2, 3)
     ticket.started(0)
     ticket.started(0)
@@ -37,7 +52,7 @@ def test_requests_count_until_their_first_token() -> None:
 
 def test_each_choice_of_a_call_counts() -> None:
     book = book_of(max_requests=4, max_tokens=100)
-    ticket = book.admit([[1] * 10, [1] * 5], 2)
+    ticket = admit(book, [[1] * 10, [1] * 5], 2)
     assert (book.num_requests, book.num_tokens) == (4, 30)
     ticket.started(1)
     assert (book.num_requests, book.num_tokens) == (3, 20)
@@ -50,39 +65,45 @@ def test_each_choice_of_a_call_counts() -> None:
 )
 def test_what_finds_the_queue_full_is_refused_and_not_counted(limits: dict[str, int], kind: str) -> None:
     book = book_of(**limits)
-    book.admit([[1] * 4], 2)
+    admit(book, [[1] * 4], 2)
     with pytest.raises(QueueFullError) as caught:
-        book.admit([[1] * 4], 1)
+        admit(book, [[1] * 4])
     assert (caught.value.kind, caught.value.retry_after_s) == (kind, 1)
     assert (book.num_requests, book.num_tokens, book.num_refused) == (2, 8, 1)
 
 
 def test_a_call_that_never_fits_says_which_option_to_raise() -> None:
     with pytest.raises(InvalidRequestError, match=r"--max-waiting\b"):
-        book_of(max_requests=3).admit([[1]], 4)
+        book_of(max_requests=3).admit(4)
     with pytest.raises(InvalidRequestError, match="--max-waiting-tokens"):
-        book_of(max_tokens=3).admit([[1] * 4], 1)
+        admit(book_of(max_tokens=3), [[1] * 4])
 
 
-def test_a_full_queue_refuses_before_prompts_are_encoded() -> None:
+def test_requests_count_before_their_prompts_are_encoded() -> None:
     book = book_of(max_requests=1)
-    book.refuse_if_full(1)
-    book.admit([[1]], 1)
+    ticket = book.admit(1)
+    assert (book.num_requests, book.num_tokens) == (1, 0)
     with pytest.raises(QueueFullError):
-        book.refuse_if_full(1)
+        book.admit(1)
+    ticket.close()
+    ticket = book.admit(1)
+    ticket.encoded([[1, 2]], 1)
+    assert (book.num_requests, book.num_tokens) == (1, 2)
+    ticket.close()
+    assert (book.num_requests, book.num_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(("every_s", "expected_s"), [(0.001, 1), (0.1, 20), (100.0, 60)])
 def test_the_time_to_come_back_follows_the_pace_of_starts(every_s: float, expected_s: int) -> None:
     clock = ManualClock()
     book = book_of(clock, max_requests=400)
-    ticket = book.admit([[1]] * 400, 1)
+    ticket = admit(book, [[1]] * 400)
     for choice in range(200):
         ticket.started(choice)
         clock.advance(every_s)
-    book.admit([[1]] * 200, 1)
+    admit(book, [[1]] * 200)
     with pytest.raises(QueueFullError) as caught:
-        book.refuse_if_full(1)
+        book.admit(1)
     assert caught.value.retry_after_s == expected_s
 
 
@@ -119,3 +140,91 @@ def test_all_places_are_given_back_after_answers_and_errors(make_api: Callable[.
         api.post("/v1/completions", {"model": "base", "max_tokens": 2, **body})
         waiting = api.served.deps.waiting
         assert (waiting.num_requests, waiting.num_tokens) == (0, 0)
+
+
+class Gate:
+    """Holds up what a server encodes, from when it was asked to until `open`."""
+
+    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokenizer = served.deps.text.tokenizer
+        encode_many = tokenizer.encode_many
+        self.was_reached, self.open = threading.Event(), threading.Event()
+
+        def held_up(texts: Sequence[str], **options: Any) -> list[list[int]]:
+            self.was_reached.set()
+            assert self.open.wait(60)
+            return encode_many(texts, **options)
+
+        monkeypatch.setattr(tokenizer, "encode_many", held_up)
+
+
+LONG = "word " * 400
+"""Too long to be encoded on the event loop."""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_requests_that_are_being_encoded_take_places(
+    make_api: Callable[..., Api], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    api = make_api(waiting=WaitingLimits(max_requests=2))
+    gate = Gate(api.served, monkeypatch)
+    text = (
+        {"prompt": LONG} if path == "/v1/completions" else {"messages": [{"role": "user", "content": LONG}]}
+    )
+    body = {"model": "base", **text}
+
+    async def go() -> list[int]:
+        sent = [asyncio.create_task(api.send("POST", path, json=body)) for _ in range(5)]
+        async with asyncio.timeout(60):
+            refused = [
+                (await answer).status_code for answer in itertools.islice(asyncio.as_completed(sent), 3)
+            ]
+        gate.open.set()
+        await asyncio.wait(sent)
+        return refused
+
+    assert api.run(go()) == [429] * 3
+    waiting = api.served.deps.waiting
+    assert (waiting.num_requests, waiting.num_tokens, waiting.num_refused) == (0, 0, 3)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_bodies_are_held_until_their_texts_are_encoded(
+    make_api: Callable[..., Api], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    api = make_api(limits=BodyLimits(max_held_bytes=5000))
+    gate = Gate(api.served, monkeypatch)
+    body = {"model": "base", "prompt": LONG}
+
+    async def go() -> httpx.Response:
+        sent = [asyncio.create_task(api.send("POST", path, json=body)) for _ in range(3)]
+        async with asyncio.timeout(60):
+            refused = await next(asyncio.as_completed(sent))
+        gate.open.set()
+        await asyncio.wait(sent)
+        return refused
+
+    refused = api.run(go())
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert api.served.deps.bodies._held_bytes == 0
+    assert api.post("/tokenize", body).status_code == 200
+
+
+def test_a_client_that_leaves_while_its_prompt_is_encoded_gives_its_place_back(
+    make_served: ServedFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = make_served()
+    gate = Gate(served, monkeypatch)
+    with live(served) as url:
+        try:
+            with connect(url) as connection:
+                connection.sendall(request_bytes("/v1/completions", {"model": "pirate", "prompt": LONG}))
+                assert gate.was_reached.wait(60)
+                assert served.deps.waiting.num_requests == 1
+            # The text is still being encoded.
+            while served.deps.waiting.num_requests or served.deps.bodies._held_bytes:
+                httpx.get(f"{url}/health")
+        finally:
+            gate.open.set()
+        assert httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "pirate"}).status_code == 200
+    assert served.engine.requests == []

@@ -1,0 +1,184 @@
+"""The options of `loraplex serve`: what they are called and take, and how their values are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loraplex.adapters.names import validate_adapter_name
+from loraplex.cli.sizes import parse_size
+from loraplex.core.cold_start import ColdStart
+from loraplex.core.errors import InvalidRequestError, UserError
+from loraplex.core.logs import LogFormat, LogLevel
+
+Model = Annotated[str, typer.Option(help="The base model: a checkpoint folder or a Hugging Face id.")]
+AdapterDirs = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FOLDER", help="A folder whose subfolders are LoRA adapters; may be repeated."),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=SOURCE",
+        help="One adapter: its folder, or a Hugging Face repository (owner/name or owner/name@revision); "
+        "may be repeated.",
+    ),
+]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")]
+Device = Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+KvMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="On a CPU: memory for the KV cache, e.g. 2GiB.")
+]
+MemoryFraction = Annotated[
+    float | None,
+    typer.Option(min=0.01, max=1.0, help="On a GPU: how much of its memory to use, for all; 0.9 by default."),
+]
+HostAdapterMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Host memory for adapter weights, e.g. 512MiB.")
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(min=1, help="Context length in tokens; the model's by default.")
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(min=1, help="Processes that share the model; memory is what each of them may take."),
+]
+StartPolicy = Annotated[
+    ColdStart,
+    # Kinds of values are kept short here: wide ones cut the names of options on narrow terminals.
+    typer.Option(
+        metavar="POLICY",
+        help="What a request does whose adapter is not on the device yet: "
+        f"{', '.join(ColdStart)} (see docs/cold-start.md).",
+    ),
+]
+CpuWorkers = Annotated[
+    int | None,
+    typer.Option(min=0, help="For --cold-start cpu-assist: processes, a core each; half of them by default."),
+]
+LoadPopular = Annotated[
+    bool,
+    typer.Option(
+        "--load-popular",
+        help="Bring adapters that are often asked for into spare memory before their next request.",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="NUMBER",
+        help="On a CPU: threads to compute with. By default all cores, or fewer while other programs hold "
+        "them up.",
+    ),
+]
+ServedModelName = Annotated[
+    str | None, typer.Option(help="What clients call the base model; --model as given by default.")
+]
+AllowedDirs = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FOLDER", help="A folder adapters may be loaded from at run time; may be repeated."),
+]
+AllowedRepos = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Hugging Face repositories that adapters may be fetched from at run time, as in 'my-org/*'; "
+        "may be repeated. None by default.",
+    ),
+]
+StateDir = Annotated[Path | None, typer.Option(help="Where loaded adapters are remembered.")]
+MaxWaiting = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="REQUESTS",
+        help="Requests (prompts × n) that may wait for their first token; more are refused with 429.",
+    ),
+]
+MaxWaitingTokens = Annotated[
+    int, typer.Option(min=1, metavar="TOKENS", help="Prompt tokens that may wait, likewise.")
+]
+MaxConnections = Annotated[
+    int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
+]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY", envvar="LORAPLEX_API_KEY", help="Clients must send one of these."),
+]
+AdminKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY",
+        envvar="LORAPLEX_ADMIN_KEY",
+        help="Loading and unloading adapters needs one of these; without any, only clients on this "
+        "machine may.",
+    ),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="DNS names that the server answers to beside localhost and --host: api.example.com, "
+        "*.example.com, or * for any; may be repeated.",
+    ),
+]
+AllowedOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ORIGIN",
+        help="Web pages that may call the server from a browser: https://chat.example.com, or * for any; "
+        "may be repeated.",
+    ),
+]
+Level = Annotated[
+    LogLevel,
+    typer.Option(
+        metavar="LEVEL",
+        help=f"{', '.join(LogLevel)}; info has a line for each request and each change of an adapter.",
+    ),
+]
+Format = Annotated[
+    LogFormat, typer.Option(metavar="FORMAT", help="Lines of the log on stderr: text or json.")
+]
+
+
+def parse_adapters(texts: Sequence[str] | None) -> dict[str, str]:
+    """NAME=SOURCE of each --adapter, as name to source."""
+    found: dict[str, str] = {}
+    for text in texts or ():
+        name, equals, source = text.partition("=")
+        if not equals or not source:
+            raise typer.BadParameter(f"{text!r} is not NAME=SOURCE", param_hint="--adapter")
+        try:
+            validate_adapter_name(name)
+        except InvalidRequestError as error:
+            raise typer.BadParameter(str(error), param_hint="--adapter") from None
+        if name in found:
+            raise typer.BadParameter(f"{name!r} is given twice", param_hint="--adapter")
+        found[name] = source
+    return found
+
+
+def parse_size_or_none(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_size(text, option)
+
+
+def parse_keys(keys: Sequence[str] | None, option: str) -> tuple[str, ...]:
+    if any(not key.strip() for key in keys or ()):
+        raise typer.BadParameter("a key must not be empty", param_hint=option)
+    return tuple(keys or ())
+
+
+def parse_list(texts: Sequence[str] | None, parse: Callable[[str], str], option: str) -> tuple[str, ...]:
+    """The values of an option that is repeated, or given once with commas between its values."""
+    try:
+        return tuple(parse(part) for text in texts or () for part in text.split(",") if part.strip())
+    except UserError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
