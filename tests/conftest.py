@@ -8,6 +8,10 @@ from hypothesis import settings
 # What must be right on several threads says so itself (tests/kernels). Torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Servers and workers that tests start take their bytecode from the cache, as a user's do: compiling the
+# package again in each of them is a fifth of a start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import torch
 
 # Without a device Triton kernels run in its interpreter, which must be known before triton is imported.

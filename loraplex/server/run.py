@@ -15,7 +15,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from types import ModuleType
+from typing import Any, Final, cast
 
 import uvicorn
 
@@ -103,8 +104,20 @@ def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
     # Threads that encode prompts let go of the interpreter's lock sooner than by default (5 ms), so that
     # streams do not wait for them.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    _keep_torch_out()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(options, announcer or Announcer()))
+
+
+def _keep_torch_out() -> None:
+    """Make transformers take torch for not installed: this process needs nothing of it but tokenizers.
+
+    It would import torch otherwise, which takes seconds at every start and hundreds of MiB. Only the engine
+    process computes with it.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch
+    modules = cast(dict[str, ModuleType | None], sys.modules)
+    modules.setdefault("torch", None)  # Python's own way to say that a module cannot be imported
 
 
 async def _serve(options: ServeOptions, announcer: Announcer) -> None:

@@ -33,16 +33,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("faults")
     base = tiny.save_model(root, vocab_size=400, max_position_embeddings=CONTEXT)
     hf_tokenizer().save_pretrained(root)
+    (root / "more").mkdir()
     for seed, name in enumerate(("one", "two", "three")):
         tiny.save_adapter(root / "adapters" / name, base, rank=4 * (seed + 1), seed=seed + 1)
     return root
 
 
-@pytest.fixture
-def server(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    options = ["--adapters", str(folder / "adapters"), "--state-dir", str(tmp_path), "--kv-memory", "64MiB"]
+@contextlib.contextmanager
+def started(folder: Path, state_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    options = ["--adapters", str(folder / "adapters"), "--state-dir", str(state_dir)]
+    options += ["--allow-adapter-dir", str(folder / "more"), "--kv-memory", "64MiB"]
     with serving(folder, *options) as (process, url, _):
         yield process, url
+
+
+@pytest.fixture(scope="module")
+def server(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """One server for all tests that leave it as they found it."""
+    with started(folder, tmp_path_factory.mktemp("state")) as found:
+        yield found
+
+
+@pytest.fixture
+def own_server(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server for a test that ends it."""
+    with started(folder, tmp_path) as found:
+        yield found
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -134,8 +152,8 @@ def test_a_killed_engine_is_reported_restarted_and_answers_again(server) -> None
     assert everything_is_free(url)
 
 
-def test_a_server_whose_engine_keeps_dying_ends_with_an_exit_code_for_supervisors(server) -> None:
-    process, url = server
+def test_a_server_whose_engine_keeps_dying_ends_with_an_exit_code_for_supervisors(own_server) -> None:
+    process, url = own_server
     request = {"model": "two", "prompt": "the dog", **LONG}
 
     def ended() -> bool:
@@ -157,8 +175,8 @@ def test_a_server_whose_engine_keeps_dying_ends_with_an_exit_code_for_supervisor
     assert "Traceback" not in said
 
 
-def test_a_server_that_is_told_to_end_while_its_engine_is_down_ends_in_peace(server) -> None:
-    process, _ = server
+def test_a_server_that_is_told_to_end_while_its_engine_is_down_ends_in_peace(own_server) -> None:
+    process, _ = own_server
     os.kill(engine_pid(process.pid), signal.SIGKILL)
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0
@@ -173,36 +191,41 @@ def test_adapters_survive_a_killed_server(folder: Path, tmp_path: Path) -> None:
         before = {name: complete(url, name) for name in ("one", "three")}
         process.kill()
         process.wait()
-    with serving(folder, *options) as (_, url, _):
+    with serving(folder, *options) as (_, url, said):
+        assert "another server" not in said
         assert {name: complete(url, name) for name in ("one", "three")} == before
 
 
-def test_a_reload_serves_old_requests_with_the_old_version(folder: Path, tmp_path: Path) -> None:
-    adapters = tmp_path / "adapters"
-    shutil.copytree(folder / "adapters" / "one", adapters / "live")
-    options = ["--adapters", str(adapters), "--state-dir", str(tmp_path / "state"), "--kv-memory", "64MiB"]
-    with serving(folder, *options) as (_, url, _):
-        old = complete(url, "live", max_tokens=600)
-        request = {"model": "live", "prompt": "the dog", **LONG, "max_tokens": 600}
-        with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
-            lines = response.iter_lines()
-            streamed = text_of(next(lines))
-            shutil.copytree(folder / "adapters" / "two", tmp_path / "new")
-            for file in (tmp_path / "new").iterdir():
-                os.replace(file, adapters / "live" / file.name)
-            body = {"lora_name": "live", "lora_path": str(adapters / "live"), "load_inplace": True}
-            reloaded = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=PATIENCE_S)
-            assert reloaded.status_code == 200, reloaded.text
-            new = complete(url, "live")
-            streamed += "".join(text_of(line) for line in lines)
-        assert streamed == old
-        assert new == complete(url, "live")
-        assert not old.startswith(new)
-        wait_until(lambda: everything_is_free(url), "the old version is gone")
+def test_a_reload_serves_old_requests_with_the_old_version(server, folder: Path, tmp_path: Path) -> None:
+    _, url = server
+    live = folder / "more" / "live"
+    shutil.copytree(folder / "adapters" / "one", live)
+
+    def load(**fields: Any) -> None:
+        body = {"lora_name": "live", "lora_path": str(live), **fields}
+        loaded = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=PATIENCE_S)
+        assert loaded.status_code == 200, loaded.text
+
+    load()
+    old = complete(url, "live", max_tokens=600)
+    request = {"model": "live", "prompt": "the dog", **LONG, "max_tokens": 600}
+    with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
+        lines = response.iter_lines()
+        streamed = text_of(next(lines))
+        shutil.copytree(folder / "adapters" / "two", tmp_path / "new")
+        for file in (tmp_path / "new").iterdir():
+            os.replace(file, live / file.name)
+        load(load_inplace=True)
+        new = complete(url, "live")
+        streamed += "".join(text_of(line) for line in lines)
+    assert streamed == old
+    assert new == complete(url, "live")
+    assert not old.startswith(new)
+    wait_until(lambda: everything_is_free(url), "the old version is gone")
 
 
-def test_a_server_that_is_told_to_end_says_what_it_waits_for(server) -> None:
-    process, url = server
+def test_a_server_that_is_told_to_end_says_what_it_waits_for(own_server) -> None:
+    process, url = own_server
     request = {"model": "tiny", "prompt": "the dog", **LONG}
     with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
         lines = response.iter_lines()
@@ -214,7 +237,7 @@ def test_a_server_that_is_told_to_end_says_what_it_waits_for(server) -> None:
     assert process.wait(PATIENCE_S) == 0
 
 
-def test_unloading_an_adapter_in_use_drains_it(server) -> None:
+def test_unloading_an_adapter_in_use_drains_it(server, folder: Path) -> None:
     _, url = server
     expected = complete(url, "three", max_tokens=600)
     request = {"model": "three", "prompt": "the dog", **LONG, "max_tokens": 600}
@@ -228,6 +251,8 @@ def test_unloading_an_adapter_in_use_drains_it(server) -> None:
     body = {"model": "three", "prompt": "x"}
     assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 404
     assert "three" not in {a["name"] for a in httpx.get(f"{url}/v1/adapters").json()["data"]}
+    body = {"lora_name": "three", "lora_path": str(folder / "adapters" / "three")}
+    assert httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=PATIENCE_S).status_code == 200
 
 
 def text_of(line: str) -> str:

@@ -14,7 +14,7 @@ from loraplex.twin.recorded_runs import Measured, RunSetup
 from loraplex.twin.run_workload import WorkloadBook
 
 MODEL = "some-7b"
-DURATION_S = 400.0
+DURATION_S = 150.0
 COLUMNS = (
     "experiment",
     "status",

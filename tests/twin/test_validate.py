@@ -38,6 +38,7 @@ def runs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_STEPS_PER_ROUND", 4)
+    monkeypatch.setattr(calibration, "_MAX_ROUNDS", 1)
 
 
 def invoke(*args: str) -> Result:
@@ -244,10 +245,8 @@ def test_some_rates_may_be_zero_and_lines_without_rates_share_a_name(runs_file: 
     assert len(found.kv_samples) == len(setups())
 
 
-def test_the_share_of_a_fit_grows_to_the_whole_at_most(
-    runs_file: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration, "_MAX_ROUNDS", 1)
+@pytest.mark.usefixtures("quick")
+def test_the_share_of_a_fit_grows_to_the_whole_at_most(runs_file: Path) -> None:
     shares: list[float] = []
     found = read_runs(runs_file)
     fitted = validation.fit([found], [MODEL], progress=lambda _, done: shares.append(done))

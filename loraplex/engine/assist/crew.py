@@ -347,8 +347,10 @@ class Crew:
             self._closing = True
             self._changed.notify_all()
             for slot in self._slots:
-                if slot.process is not None:
+                if slot.process is not None and slot.is_ready:
                     processes.append(slot.process)
+                elif slot.process is not None:
+                    slot.process.kill()  # still starting: it has nothing to finish, and does not listen yet
                 slot.process, slot.is_ready = None, False
         self._control.stop()
         until = time.monotonic() + _LEAVE_S

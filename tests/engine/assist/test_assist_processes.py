@@ -25,7 +25,9 @@ from assist_pools import (
     submit_random,
 )
 
+from loraplex.engine.assist import crew, process
 from loraplex.engine.assist.crew import Patience
+from loraplex.engine.assist.messages import Launch
 from loraplex.engine.assist.pool import AssistPool
 
 
@@ -145,6 +147,21 @@ def test_closing_leaves_no_process_and_no_descriptor() -> None:
     loras.block.close()
     assert [process_state(pid) for pid in pids] == [None, None]
     assert open_fds() == before
+
+
+def test_workers_that_are_still_starting_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would read that they should leave once they have imported torch."""
+    monkeypatch.setattr(crew, "_LEAVE_S", WAIT_S)
+    spawn, spawned = process._spawn, list[subprocess.Popen[bytes]]()
+
+    def noted(launch: Launch) -> subprocess.Popen[bytes]:
+        spawned.append(spawn(launch))
+        return spawned[-1]
+
+    monkeypatch.setattr(process, "_spawn", noted)
+    with AssistPool(num_workers=1, dtype=torch.float32, x_elements=100, y_elements=100):
+        assert eventually(lambda: bool(spawned))
+    assert [worker.returncode for worker in spawned] == [-signal.SIGKILL]
 
 
 PARENT = """

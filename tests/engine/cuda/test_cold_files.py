@@ -43,7 +43,7 @@ def with_files(saved: Path, tmp_path: Path) -> tuple[object, AdapterSpec, Adapte
     engine = interpreted(cold_start=ColdStart.PIPELINED, read=None)
     for spec in (good, bad):
         engine.add_adapter(spec)
-    engine.add_request(greedy("good", good.version, tokens=4))
+    engine.add_request(greedy("good", good.version, tokens=2))
     return engine, good, bad
 
 
@@ -52,7 +52,7 @@ def check_only_bad_fails(engine, bad: AdapterSpec, reason: str) -> None:
     done = run_to_end(engine)
     assert done["bad"].finish_reason is FinishReason.ERROR
     assert reason in (done["bad"].error or "")
-    assert len(done["good"].token_ids) == 4
+    assert len(done["good"].token_ids) == 2
     (stats,) = (adapter for adapter in engine.stats().adapters if adapter.version == bad.version)
     assert stats.tier == "disk"
     assert engine.stats().host_adapter_bytes > 0, "the good one is not there any more"

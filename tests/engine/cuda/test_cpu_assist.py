@@ -53,7 +53,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 
 def engine_of(cold_start: ColdStart) -> Engine:
-    engine = interpreted(cold_start=cold_start, cpu_workers=1)
+    engine = interpreted(cold_start=cold_start, cpu_workers=int(cold_start is ColdStart.CPU_ASSIST))
     for spec in SPECS:
         engine.add_adapter(spec)
         engine.stage_adapter(spec.version)

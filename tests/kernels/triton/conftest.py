@@ -1,0 +1,3 @@
+from interpreting import patch_once_for_each_function
+
+patch_once_for_each_function()
