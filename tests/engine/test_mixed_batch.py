@@ -33,7 +33,7 @@ TARGETS = [
     ["o_proj", "gate_proj"],
     r".*layers\.(0|2)\..*(q|up)_proj",
 ]
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 VOCAB_SIZE = SIZES["vocab_size"]
 TOLERANCE = 2e-4
 """Of the largest logit, at every position."""
