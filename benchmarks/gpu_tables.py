@@ -54,6 +54,22 @@ def serve_table(result: Result) -> str:
     return table(headings, lines)
 
 
+def block_tables_table(result: Result) -> str:
+    """What a step with many requests costs the host, by their context."""
+    lines = [
+        (
+            f"{row['requests']} requests, {row['context']:,} tokens each",
+            f"{row['build_ms']:.1f} ms",
+            f"{row['step_ms']:.1f} ms",
+            f"{row['tables_read_again_build_ms']:.1f} ms",
+            f"{row['tables_read_again_step_ms']:.1f} ms",
+        )
+        for row in result["tables"]["results"]
+    ]
+    headings = ("context", "building a batch", "whole step", "building, tables read again", "whole step")
+    return table(headings, lines)
+
+
 def registered_table(result: Result) -> str:
     lines = [
         (

@@ -85,6 +85,7 @@ TABLES: Final[dict[str, Table]] = {
     "gpu-decode": Table((GPU,), gpu_tables.decode_table),
     "gpu-serve": Table((GPU,), gpu_tables.serve_table),
     "gpu-registered": Table((GPU,), gpu_tables.registered_table),
+    "gpu-block-tables": Table((GPU,), gpu_tables.block_tables_table),
     "gpu-kernels": Table((GPU,), gpu_tables.kernels_table),
     "gpu-attention": Table((GPU,), gpu_tables.attention_table),
     "gpu-padded": Table((GPU,), gpu_tables.padded_table),

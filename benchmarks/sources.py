@@ -25,6 +25,7 @@ _STEP: Final = ("loraplex/core", "loraplex/kernels", "loraplex/model")
 _BESIDE_ENGINE: Final = ("loraplex/adapters", "loraplex/perf", "loraplex/scheduling")
 _ENGINE: Final = (*_STEP, *_BESIDE_ENGINE, "loraplex/engine")
 _TOKEN_ENGINE: Final = "loraplex/engine without text"
+_UNASSISTED_ENGINE: Final = "loraplex/engine without text and CPU workers"
 _TEXT_MODULES: Final = (
     *("detokenizer.py", "prompt_encoder.py", "prompt_offsets.py"),
     *("stop_strings.py", "text_engine.py", "tokenizer.py"),
@@ -33,9 +34,10 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     # Checks on a GPU compare token ids and logits. What makes ids of texts and texts of ids runs on a CPU
     # wherever the engine does, and is tested in CI; a change there must not outdate what a GPU computed.
     _TOKEN_ENGINE: ("loraplex/engine", _TEXT_MODULES),
+    # Only the section `cold` starts CPU workers.
+    _UNASSISTED_ENGINE: ("loraplex/engine", (*_TEXT_MODULES, "assist")),
 }
-"""Name of a part -> its folder, and the files in it that do not belong to the part."""
-_CHECKED_ENGINE: Final = (*_STEP, *_BESIDE_ENGINE, _TOKEN_ENGINE)
+"""Name of a part -> its folder, and the files and folders in it that do not belong to the part."""
 _SHARED_CHECKS: Final = ("check", "checkpoints", "comparing", "driving", "random_engines")
 """Modules of the checks that several sections use."""
 _TIMED_ENGINE: Final = (*_ENGINE, "loraplex/bench/engine_scenarios.py")
@@ -47,9 +49,9 @@ _HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py")
 _TWIN: Final = ("loraplex/scheduling", "loraplex/adapters", "loraplex/perf", "loraplex/twin")
 
 
-def _engine_checks(*names: str) -> tuple[str, ...]:
+def _engine_checks(*names: str, engine: str = _UNASSISTED_ENGINE) -> tuple[str, ...]:
     """Sources of a section that checks whole engines by these modules of its own."""
-    return (*_CHECKED_ENGINE, *(f"{_CHECKS}/{name}.py" for name in (*_SHARED_CHECKS, *names)))
+    return (*_STEP, *_BESIDE_ENGINE, engine, *(f"{_CHECKS}/{name}.py" for name in (*_SHARED_CHECKS, *names)))
 
 
 SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
@@ -64,9 +66,9 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "adapters": _engine_checks("adapters", "families"),
         **{
             name: _engine_checks(name)
-            for name in ("families", "batch", "graphs", "endurance", "burst", "cold", "bad_adapter")
+            for name in ("families", "batch", "graphs", "endurance", "burst", "bad_adapter")
         },
-        "*": (*_CHECKED_ENGINE, _CHECKS),
+        "*": _engine_checks("cold", engine=_TOKEN_ENGINE),
     },
     "gpu_engine.json": {
         "kernels": ("loraplex/kernels", "loraplex/bench/kernel_scenarios.py"),
@@ -143,10 +145,10 @@ def fingerprint(path: str, *, root: Path = ROOT) -> str:
     folder, names_left_out = _PARTS.get(path, (path, ()))
     start = root / folder
     files = [start] if start.is_file() else sorted(start.rglob("*.py"))
-    left_out = {start / name for name in names_left_out}
-    if not files or not left_out <= set(files):
+    left_out = [start / name for name in names_left_out]
+    if not files or not all(name.exists() for name in left_out):
         raise FileNotFoundError(f"a source file of {path} is gone; benchmarks/sources.py lists it")
-    files = [file for file in files if file not in left_out]
+    files = [file for file in files if not any(file.is_relative_to(name) for name in left_out)]
     digest = hashlib.sha256()
     for file in files:
         code = "\n".join(_code_lines(file.read_text(encoding="utf-8")))
