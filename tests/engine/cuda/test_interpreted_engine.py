@@ -150,7 +150,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> RunAgain:
     for name, sizes in {
         "DECODE_ROWS": (1, 2, 4, 8),
         "COARSE_DECODE_ROWS": (2, 8),
+        "FEWEST_DECODE_ROWS": (8,),
         "MIXED_ROWS": (16, 32),
+        "FEWEST_MIXED_ROWS": (32,),
         "MIXED_DECODES": (2, 8),
         "MIXED_SPANS": (2, 8),
     }.items():
