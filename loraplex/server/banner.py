@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -16,9 +17,34 @@ if TYPE_CHECKING:
 
     from loraplex.server.protocol_ipc import StartProgress
 
+_SHOWN_SHARE: Final = 0.05
+"""Of a start, to be named among its phases."""
 _MAX_NAMES_SHOWN: Final = 8
 _MAX_NOTES_SHOWN: Final = 20
 _EXAMPLE_MAX_TOKENS: Final = 128
+
+
+class PhaseTimes:
+    """How long each phase of a start took."""
+
+    def __init__(self, phase: str, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._begun_s = now_s()
+        self._phase = phase
+        self._seconds: dict[str, float] = {}
+
+    def begin(self, phase: str) -> None:
+        """End the phase before this one, and begin this one or go on with it."""
+        now_s = self._now_s()
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now_s - self._begun_s
+        self._phase, self._begun_s = phase, now_s
+
+    def summary(self) -> str:
+        """Return the time until now, and the phases that took a good part of it."""
+        self.begin(self._phase)
+        whole_s = sum(self._seconds.values())
+        long = [f"{phase} {s:.1f} s" for phase, s in self._seconds.items() if s >= _SHOWN_SHARE * whole_s]
+        return f"{whole_s:.1f} s: {', '.join(long)}"
 
 
 class Announcer:
@@ -33,9 +59,17 @@ class Announcer:
 
     @contextmanager
     def loading(self, model: str) -> Iterator[Callable[[StartProgress], None]]:
-        """Show how far the start is; yields what is to be called with the engine's progress."""
+        """Show how far the start is, and in the end what it was made of; yields what is to be called with the
+        engine's progress."""
+        times = PhaseTimes("starting the engine process")
         with shown_progress(f"loading {model}", self._console, left=None) as report:
-            yield lambda progress: report(progress.phase, progress.fraction)
+
+            def tell(progress: StartProgress) -> None:
+                times.begin(progress.phase)
+                report(progress.phase, progress.fraction)
+
+            yield tell
+        self._console.print(f"loaded {model} in {times.summary()}", style="dim", markup=False)
 
     def registered(self, num_adapters: int) -> None:
         self._console.print(f"registered {num_adapters:,} {plural('adapter', num_adapters)}", style="dim")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from loraplex.server.banner import Announcer
+from loraplex.server.banner import Announcer, PhaseTimes
 
 ADAPTERS = ["french", "haiku", "json", "pirate"]
 
@@ -51,6 +51,19 @@ def test_adapters_are_counted_in_english(number: int, words: str) -> None:
     out = io.StringIO()
     Announcer(console=Console(file=out, soft_wrap=True)).registered(number)
     assert out.getvalue() == f"registered {words}\n"
+
+
+def test_a_start_is_told_by_its_longest_phases() -> None:
+    now_s = 100.0
+
+    def clock() -> float:
+        return now_s
+
+    times = PhaseTimes("starting", clock)
+    for phase, seconds in (("starting", 2.0), ("reading", 5.0), ("a moment", 0.1), ("reading", 1.0)):
+        times.begin(phase)
+        now_s += seconds
+    assert times.summary() == "8.1 s: starting 2.0 s, reading 6.0 s"
 
 
 def test_an_example_ends_soon() -> None:
