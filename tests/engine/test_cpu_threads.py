@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,3 +188,26 @@ def test_commands_refuse_more_threads_than_cores(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--threads", "100000"])
     assert isinstance(result.exception, ModelError)
     assert "--threads 100000 is out of range" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("given", "spin_count"),
+    [
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
+    ],
+)
+def test_threads_that_wait_spin_for_a_moment_only_unless_told_otherwise(
+    given: dict[str, str], spin_count: str | None
+) -> None:
+    """OpenMP reads it when torch is imported, so it has to be there before."""
+    program = (
+        "import os, sys, loraplex.engine; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    )
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    env = {name: value for name, value in os.environ.items() if name not in names} | given
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(spin_count), "False"]
