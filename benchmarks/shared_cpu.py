@@ -22,8 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from benchmarks.cpu_serve import PACKAGES, RESULTS, checkpoint
 from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
@@ -54,6 +52,8 @@ def busy_programs(count: int) -> Iterator[None]:
 
 def measure(model: Path, kind: str, *, output_tokens: int, limit_s: float) -> dict[str, float]:
     """Tokens a second of one request on a new engine, and the threads that its last step had."""
+    import torch  # after loraplex, which sets how its threads wait
+
     num_threads = {ALL: num_cores(), ONE: 1, AUTO: None}[kind]
     torch.set_num_threads(num_threads or num_cores())
     engine = build_core(

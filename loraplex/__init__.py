@@ -5,6 +5,7 @@ from loraplex import LLM, SamplingParams
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
+
+# A thread of a parallel region that is done first spins until the others are. By default it does so for
+# milliseconds, and on a core that it has to share it takes from the others the time that it waits for: a step
+# then takes ten times as long. Read when torch loads its OpenMP library, so set before.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def __getattr__(name: str) -> Any:

@@ -202,9 +202,7 @@ def test_threads_that_wait_spin_for_a_moment_only_unless_told_otherwise(
     given: dict[str, str], spin_count: str | None
 ) -> None:
     """OpenMP reads it when torch is imported, so it has to be there before."""
-    program = (
-        "import os, sys, loraplex.engine; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
-    )
+    program = "import os, sys, loraplex; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     env = {name: value for name, value in os.environ.items() if name not in names} | given
     done = subprocess.run(
