@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ build_meta.build_sdist(out)
 
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file(), reason="only a checkout can be built")
 def test_wheel_and_sdist_hold_the_licence(tmp_path: Path) -> None:
-    setuptools = pytest.importorskip("setuptools")
-    if int(setuptools.__version__.split(".")[0]) < 77:
+    # Asked without an import: setuptools refuses to be imported where a library has imported distutils.
+    if int(version("setuptools").split(".")[0]) < 77:
         pytest.skip("pyproject.toml needs setuptools 77 or newer to build")
     tree, out = tmp_path / "tree", tmp_path / "out"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
