@@ -136,9 +136,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._awaits_headers:
             self._start_timer()
         super().data_received(data)
-        if not self._reads_message and self._num_header_bytes > self._book.limits.max_header_bytes:
+        if self._num_header_bytes > self._book.limits.max_header_bytes:
             limit = self._book.limits.max_header_bytes
             self._refuse(HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reads_message:  # behind a body in chunks: nobody asks for it, but it counts
+            self._num_header_bytes += len(name) + len(value)
+        else:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -152,6 +158,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._reads_message = False
+        self._num_header_bytes = 0
         self._stop_timer()
 
     def on_response_complete(self) -> None:

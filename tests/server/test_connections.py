@@ -76,6 +76,20 @@ def test_headers_are_bounded_in_size(make_served: ServedFactory) -> None:
         assert error_of(large) == (431, "headers_too_large")
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_headers_behind_a_chunked_body_are_bounded_in_size(make_served: ServedFactory) -> None:
+    with live(make_served(), ConnectionLimits(max_header_bytes=1000)) as url:
+        with connect(url) as endless:
+            endless.sendall(CHUNKED + b"0\r\n" + b"X: yyyyyyyyyyyyyyyy\r\n" * 100)
+            assert error_of(endless) == (431, "headers_too_large")
+        with connect(url) as short:
+            body = b'{"model": "base", "prompt": "hi"}'
+            short.sendall(CHUNKED + b"%x\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(body), body))
+            assert read_response(short)[0] == 200
+
+
 @pytest.mark.parametrize(
     "request_text",
     [b"\x16\x03\x01", b"HELLO\r\n\r\n", HEALTH[:-2] + b"Transfer-Encoding: chunked\r\n\r\nx"],
