@@ -55,7 +55,7 @@ def serve_table(result: Result) -> str:
 
 
 def block_tables_table(result: Result) -> str:
-    """What a step with many requests costs the host, by their context."""
+    """Show what a step with many requests costs the host, by their context."""
     lines = [
         (
             f"{row['requests']} requests, {row['context']:,} tokens each",

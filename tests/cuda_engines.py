@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from tiny import save_model
 
 from loraplex.adapters.slab import SlabLayout
 from loraplex.adapters.spec import AdapterSpec
@@ -63,4 +66,18 @@ def greedy(request_id: str, adapter: str | None = None, *, prompt: int = 6, toke
         prompt_token_ids=[(7 * index + len(request_id)) % 256 for index in range(prompt)],
         params=SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True),
         adapter=adapter,
+    )
+
+
+def save_base(folder: Path) -> Path:
+    """Write a checkpoint of the engines' shape, for adapters to be made for."""
+    return save_model(
+        folder,
+        hidden_size=SHAPE.hidden_size,
+        intermediate_size=SHAPE.intermediate_size,
+        num_hidden_layers=SHAPE.num_layers,
+        num_attention_heads=SHAPE.num_heads,
+        num_key_value_heads=SHAPE.num_kv_heads,
+        head_dim=SHAPE.head_dim,
+        vocab_size=SHAPE.vocab_size,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -64,16 +65,17 @@ class ConnectionBook:
         self._clock = clock
         self._idle: dict[BoundedHttpProtocol, None] = {}  # in the order in which they became idle
         self._num_active = 0
-        self._num_closed = 0
+        self._outcomes: Counter[str] = Counter()  # since the last line of the log
         self._logged_s = float("-inf")
 
     def opened(self, connection: BoundedHttpProtocol) -> bool:
         """Count a new connection; False if there is no room for it."""
         if len(self._idle) + self._num_active >= self.limits.max_connections:
             oldest = next(iter(self._idle), None)
-            self._log_closed("all %d connections are taken", self.limits.max_connections)
             if oldest is None:
+                self._log(f"refused, as all {self.limits.max_connections} are in use")
                 return False
+            self._log(f"closed while idle, as all {self.limits.max_connections} connections are taken")
             del self._idle[oldest]
             oldest.give_way()
         self._idle[connection] = None
@@ -96,16 +98,16 @@ class ConnectionBook:
 
     def timed_out(self) -> None:
         """A connection was closed because its headers did not come."""
-        self._log_closed("headers did not arrive within %g s", self.limits.header_timeout_s)
+        self._log(f"closed, as headers did not arrive within {self.limits.header_timeout_s:g} s")
 
-    def _log_closed(self, reason: str, value: float) -> None:
-        """Write a line now and then, however many connections are closed."""
-        self._num_closed += 1
+    def _log(self, outcome: str) -> None:
+        """Write a line now and then, however many connections are closed or refused."""
+        self._outcomes[outcome] += 1
         if self._clock.now_s() - self._logged_s >= _LOG_INTERVAL_S:
             self._logged_s = self._clock.now_s()
-            what = f"closed {self._num_closed} connections that asked for nothing: {reason}"
-            logger.warning(what, value)
-            self._num_closed = 0
+            counts = "; ".join(f"{count} {outcome}" for outcome, count in self._outcomes.items())
+            logger.warning("connections: %s", counts)
+            self._outcomes.clear()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -175,7 +177,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(InvalidRequestError(msg))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing of a missing library for WebSockets: such requests are answered as any other."""
+        """Say nothing of a missing library for WebSockets. Such a request is answered as if it had no body,
+        since the parser stops at its headers."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

@@ -141,7 +141,9 @@ def test_idle_connections_make_room_for_new_ones(
     assert any("connections are taken" in record.message for record in caplog.records)
 
 
-def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(make_served: ServedFactory) -> None:
+def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(
+    make_served: ServedFactory, caplog: pytest.LogCaptureFixture
+) -> None:
     served = make_served(says("Hello", pause_after=0))
     with live(served, ConnectionLimits(max_connections=1)) as url, connect(url) as streaming:
         body = {"model": "base", "prompt": "hi", "stream": True}
@@ -149,6 +151,7 @@ def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(make_serv
         assert streaming.recv(12) == b"HTTP/1.1 200"
         with connect(url) as refused:
             assert error_of(refused) == (503, "overloaded")
+    assert "connections: 1 refused, as all 1 are in use" in caplog.messages
 
 
 @pytest.mark.parametrize(("files", "wanted", "expected"), [(1024, 8192, 896), (65_536, 100, 100), (10, 5, 1)])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cuda_engines import CONFIG, SHAPE, greedy, interpreted
+from cuda_engines import CONFIG, greedy, interpreted, save_base
 from driving import run_to_end
-from tiny import save_adapter, save_model
+from tiny import save_adapter
 
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import AdapterSpec
@@ -18,16 +18,7 @@ from loraplex.core.request import FinishReason
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    base = save_model(
-        folder / "base",
-        hidden_size=SHAPE.hidden_size,
-        intermediate_size=SHAPE.intermediate_size,
-        num_hidden_layers=SHAPE.num_layers,
-        num_attention_heads=SHAPE.num_heads,
-        num_key_value_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
-        vocab_size=SHAPE.vocab_size,
-    )
+    base = save_base(folder / "base")
     for name in ("good", "bad"):
         save_adapter(folder / name, base, rank=4, targets=["q_proj"], seed=len(name))
     return folder

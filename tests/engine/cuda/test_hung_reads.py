@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_engines import SHAPE, fill_slab, greedy, interpreted
+from cuda_engines import SHAPE, fill_slab, greedy, interpreted, save_base
 from driving import Finished, run_to_end, step
-from tiny import save_adapter, save_model
+from tiny import save_adapter
 
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.slab import SlabLayout, slab_layout
@@ -108,16 +108,7 @@ def test_threads_that_help_with_a_read_that_hangs_are_missed_by_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # one helper
-    base = save_model(
-        tmp_path / "base",
-        hidden_size=SHAPE.hidden_size,
-        intermediate_size=SHAPE.intermediate_size,
-        num_hidden_layers=SHAPE.num_layers,
-        num_attention_heads=SHAPE.num_heads,
-        num_key_value_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
-        vocab_size=SHAPE.vocab_size,
-    )
+    base = save_base(tmp_path / "base")
     for seed, name in enumerate(("dead", "fine")):
         save_adapter(tmp_path / name, base, rank=4, targets=["q_proj"], seed=seed)
     dead, fine = (read_adapter(tmp_path / name, SHAPE) for name in ("dead", "fine"))
