@@ -173,13 +173,13 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_behind(monkeypatch: pytes
 
     monkeypatch.setattr("loraplex.engine.cuda.cpu_assist.AssistPool", exhausted)
 
-    def open_files_and_threads() -> tuple[int, set[str]]:
-        return len(os.listdir("/proc/self/fd")), {thread.name for thread in threading.enumerate()}
-
-    before = open_files_and_threads()
+    threads, open_files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     with pytest.raises(CapacityError, match="shared memory"):
         interpreted(cold_start=ColdStart.CPU_ASSIST, cpu_workers=1, read=None)
-    assert open_files_and_threads() == before
+    for thread in set(threading.enumerate()) - threads:  # told to end, and nobody waited for them
+        thread.join(60)
+    assert set(threading.enumerate()) <= threads
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_layers_are_copied_in_groups_and_those_that_workers_compute_last() -> None:
