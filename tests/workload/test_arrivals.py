@@ -123,7 +123,7 @@ def drawn(traffic: PerAdapterTraffic, end_s: float, seed: int) -> tuple[np.ndarr
 def test_every_adapter_has_its_rate(kind: tuple[Gaps, float], rates: list[float], seed: int) -> None:
     gaps, cv = kind
     per_s = np.array([*rates, 0.0])
-    end_s = 12_000 / per_s.sum()
+    end_s = 3_000 / per_s.sum()
     _, adapters = drawn(PerAdapterTraffic(rates=ConstantRates(rates_per_s=per_s, gaps=gaps)), end_s, seed)
     counts = np.bincount(adapters, minlength=per_s.size)
     expected = per_s * end_s
