@@ -30,7 +30,7 @@ from benchmarks.servers import ServerCommand, running
 FILE: Final = "gpu_start.json"
 RESULTS: Final = Path(__file__).parent / "results"
 SHAPE: Final = "llama-2-7b"
-NUM_ADAPTERS, RANK = 8, 16
+NUM_ADAPTERS, RANK = 100, 64  # as in http_compare, so that both can use one checkpoint
 _RESULT: Final = "RESULT "
 """What the line of a measured process begins with that holds its JSON."""
 
@@ -87,7 +87,8 @@ def measure_engine(model: Path, adapters: Path, device: str, started_at: float) 
 
         knobs.compilation.listener = phases.on_compilation
     phases.begin("import the engine")
-    from loraplex.adapters.peft_reader import read_adapter
+    from loraplex.adapters.peft_reader import read_adapters
+    from loraplex.adapters.spec import AdapterSpec
     from loraplex.bench.engine_scenarios import bring_in
     from loraplex.engine.build import EngineOptions, build_core
     from loraplex.model.config import load_config
@@ -97,8 +98,8 @@ def measure_engine(model: Path, adapters: Path, device: str, started_at: float) 
     shape = load_config(model).shape
     phases.begin("add adapters")
     versions = []
-    for path in sorted(adapters.iterdir()):
-        spec = read_adapter(path, shape)
+    for spec in read_adapters(sorted(adapters.iterdir()), shape):
+        assert isinstance(spec, AdapterSpec), spec
         engine.add_adapter(spec)
         versions.append(spec.version)
     free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
@@ -135,7 +136,9 @@ def measure_server(model: Path, adapters: Path, device: str, cache: Path) -> dic
     log = cache / "server.log"
     command = ServerCommand(args=args, env=_cache_env(cache), health_path="/health")
     with running(command, log_path=log) as server:
-        return {"ready_s": round(server.start_s, 2), "live": _get(f"{server.base_url}/health/live")}
+        live = _get(f"{server.base_url}/health/live")
+    said = next(line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("loaded "))
+    return {"ready_s": round(server.start_s, 2), "live": live, "said": said.split(" in ")[-1]}
 
 
 def _get(url: str) -> int:

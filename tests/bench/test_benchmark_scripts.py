@@ -412,9 +412,11 @@ def test_a_start_is_told_by_phase_up_to_ready_and_beyond(tmp_path: Path) -> None
     assert found["graphs_required"] == 0, "a CPU has no graphs"
     found["phases"][-1]["kernels_compiled"] = 1
     starts = [{"cache": cache} | found for cache in ("empty", "warm")]
-    table = gpu_tables.start_table({"engine": starts, "server": [{"ready_s": 21.34}, {"ready_s": 9.86}]})
+    servers = [{"ready_s": 21.34, "said": "20 s: all"}, {"ready_s": 9.86, "said": "9 s: all"}]
+    table = gpu_tables.start_table({"engine": starts, "server": servers})
     rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()]
     assert rows[0] == "phase"
     assert rows.index("**engine ready, in all**") == rows.index("capturing graphs") + 1
-    assert table.endswith("| **`loraplex serve` ready, in all** | **21.3 s** | **9.9 s** |\n")
+    assert "| **`loraplex serve` ready, in all** | **21.3 s** | **9.9 s** |\n" in table
+    assert table.endswith("| of which, as it says | 20 s: all | 9 s: all |\n")
     assert table.count("1 kernel compiled") == 2
