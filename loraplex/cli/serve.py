@@ -11,6 +11,7 @@ from typing import Final
 
 from loraplex.cli import serve_options as option
 from loraplex.cli.closed_pipe import outlive_the_reader
+from loraplex.cli.early_stop import ends_with_0_when_told
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
@@ -18,6 +19,7 @@ from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 
 
+@ends_with_0_when_told()
 def serve(
     model: option.Model,
     adapters: option.AdapterDirs = None,

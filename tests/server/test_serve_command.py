@@ -192,6 +192,18 @@ def test_a_signal_while_the_model_loads_is_answered_too(monkeypatch: pytest.Monk
     assert out.getvalue().splitlines() == ["shutting down", "shut down"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_server_listens_to_it_ends_with_0(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(run, "serve", lambda options: signal.raise_signal(number))
+    done = CliRunner().invoke(app, ["serve", "--model", "x"])
+    assert isinstance(done.exception, SystemExit | None), "it was not killed"
+    assert done.exit_code == 0
+    assert signal.getsignal(number) is before
+
+
 def test_a_port_in_use_is_one_clear_line(tmp_path: Path, model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
@@ -210,7 +222,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, model_folder: Path) -> 
     [
         (["serve"], 2, "--model"),
         (["serve", "--model", "x", "--kv-memory", "lots"], 2, "512MiB"),
-        (["serve", "--model", "/does/not/exist"], 1, "/does/not/exist"),
+        (["serve", "--model", "/does/not/exist", "--port", "0"], 1, "/does/not/exist"),
         (["serve", "--model", "x", "--api-key", ""], 2, "--api-key"),
         (["serve", "--model", "x", "--api-key", "good", "--api-key", " "], 2, "--api-key"),
         (["serve", "--model", "x", "--admin-key", " "], 2, "--admin-key"),
