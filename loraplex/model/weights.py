@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -56,29 +58,43 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress | None = None,
     shard: Shard = WHOLE,
-    device: torch.device | None = None,
+    *,
+    place: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    threads: Executor | None = None,
 ) -> ModelWeights:
-    """Read a checkpoint, or a shard of it, into a device's memory, the CPU's by default. `config` is that of
-    the whole model."""
+    """Read a checkpoint, or a shard of it. `config` is that of the whole model.
+
+    `place`: brings a tensor of a mapped file to where it is used, in the type given; by default that is the
+    CPU's memory. `threads`: those that do so, if it is not the caller's.
+    """
     wanted = _expected_shapes(config)
-    tensors: dict[str, torch.Tensor] = {}
     files = _weight_files(folder)
-    total_bytes, read_bytes = sum(file.stat().st_size for file in files), 0
-    for file in files:
-        for name, tensor in _tensors_of(file, wanted):
-            # A tensor is mapped, and only the shard's part of it is read.
-            tensors[name] = _part_of(name, tensor, shard).to(device=device, dtype=dtype)
-            read_bytes += tensor.numel() * tensor.element_size()
-            if progress is not None:
-                progress(min(read_bytes, total_bytes), total_bytes)
-    missing = sorted(wanted.keys() - tensors.keys())
+    # They are mapped: only the shard's parts of them will be read.
+    mapped = {
+        name: _part_of(name, tensor, shard) for file in files for name, tensor in _tensors_of(file, wanted)
+    }
+    missing = sorted(wanted.keys() - mapped.keys())
     if missing:
         raise ModelError(
             f"{folder} lacks {len(missing)} {plural('tensor', len(missing))} of a {config.architecture}: "
             f"{_some(missing)}. "
             "The checkpoint is incomplete, or its config.json belongs to another model."
         )
+    place = place or partial(torch.Tensor.to, dtype=dtype)
+    parts = mapped.values()
+    placed = map(place, parts) if threads is None else threads.map(place, parts)
+    total_bytes, read_bytes = sum(_num_bytes(part) for part in parts), 0
+    tensors: dict[str, torch.Tensor] = {}
+    for (name, part), tensor in zip(mapped.items(), placed, strict=True):
+        tensors[name] = tensor
+        read_bytes += _num_bytes(part)
+        if progress is not None:
+            progress(read_bytes, total_bytes)
     return _stack(tensors, config, shard)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _part_of(name: str, tensor: torch.Tensor, shard: Shard) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +30,8 @@ from loraplex.engine.cuda.host_memory import HostMemory, default_host_bytes
 from loraplex.engine.cuda.padding import PaddedBlocks, Padding
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
+from loraplex.engine.cuda.streams import use_device
+from loraplex.engine.cuda.weight_copies import MAX_THREADS, WeightCopies
 from loraplex.engine.executor import Executor
 from loraplex.engine.machine import num_cores
 from loraplex.engine.parallel.messages import Progress
@@ -192,7 +196,7 @@ def _build_shard(
         compilation = KernelCompilation.begin(local, options.dtype, options.block_size, device)
         if compilation is not None:
             undo.callback(compilation.close)
-        weights = load_weights(folder, config, options.dtype, on_bytes, shard, device)
+        weights = _read_weights(folder, config, options.dtype, device, shard, on_bytes)
         report("allocating memory", 0.0)
         memory = _host_memory(options, device)
         host_blocks = _host_pool(local.shape, options.dtype, memory, shard=shard)
@@ -202,6 +206,20 @@ def _build_shard(
             compilation.finish(report)
         undo.pop_all()
     return executor
+
+
+def _read_weights(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard,
+    on_bytes: Callable[[int, int], None],
+) -> ModelWeights:
+    num_threads = min(num_cores(), MAX_THREADS)
+    copies = WeightCopies(device, dtype)
+    with ThreadPoolExecutor(num_threads, "weights", partial(use_device, device)) as threads:
+        return load_weights(folder, config, dtype, on_bytes, shard, place=copies, threads=threads)
 
 
 def _host_memory(options: CudaOptions, device: torch.device) -> HostMemory:
