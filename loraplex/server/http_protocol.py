@@ -1,0 +1,238 @@
+"""HTTP connections within bounds: time for headers, their size, and how much is parsed before it is answered.
+
+    connection_made ──▶ IDLE ──headers complete──▶ ACTIVE ──response complete──▶ IDLE (kept alive)
+                         │ no complete headers within header_timeout_s, or beyond max_header_bytes
+                         ▼
+                       closed
+
+What a client sends is parsed in small portions, and no further than a few requests beyond the one that is
+being answered. While the rest waits nothing more is read, so that TCP holds the client back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from loraplex.core.errors import InvalidRequestError
+from loraplex.core.logs import fields
+from loraplex.server.connections import ConnectionBook
+from loraplex.server.errors import BusyError, HeadersTooLargeError, HeaderTimeoutError, describe
+from loraplex.server.http_input import HttpInput
+from loraplex.server.request_log import REQUEST_ID_HEADER, new_request_id
+from loraplex.server.request_log import logger as request_logger
+
+_SLICES_PER_TURN: Final = 8
+"""Slices of one connection's input that are parsed in one turn of the event loop."""
+_MAX_PIPELINED: Final = 4
+"""Requests of one connection that may stand behind the one that is being answered."""
+
+
+class InputFlow(FlowControl):
+    """uvicorn's flow control for input that may be in this process already: `on_resume` goes on with it."""
+
+    def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._on_resume = on_resume
+
+    def pause_reading(self) -> None:
+        self.read_paused = True
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._on_resume()
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's connection with the bounds above."""
+
+    def __init__(self, *args: Any, book: ConnectionBook, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._book = book
+        self._is_active = False  # a request is being answered
+        self._reads_message = False  # its body is not complete, or of one that was answered before that
+        self._num_header_bytes = 0
+        self._num_body_bytes_left = 0  # of a body whose length is known
+        self._input = HttpInput()
+        self._next_parse: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_counted = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = InputFlow(transport, self._schedule_parse)
+        self._is_counted = self._book.opened(self)
+        if not self._is_counted:
+            self._refuse(BusyError("the server has as many connections as it takes; try again"))
+            return
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._awaits_headers:
+            self._start_timer()
+        self._input.add(data)
+        if self._next_parse is None:
+            self._parse()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reads_message:  # behind a body in chunks: nobody asks for it, but it counts
+            self._num_header_bytes += len(name) + len(value)
+        else:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._reads_message = True
+        self._num_header_bytes = 0
+        self._num_body_bytes_left = int(dict(self.headers).get(b"content-length", 0))
+        self._stop_timer()
+        if not self._is_active:
+            self._is_active = True
+            self._book.became_active(self)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes_left -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._reads_message = False
+        self._num_header_bytes = self._num_body_bytes_left = 0
+        self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        has_next = bool(self.pipeline)
+        super().on_response_complete()
+        if self._is_active and not has_next and not self.transport.is_closing():
+            self._is_active = False
+            self._book.became_idle(self)
+            if self._reads_message:  # refused before its body came: the rest is read, but not for ever
+                self._start_timer()
+        if self._input:
+            self._schedule_parse()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._input.clear()
+        if self._is_counted:
+            self._book.closed(self, was_active=self._is_active)
+        super().connection_lost(exc)
+
+    def give_way(self) -> None:
+        """Close an idle connection, as another one needs its place."""
+        self.transport.close()
+
+    @property
+    def _may_parse(self) -> bool:
+        return (
+            bool(self._input)
+            and not self.flow.read_paused
+            and len(self.pipeline) < _MAX_PIPELINED
+            and not self.transport.is_closing()
+        )
+
+    def _schedule_parse(self) -> None:
+        if self._next_parse is None:
+            self._next_parse = self.loop.call_soon(self._parse)
+
+    def _parse(self) -> None:
+        """Parse as much as may be now; the rest waits for its turn, and only then more is read."""
+        self._next_parse = None
+        for _ in range(_SLICES_PER_TURN):
+            if not self._may_parse:
+                break
+            self._parse_slice()
+        if self.transport.is_closing():
+            return
+        if self._may_parse:
+            self._schedule_parse()
+        if self._input or self.flow.read_paused:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    def _parse_slice(self) -> None:
+        self._unset_keepalive_if_required()
+        if self._num_body_bytes_left > 0:
+            data = self._input.take_body(self._num_body_bytes_left)
+        else:
+            data = self._input.take_lines()
+        if not self._reads_message:  # headers, also those of a request behind the one that is answered
+            self._num_header_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            return  # nobody is asked to upgrade: such a request is answered as if it had no body
+        except httptools.HttpParserError:
+            self._refuse(InvalidRequestError("Invalid HTTP request received."))
+            return
+        if self._num_header_bytes > self._book.limits.max_header_bytes:
+            limit = self._book.limits.max_header_bytes
+            self._refuse(HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes"))
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether what is written now would be read as the answer to another request, or as a part of one."""
+        return self._is_active and (
+            not self._reads_message or bool(self.pipeline) or self.cycle.response_started
+        )
+
+    @property
+    def _awaits_headers(self) -> bool:
+        return not self._is_active and not self._reads_message
+
+    def _start_timer(self) -> None:
+        """Time runs from the first moment on, not from the last byte: a drip of headers ends as well."""
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._book.limits.header_timeout_s, self._on_timeout)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timeout(self) -> None:
+        if self.transport.is_closing():
+            return
+        self._book.timed_out()
+        if self._num_header_bytes == 0:  # nothing was asked, so nothing is answered
+            self.transport.close()
+            return
+        timeout_s = self._book.limits.header_timeout_s
+        self._refuse(HeaderTimeoutError(f"the request's headers did not arrive within {timeout_s:g} seconds"))
+
+    def _refuse(self, error: Exception) -> None:
+        """Answer without the application, and close; without a word in the middle of another answer."""
+        if self._is_answering or self.transport.is_closing():
+            self.transport.close()
+            return
+        http_error, request_id = describe(error), new_request_id()
+        body = http_error.body()
+        head = [
+            f"HTTP/1.1 {http_error.status} {http_error.reason}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            "connection: close",
+            f"{REQUEST_ID_HEADER.decode()}: {request_id}",
+            *(f"{name}: {value}" for name, value in http_error.headers.items() if name != "connection"),
+        ]
+        self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+        self.transport.close()
+        # Only when debugging: whoever opens connections can cause any number of these.
+        request_logger.debug(
+            "refused",
+            extra=fields(
+                status=http_error.status,
+                error=type(error).__name__,
+                request_id=request_id,
+                client=self.client[0] if self.client else None,
+            ),
+        )

@@ -1,0 +1,117 @@
+"""One connection's input: parsed in portions, bounded, and answered in order."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from server_fixtures import live
+from starlette.types import ASGIApp, Receive, Scope, Send
+from test_connections import HEALTH, ServedFactory
+from test_live_server import connect, request_bytes
+from uvicorn.server import ServerState
+
+from loraplex.core.clock import ManualClock
+from loraplex.server.connections import ConnectionBook, ConnectionLimits
+from loraplex.server.http_input import SLICE_BYTES, HttpInput
+from loraplex.server.http_protocol import BoundedHttpProtocol
+
+
+@asynccontextmanager
+async def connection_to(
+    app: ASGIApp, limits: ConnectionLimits | None = None
+) -> AsyncIterator[tuple[BoundedHttpProtocol, socket.socket]]:
+    """The server's end of a connection, whose requests `app` answers, and the client's end."""
+    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)  # type: ignore[arg-type]
+    book = ConnectionBook(limits or ConnectionLimits(), ManualClock())
+    protocol = BoundedHttpProtocol(config=config, server_state=ServerState(), app_state={}, book=book)
+    ours, clients = socket.socketpair()
+    with clients:
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, ours)
+        try:
+            yield protocol, clients
+        finally:
+            transport.abort()
+
+
+class Unanswered:
+    """An application that has not answered its first request yet."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.asked = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_asked += 1
+        self.asked.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+def test_a_burst_of_requests_is_parsed_as_it_is_answered() -> None:
+    async def run() -> None:
+        app = Unanswered()
+        async with connection_to(app) as (protocol, _):
+            protocol.data_received(HEALTH * 1000)
+            await asyncio.wait_for(app.asked.wait(), 30)
+            for _ in range(100):  # turns of the loop, in which it could go on
+                await asyncio.sleep(0)
+            assert app.num_asked == 1
+            assert 1 <= len(protocol.pipeline) <= 4
+            assert not protocol.transport.is_reading()
+
+    asyncio.run(run())
+
+
+def read_responses(connection: socket.socket, count: int) -> list[tuple[int, bytes]]:
+    """Status and body of answers that come one after another, each with a Content-Length."""
+    responses = []
+    with connection.makefile("rb") as answers:
+        for _ in range(count):
+            status = int(answers.readline().split()[1])
+            headers = http.client.parse_headers(answers)
+            responses.append((status, answers.read(int(headers["content-length"]))))
+    return responses
+
+
+@pytest.mark.parametrize("portion", [7, 1 << 20])
+def test_requests_that_a_client_sends_at_once_are_answered_in_order(
+    make_served: ServedFactory, portion: int
+) -> None:
+    body = b'{"prompt": "%s",\r\n\r\n"add_special_tokens": false}' % (b"x" * 5000)
+    chunked = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked += b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    requests = (HEALTH + request_bytes("/tokenize", {"prompt": "Hello"}) + chunked + HEALTH) * 5
+    with live(make_served()) as url, connect(url) as connection:
+        for start in range(0, len(requests), portion):
+            connection.sendall(requests[start : start + portion])
+        responses = read_responses(connection, 4 * 5)
+    assert responses[:4] * 5 == responses
+    assert responses[0] == responses[3] == (200, b'{"status":"ok"}')
+    assert [len(json.loads(body)["tokens"]) > 100 for _, body in responses[1:3]] == [False, True]
+
+
+def test_a_slice_ends_no_more_than_one_request() -> None:
+    received = HttpInput()
+    for part in (HEALTH[:-1], HEALTH[-1:] + HEALTH, HEALTH[:-3], HEALTH[-3:]):
+        received.add(part)
+    assert [received.take_lines() for _ in range(3)] == [HEALTH, HEALTH, HEALTH]
+    assert not received
+
+
+def test_a_blank_line_is_found_across_slices() -> None:
+    received, taken = HttpInput(), []
+    for byte in HEALTH + b"x" * SLICE_BYTES:
+        received.add(bytes([byte]))
+        if byte != ord("x"):
+            taken.append(received.take_lines())
+    assert b"".join(taken) == HEALTH
+    received.add(b"y")
+    assert received.take_lines() == b"x" * SLICE_BYTES
+    assert received.take_body(100) == b"y"
