@@ -89,6 +89,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._ignores_upgrade:
+            return
         super().on_headers_complete()
         self._reads_message = True
         self._num_header_bytes = 0
@@ -103,6 +105,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._ignores_upgrade:
+            return
         super().on_message_complete()
         self._reads_message = False
         self._num_header_bytes = self._num_body_bytes_left = 0
@@ -167,16 +171,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             data = self._input.take_lines()
         if not self._reads_message:  # headers, also those of a request behind the one that is answered
             self._num_header_bytes += len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            return  # nobody is asked to upgrade: such a request is answered as if it had no body
-        except httptools.HttpParserError:
-            self._refuse(InvalidRequestError("Invalid HTTP request received."))
-            return
+        self._feed(data)
         if self._num_header_bytes > self._book.limits.max_header_bytes:
             limit = self._book.limits.max_header_bytes
             self._refuse(HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes"))
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._feed_head_without_upgrade()
+        except httptools.HttpParserError:
+            self._refuse(InvalidRequestError("Invalid HTTP request received."))
+
+    @property
+    def _ignores_upgrade(self) -> bool:
+        """Whether the parser leaves a request's body out, as it takes what follows for another protocol."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _feed_head_without_upgrade(self) -> None:
+        """Let another parser begin with the same request and go on with its body. RFC 9110 lets a server
+        ignore what a client would like to upgrade to (h2c of `curl --http2` and Java's clients, WebSockets).
+        """
+        if not self._ignores_upgrade:
+            return  # CONNECT, which the application refuses
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._feed(b"\r\n".join(lines) + b"\r\n\r\n")
 
     @property
     def _is_answering(self) -> bool:

@@ -115,3 +115,28 @@ def test_a_blank_line_is_found_across_slices() -> None:
     received.add(b"y")
     assert received.take_lines() == b"x" * SLICE_BYTES
     assert received.take_body(100) == b"y"
+
+
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+PROMPT = b'{"prompt": "Hello"}'
+BODIES = {
+    "content-length": b"Content-Length: %d\r\n\r\n%s" % (len(PROMPT), PROMPT),
+    "chunked": b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(PROMPT), PROMPT),
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+def test_a_request_that_would_like_to_upgrade_keeps_its_body(make_served: ServedFactory, body: bytes) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+    with live(make_served()) as url, connect(url) as connection:
+        connection.sendall((head + body) + (head + H2C + body) * 2 + HEALTH)
+        plain, first, second, health = read_responses(connection, 4)
+    assert plain[0] == 200
+    assert plain == first == second
+    assert health[0] == 200
+
+
+def test_connect_is_refused(make_served: ServedFactory) -> None:
+    with live(make_served()) as url, connect(url) as connection:
+        connection.sendall(b"CONNECT example.com:443 HTTP/1.1\r\nHost: example.com:443\r\n\r\n")
+        assert read_responses(connection, 1)[0][0] == 400
