@@ -19,7 +19,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from loraplex.core.errors import InvalidRequestError
+from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import fields
 from loraplex.server.connections import ConnectionBook
 from loraplex.server.errors import BusyError, HeadersTooLargeError, HeaderTimeoutError, describe
@@ -60,6 +60,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_body_bytes_left = 0  # of a body whose length is known
         self._input = HttpInput()
+        self._failure: Exception | None = None  # of what came behind requests that are being answered
         self._next_parse: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_counted = False
@@ -74,7 +75,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._failure is not None:
             return
         if self._awaits_headers:
             self._start_timer()
@@ -115,7 +116,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         has_next = bool(self.pipeline)
         super().on_response_complete()
-        if self._is_active and not has_next and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._failure is not None and not has_next:
+            self._refuse(self._failure)
+            return
+        if self._is_active and not has_next:
             self._is_active = False
             self._book.became_idle(self)
             if self._reads_message:  # refused before its body came: the rest is read, but not for ever
@@ -172,17 +178,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._reads_message:  # headers, also those of a request behind the one that is answered
             self._num_header_bytes += len(data)
         self._feed(data)
-        if self._num_header_bytes > self._book.limits.max_header_bytes:
-            limit = self._book.limits.max_header_bytes
-            self._refuse(HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes"))
 
     def _feed(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
+            self._check_header_bytes()
         except httptools.HttpParserUpgrade:
             self._feed_head_without_upgrade()
         except httptools.HttpParserError:
-            self._refuse(InvalidRequestError("Invalid HTTP request received."))
+            self._fail(InvalidRequestError("Invalid HTTP request received."))
+        except UserError as error:
+            self._fail(error)
+
+    def _check_header_bytes(self) -> None:
+        limit = self._book.limits.max_header_bytes
+        if self._num_header_bytes > limit:
+            raise HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes")
 
     @property
     def _ignores_upgrade(self) -> bool:
@@ -201,13 +212,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
         self._feed(b"\r\n".join(lines) + b"\r\n\r\n")
-
-    @property
-    def _is_answering(self) -> bool:
-        """Whether what is written now would be read as the answer to another request, or as a part of one."""
-        return self._is_active and (
-            not self._reads_message or bool(self.pipeline) or self.cycle.response_started
-        )
 
     @property
     def _awaits_headers(self) -> bool:
@@ -233,9 +237,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         timeout_s = self._book.limits.header_timeout_s
         self._refuse(HeaderTimeoutError(f"the request's headers did not arrive within {timeout_s:g} seconds"))
 
+    def _fail(self, error: Exception) -> None:
+        """Refuse what is being read when all requests before it were answered. What follows is dropped."""
+        self._failure = error
+        self._input.clear()
+        self.flow.resume_reading()  # to notice when the client leaves
+        if self._reads_message and self.pipeline:
+            self.pipeline.popleft()  # its turn has not come
+            self._reads_message = False
+        if self._reads_message or not self._is_active:
+            self._refuse(error)
+
     def _refuse(self, error: Exception) -> None:
-        """Answer without the application, and close; without a word in the middle of another answer."""
-        if self._is_answering or self.transport.is_closing():
+        """Answer without the application, and close; without a word if the request has an answer already."""
+        if self.transport.is_closing() or (self._reads_message and self.cycle.response_started):
             self.transport.close()
             return
         http_error, request_id = describe(error), new_request_id()

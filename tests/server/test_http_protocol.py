@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 from server_fixtures import live
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from test_connections import HEALTH, ServedFactory
 from test_live_server import connect, request_bytes
@@ -140,3 +142,41 @@ def test_connect_is_refused(make_served: ServedFactory) -> None:
     with live(make_served()) as url, connect(url) as connection:
         connection.sendall(b"CONNECT example.com:443 HTTP/1.1\r\nHost: example.com:443\r\n\r\n")
         assert read_responses(connection, 1)[0][0] == 400
+
+
+class AnsweredLater:
+    """An application that answers when `may_answer` is set."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.may_answer.wait()
+        await Response(b"here you are")(scope, receive, send)
+
+
+BROKEN = {
+    "no HTTP": (b"\x16\x03\x01", 400),
+    "broken body": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nno chunk", 400),
+    "endless headers": (b"GET / HTTP/1.1\r\nX: " + b"x" * 2000, 431),
+}
+
+
+@pytest.mark.parametrize(("broken", "status"), BROKEN.values(), ids=BROKEN.keys())
+def test_requests_before_one_that_is_broken_are_answered(
+    broken: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        app = AnsweredLater()
+        async with connection_to(app, ConnectionLimits(max_header_bytes=1000)) as (protocol, client):
+            protocol.data_received(HEALTH * 2 + broken)
+            for _ in range(100):  # turns of the loop
+                protocol.data_received(b"dropped")
+                await asyncio.sleep(0)
+            app.may_answer.set()
+            responses = await asyncio.to_thread(read_responses, client, 3)
+            assert [status for status, _ in responses] == [200, 200, status]
+            assert client.recv(1) == b""
+
+    asyncio.run(run())
+    assert not any(record.levelno >= logging.WARNING for record in caplog.records)
