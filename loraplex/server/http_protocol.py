@@ -92,6 +92,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._ignores_upgrade:
             return
+        self._check_header_bytes()
         super().on_headers_complete()
         self._reads_message = True
         self._num_header_bytes = 0
@@ -185,8 +186,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._check_header_bytes()
         except httptools.HttpParserUpgrade:
             self._feed_head_without_upgrade()
-        except httptools.HttpParserError:
-            self._fail(InvalidRequestError("Invalid HTTP request received."))
+        except httptools.HttpParserError as error:
+            cause = error.__context__  # what a callback of ours raised
+            if not isinstance(cause, UserError):
+                cause = InvalidRequestError("Invalid HTTP request received.")
+            self._fail(cause)
         except UserError as error:
             self._fail(error)
 

@@ -15,7 +15,7 @@ import uvicorn
 from server_fixtures import live
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from test_connections import HEALTH, ServedFactory
+from test_connections import HEALTH, ServedFactory, error_of
 from test_live_server import connect, request_bytes
 from uvicorn.server import ServerState
 
@@ -180,3 +180,14 @@ def test_requests_before_one_that_is_broken_are_answered(
 
     asyncio.run(run())
     assert not any(record.levelno >= logging.WARNING for record in caplog.records)
+
+
+def test_large_headers_that_come_at_once_are_refused(make_served: ServedFactory) -> None:
+    lines = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 100) for number in range(100))
+    with live(make_served(), ConnectionLimits(max_header_bytes=10_000)) as url:
+        with connect(url) as connection:
+            connection.sendall(HEALTH[:-2] + lines + b"\r\n")
+            assert error_of(connection) == (431, "headers_too_large")
+        with connect(url) as connection:  # each of them is short enough
+            connection.sendall((HEALTH[:-2] + lines[:6000].rpartition(b"X")[0] + b"\r\n") * 3)
+            assert [status for status, _ in read_responses(connection, 3)] == [200, 200, 200]
