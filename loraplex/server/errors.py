@@ -57,6 +57,14 @@ class HeadersTooLargeError(UserError):
     """The request's headers are over the limit."""
 
 
+class TransferCodingError(UserError):
+    """The request body is sent in a way that the server does not decode."""
+
+
+class ContentEncodingError(UserError):
+    """The request body is compressed."""
+
+
 class QueueFullError(UserError):
     """More requests wait, or more tokens of them (`kind`), than the server accepts."""
 
@@ -150,6 +158,11 @@ def describe(error: Exception) -> HttpError:
             return _http_error(408, message, code="header_timeout")
         case HeadersTooLargeError():
             return _http_error(431, message, code="headers_too_large")
+        case TransferCodingError():
+            return _http_error(501, message, code="unsupported_transfer_encoding", kind=INVALID_REQUEST)
+        case ContentEncodingError():
+            headers = {"accept-encoding": "identity"}  # in a 415: what the server would accept
+            return _http_error(415, message, code="unsupported_content_encoding", headers=headers)
         case QueueFullError():
             # Type and code as OpenAI's own: its clients wait for `retry-after` and try again by themselves.
             headers = {"retry-after": str(error.retry_after_s)}

@@ -22,7 +22,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import fields
 from loraplex.server.connections import ConnectionBook
-from loraplex.server.errors import BusyError, HeadersTooLargeError, HeaderTimeoutError, describe
+from loraplex.server.errors import (
+    BusyError,
+    HeadersTooLargeError,
+    HeaderTimeoutError,
+    TransferCodingError,
+    describe,
+)
 from loraplex.server.http_input import HttpInput
 from loraplex.server.request_log import REQUEST_ID_HEADER, new_request_id
 from loraplex.server.request_log import logger as request_logger
@@ -93,6 +99,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._ignores_upgrade:
             return
         self._check_header_bytes()
+        self._check_transfer_coding()
         super().on_headers_complete()
         self._reads_message = True
         self._num_header_bytes = 0
@@ -198,6 +205,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         limit = self._book.limits.max_header_bytes
         if self._num_header_bytes > limit:
             raise HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes")
+
+    def _check_transfer_coding(self) -> None:
+        codings = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
+        if codings and codings.strip().lower() != b"chunked":
+            raise TransferCodingError("the only Transfer-Encoding that this server decodes is chunked")
 
     @property
     def _ignores_upgrade(self) -> bool:

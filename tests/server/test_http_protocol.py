@@ -191,3 +191,12 @@ def test_large_headers_that_come_at_once_are_refused(make_served: ServedFactory)
         with connect(url) as connection:  # each of them is short enough
             connection.sendall((HEALTH[:-2] + lines[:6000].rpartition(b"X")[0] + b"\r\n") * 3)
             assert [status for status, _ in read_responses(connection, 3)] == [200, 200, 200]
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"gzip, chunked", b"identity"])
+def test_transfer_codings_other_than_chunked_are_not_implemented(
+    make_served: ServedFactory, coding: bytes
+) -> None:
+    with live(make_served()) as url, connect(url) as connection:
+        connection.sendall(HEALTH[:-2] + b"Transfer-Encoding: %s\r\n\r\n" % coding)
+        assert error_of(connection) == (501, "unsupported_transfer_encoding")
