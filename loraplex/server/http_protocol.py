@@ -89,6 +89,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._next_parse is None:
             self._parse()
 
+    def eof_received(self) -> None:
+        """The client sends no more. Its connection is closed: half of it looks like a client that left."""
+        if self._reads_message or self._num_header_bytes:
+            self._fail(InvalidRequestError("the request ended before all of it was sent"))
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reads_message:  # behind a body in chunks: nobody asks for it, but it counts
             self._num_header_bytes += len(name) + len(value)

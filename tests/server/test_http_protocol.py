@@ -200,3 +200,11 @@ def test_transfer_codings_other_than_chunked_are_not_implemented(
     with live(make_served()) as url, connect(url) as connection:
         connection.sendall(HEALTH[:-2] + b"Transfer-Encoding: %s\r\n\r\n" % coding)
         assert error_of(connection) == (501, "unsupported_transfer_encoding")
+
+
+@pytest.mark.parametrize("sent", [HEALTH[:-2], request_bytes("/tokenize", {"prompt": "Hello"})[:-1]])
+def test_a_request_that_ends_too_early_is_answered(make_served: ServedFactory, sent: bytes) -> None:
+    with live(make_served()) as url, connect(url) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        assert error_of(connection) == (400, None)
