@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import fields
@@ -53,6 +53,24 @@ class InputFlow(FlowControl):
         if self.read_paused:
             self.read_paused = False
             self._on_resume()
+
+
+def _send_until_close(cycle: RequestResponseCycle) -> None:
+    """Send a response of unknown length as it is, not in chunks, which HTTP/1.0 does not know. It ends where
+    the connection is closed, which uvicorn does after each response to such a request."""
+    send, has_length = cycle.send, True
+
+    async def send_plainly(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message["body"])  # uvicorn checks each part against it
+        await send(message)
+
+    cycle.send = send_plainly  # type: ignore[method-assign]
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -106,6 +124,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check_header_bytes()
         self._check_transfer_coding()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _send_until_close(self.cycle)
         self._reads_message = True
         self._num_header_bytes = 0
         self._num_body_bytes_left = int(dict(self.headers).get(b"content-length", 0))

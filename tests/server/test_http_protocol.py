@@ -208,3 +208,20 @@ def test_a_request_that_ends_too_early_is_answered(make_served: ServedFactory, s
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         assert error_of(connection) == (400, None)
+
+
+def test_a_stream_to_a_client_of_http_1_0_is_not_in_chunks(make_served: ServedFactory) -> None:
+    completion = request_bytes("/v1/completions", {"model": "base", "prompt": "hi", "stream": True})
+    with live(make_served()) as url:
+        with connect(url) as connection:
+            connection.sendall(completion.replace(b"HTTP/1.1", b"HTTP/1.0"))
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert response.headers["transfer-encoding"] is None
+            assert response.headers["connection"] == "close"
+            body = response.read()
+        assert body.startswith(b"data: {")
+        assert body.endswith(b"data: [DONE]\n\n")
+        with connect(url) as connection:
+            connection.sendall(HEALTH.replace(b"HTTP/1.1", b"HTTP/1.0"))
+            assert read_responses(connection, 1) == [(200, b'{"status":"ok"}')]
