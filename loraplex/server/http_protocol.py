@@ -80,6 +80,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._book = book
         self._is_active = False  # a request is being answered
+        self._answered: RequestResponseCycle | None = None  # that request, or the last one that was
         self._reads_message = False  # its body is not complete, or of one that was answered before that
         self._num_header_bytes = 0
         self._num_body_bytes_left = 0  # of a body whose length is known
@@ -132,6 +133,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         if not self._is_active:
             self._is_active = True
+            self._answered = self.cycle
             self._book.became_active(self)
 
     def on_body(self, body: bytes) -> None:
@@ -148,6 +150,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         has_next = bool(self.pipeline)
+        if has_next:
+            self._answered = self.pipeline[-1][0]
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -165,6 +169,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._input.clear()
+        if self._answered is not None:  # uvicorn tells only the last request that its client has left
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         if self._is_counted:
             self._book.closed(self, was_active=self._is_active)
         super().connection_lost(exc)

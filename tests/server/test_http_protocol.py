@@ -48,12 +48,14 @@ class Unanswered:
     def __init__(self) -> None:
         self.num_asked = 0
         self.asked = asyncio.Event()
+        self.was_left = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_asked += 1
         self.asked.set()
         while (await receive())["type"] != "http.disconnect":
             pass
+        self.was_left.set()
 
 
 def test_a_burst_of_requests_is_parsed_as_it_is_answered() -> None:
@@ -225,3 +227,16 @@ def test_a_stream_to_a_client_of_http_1_0_is_not_in_chunks(make_served: ServedFa
         with connect(url) as connection:
             connection.sendall(HEALTH.replace(b"HTTP/1.1", b"HTTP/1.0"))
             assert read_responses(connection, 1) == [(200, b'{"status":"ok"}')]
+
+
+def test_a_request_with_another_one_behind_it_learns_that_its_client_has_left() -> None:
+    async def run() -> None:
+        app = Unanswered()
+        async with connection_to(app) as (_, client):
+            client.sendall(HEALTH * 2)
+            await asyncio.wait_for(app.asked.wait(), 30)
+            client.close()
+            await asyncio.wait_for(app.was_left.wait(), 30)
+            assert app.num_asked == 1
+
+    asyncio.run(run())
