@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import resource
+import socket
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -24,8 +26,11 @@ _LOG_INTERVAL_S: Final = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
+    """`write_timeout_s`: how long a client may take nothing of what is sent to it."""
+
     max_connections: int = 8192
     header_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
     max_header_bytes: int = 64 * 2**10
 
 
@@ -42,6 +47,13 @@ def raise_descriptor_limit() -> int:
 def connections_within(descriptor_limit: int, wanted: int) -> int:
     """Connections there may be where so many files may be open."""
     return max(1, min(wanted, descriptor_limit - _DESCRIPTORS_FOR_OTHERS))
+
+
+def set_write_timeout(connection: socket.socket, timeout_s: float) -> None:
+    """Let the system end a connection with ETIMEDOUT when its client takes nothing of what is sent for so
+    long. Only Linux does that, also where this process has nothing more to send and waits for nothing."""
+    if sys.platform == "linux" and connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
 
 
 class Connection(Protocol):
@@ -91,6 +103,10 @@ class ConnectionBook:
     def timed_out(self) -> None:
         """A connection was closed because its headers did not come."""
         self._log(f"closed, as headers did not arrive within {self.limits.header_timeout_s:g} s")
+
+    def stalled(self) -> None:
+        """A connection was closed because its client did not take what was sent to it."""
+        self._log(f"closed, as nothing that was sent was taken for {self.limits.write_timeout_s:g} s")
 
     def _log(self, outcome: str) -> None:
         """Write a line now and then, however many connections are closed or refused."""

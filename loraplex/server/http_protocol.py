@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import fields
-from loraplex.server.connections import ConnectionBook
+from loraplex.server.connections import ConnectionBook, set_write_timeout
 from loraplex.server.errors import (
     BusyError,
     HeadersTooLargeError,
@@ -93,6 +93,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = InputFlow(transport, self._schedule_parse)
+        set_write_timeout(transport.get_extra_info("socket"), self._book.limits.write_timeout_s)
         self._is_counted = self._book.opened(self)
         if not self._is_counted:
             self._refuse(BusyError("the server has as many connections as it takes; try again"))
@@ -172,6 +173,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._answered is not None:  # uvicorn tells only the last request that its client has left
             self._answered.disconnected = True
             self._answered.message_event.set()
+        if isinstance(exc, TimeoutError):
+            self._book.stalled()
         if self._is_counted:
             self._book.closed(self, was_active=self._is_active)
         super().connection_lost(exc)

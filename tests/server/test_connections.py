@@ -5,8 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import queue
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from logging.handlers import QueueHandler
 
 import pytest
 from server_fixtures import Served, live
@@ -152,6 +155,29 @@ def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(
         with connect(url) as refused:
             assert error_of(refused) == (503, "overloaded")
     assert "connections: 1 refused, as all 1 are in use" in caplog.messages
+
+
+@pytest.fixture
+def logged() -> Iterator[queue.SimpleQueue[logging.LogRecord]]:
+    """What is logged of connections, when it is."""
+    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler = QueueHandler(records)
+    logger = logging.getLogger("loraplex.server.connections")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such timeout")
+def test_a_client_that_never_reads_loses_its_connection(
+    make_served: ServedFactory, logged: queue.SimpleQueue[logging.LogRecord]
+) -> None:
+    with live(make_served(), ConnectionLimits(write_timeout_s=0.3)) as url, socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        page = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        stuck.sendall(page * 500)  # more than all buffers between take
+        assert "1 closed, as nothing that was sent was taken" in logged.get(timeout=30).getMessage()
 
 
 @pytest.mark.parametrize(("files", "wanted", "expected"), [(1024, 8192, 896), (65_536, 100, 100), (10, 5, 1)])
