@@ -1,7 +1,8 @@
 """How many connections there may be, and which of them makes room for another one.
 
 At the limit, the connection that has been idle for longest is closed to make room for a new one, so that
-connections which ask for nothing lock nobody out. If all are being answered, the new one is refused with 503.
+connections which ask for nothing lock nobody out. If all are being answered, a new one gets one of a few
+places in which only /health may be asked for, once; everything else is refused there with 503.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ _LOG_INTERVAL_S: Final = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """`write_timeout_s`: how long a client may take nothing of what is sent to it."""
+    """`max_health_connections`: beyond the others, to ask how the server is when these are all in use.
+    `write_timeout_s`: how long a client may take nothing of what is sent to it."""
 
     max_connections: int = 8192
+    max_health_connections: int = 8
     header_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     max_header_bytes: int = 64 * 2**10
@@ -61,29 +64,27 @@ class Connection(Protocol):
         """Close an idle connection, as another one needs its place."""
 
 
-class ConnectionBook:
-    """The connections of one server, and which of them ask for nothing."""
+class Places:
+    """Connections that share a limit, and which of them ask for nothing."""
 
-    def __init__(self, limits: ConnectionLimits, clock: Clock) -> None:
-        self.limits = limits
-        self._clock = clock
+    def __init__(self, num_places: int, *, only_health: bool = False) -> None:
+        self._num_places = num_places
+        self.only_health = only_health
         self._idle: dict[Connection, None] = {}  # in the order in which they became idle
         self._num_active = 0
-        self._outcomes: Counter[str] = Counter()  # since the last line of the log
-        self._logged_s = float("-inf")
 
-    def opened(self, connection: Connection) -> bool:
-        """Count a new connection; False if there is no room for it."""
-        if len(self._idle) + self._num_active >= self.limits.max_connections:
-            oldest = next(iter(self._idle), None)
-            if oldest is None:
-                self._log(f"refused, as all {self.limits.max_connections} are in use")
-                return False
-            self._log(f"closed while idle, as all {self.limits.max_connections} connections are taken")
-            del self._idle[oldest]
-            oldest.give_way()
+    @property
+    def are_taken(self) -> bool:
+        return len(self._idle) + self._num_active >= self._num_places
+
+    def add(self, connection: Connection) -> None:
         self._idle[connection] = None
-        return True
+
+    def remove_oldest_idle(self) -> Connection | None:
+        oldest = next(iter(self._idle), None)
+        if oldest is not None:
+            del self._idle[oldest]
+        return oldest
 
     def became_active(self, connection: Connection) -> None:
         if connection in self._idle:
@@ -99,6 +100,36 @@ class ConnectionBook:
             self._num_active -= 1
         else:
             self._idle.pop(connection, None)
+
+
+class ConnectionBook:
+    """The connections of one server. Outcomes that anybody can cause are counted for its log."""
+
+    def __init__(self, limits: ConnectionLimits, clock: Clock) -> None:
+        self.limits = limits
+        self._clock = clock
+        self._places = (
+            Places(limits.max_connections),
+            Places(limits.max_health_connections, only_health=True),
+        )
+        self._outcomes: Counter[str] = Counter()  # since the last line of the log
+        self._logged_s = float("-inf")
+
+    def opened(self, connection: Connection) -> Places | None:
+        """Count a new connection; None if there is no room for it."""
+        for places in self._places:
+            if places.are_taken and (oldest := places.remove_oldest_idle()) is not None:
+                self._log(f"closed while idle, as all {self.limits.max_connections} connections are taken")
+                oldest.give_way()
+            if not places.are_taken:
+                places.add(connection)
+                return places
+        self.refused()
+        return None
+
+    def refused(self) -> None:
+        """A connection was closed because there is no room for it, or none for what it asked."""
+        self._log(f"refused, as all {self.limits.max_connections} are in use")
 
     def timed_out(self) -> None:
         """A connection was closed because its headers did not come."""

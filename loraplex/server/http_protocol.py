@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import fields
-from loraplex.server.connections import ConnectionBook, set_write_timeout
+from loraplex.server.connections import ConnectionBook, Places, set_write_timeout
 from loraplex.server.errors import (
     BusyError,
     HeadersTooLargeError,
@@ -29,6 +29,7 @@ from loraplex.server.errors import (
     TransferCodingError,
     describe,
 )
+from loraplex.server.health import LIVE_PATH, READY_PATHS
 from loraplex.server.http_input import HttpInput
 from loraplex.server.request_log import REQUEST_ID_HEADER, new_request_id
 from loraplex.server.request_log import logger as request_logger
@@ -37,6 +38,10 @@ _SLICES_PER_TURN: Final = 8
 """Slices of one connection's input that are parsed in one turn of the event loop."""
 _MAX_PIPELINED: Final = 4
 """Requests of one connection that may stand behind the one that is being answered."""
+
+
+_HEALTH_PATHS: Final = frozenset(path.encode() for path in (LIVE_PATH, *READY_PATHS))
+_NO_PLACE: Final = "the server has as many connections as it takes; try again"
 
 
 class InputFlow(FlowControl):
@@ -88,15 +93,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._failure: Exception | None = None  # of what came behind requests that are being answered
         self._next_parse: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_counted = False
+        self._places: Places | None = None  # which it has one of
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = InputFlow(transport, self._schedule_parse)
         set_write_timeout(transport.get_extra_info("socket"), self._book.limits.write_timeout_s)
-        self._is_counted = self._book.opened(self)
-        if not self._is_counted:
-            self._refuse(BusyError("the server has as many connections as it takes; try again"))
+        self._places = self._book.opened(self)
+        if self._places is None:
+            self._refuse(BusyError(_NO_PLACE))
             return
         self._start_timer()
 
@@ -123,11 +128,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._ignores_upgrade:
             return
+        assert self._places is not None
         self._check_header_bytes()
+        self._check_place(self._places)
         self._check_transfer_coding()
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             _send_until_close(self.cycle)
+        if self._places.only_health:
+            self.cycle.keep_alive = False
         self._reads_message = True
         self._num_header_bytes = 0
         self._num_body_bytes_left = int(dict(self.headers).get(b"content-length", 0))
@@ -135,7 +144,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._is_active:
             self._is_active = True
             self._answered = self.cycle
-            self._book.became_active(self)
+            self._places.became_active(self)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes_left -= len(body)
@@ -159,9 +168,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._failure is not None and not has_next:
             self._refuse(self._failure)
             return
-        if self._is_active and not has_next:
+        if self._is_active and self._places is not None and not has_next:
             self._is_active = False
-            self._book.became_idle(self)
+            self._places.became_idle(self)
             if self._reads_message:  # refused before its body came: the rest is read, but not for ever
                 self._start_timer()
         if self._input:
@@ -175,8 +184,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
         if isinstance(exc, TimeoutError):
             self._book.stalled()
-        if self._is_counted:
-            self._book.closed(self, was_active=self._is_active)
+        if self._places is not None:
+            self._places.closed(self, was_active=self._is_active)
         super().connection_lost(exc)
 
     def give_way(self) -> None:
@@ -240,6 +249,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         limit = self._book.limits.max_header_bytes
         if self._num_header_bytes > limit:
             raise HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes")
+
+    def _check_place(self, places: Places) -> None:
+        if places.only_health and self.url.partition(b"?")[0] not in _HEALTH_PATHS:
+            self._book.refused()
+            raise BusyError(_NO_PLACE)
 
     def _check_transfer_coding(self) -> None:
         codings = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")

@@ -148,13 +148,32 @@ def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(
     make_served: ServedFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     served = make_served(says("Hello", pause_after=0))
-    with live(served, ConnectionLimits(max_connections=1)) as url, connect(url) as streaming:
+    limits = ConnectionLimits(max_connections=1, max_health_connections=0)
+    with live(served, limits) as url, connect(url) as streaming:
         body = {"model": "base", "prompt": "hi", "stream": True}
         streaming.sendall(request_bytes("/v1/completions", body))
         assert streaming.recv(12) == b"HTTP/1.1 200"
         with connect(url) as refused:
             assert error_of(refused) == (503, "overloaded")
     assert "connections: 1 refused, as all 1 are in use" in caplog.messages
+
+
+def test_health_can_be_asked_for_when_all_connections_are_in_use(make_served: ServedFactory) -> None:
+    served = make_served(says("Hello", pause_after=0))
+    limits = ConnectionLimits(max_connections=1, max_health_connections=2)
+    with live(served, limits) as url, connect(url) as streaming:
+        body = {"model": "base", "prompt": "hi", "stream": True}
+        streaming.sendall(request_bytes("/v1/completions", body))
+        assert streaming.recv(12) == b"HTTP/1.1 200"
+        with connect(url) as first, connect(url) as second:  # ask for nothing, and make room
+            for path in (b"/health", b"/health/live", b"/health/ready?probe=1"):
+                with connect(url) as probe:
+                    probe.sendall(HEALTH.replace(b"/health", path))
+                    assert read_response(probe)[0] == 200
+                    assert probe.recv(1) == b""
+            assert first.recv(1) == b""
+            second.sendall(HEALTH.replace(b"/health", b"/v1/models"))
+            assert error_of(second) == (503, "overloaded")
 
 
 @pytest.fixture
