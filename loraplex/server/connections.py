@@ -28,13 +28,15 @@ _LOG_INTERVAL_S: Final = 60.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
     """`max_health_connections`: beyond the others, to ask how the server is when these are all in use.
-    `write_timeout_s`: how long a client may take nothing of what is sent to it."""
+    `write_timeout_s`: how long a client may take nothing of what is sent to it. `max_chunk_bytes`: of a body
+    in chunks, what is not in them but around them (sizes, extensions, line ends)."""
 
     max_connections: int = 8192
     max_health_connections: int = 8
     header_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     max_header_bytes: int = 64 * 2**10
+    max_chunk_bytes: int = 2**20
 
 
 def raise_descriptor_limit() -> int:

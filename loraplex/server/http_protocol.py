@@ -23,6 +23,7 @@ from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import fields
 from loraplex.server.connections import ConnectionBook, Places, set_write_timeout
 from loraplex.server.errors import (
+    BodyTooLargeError,
     BusyError,
     HeadersTooLargeError,
     HeaderTimeoutError,
@@ -31,8 +32,9 @@ from loraplex.server.errors import (
 )
 from loraplex.server.health import LIVE_PATH, READY_PATHS
 from loraplex.server.http_input import HttpInput
-from loraplex.server.request_log import REQUEST_ID_HEADER, new_request_id
+from loraplex.server.http_output import refusal_bytes, send_until_close
 from loraplex.server.request_log import logger as request_logger
+from loraplex.server.request_log import new_request_id
 
 _SLICES_PER_TURN: Final = 8
 """Slices of one connection's input that are parsed in one turn of the event loop."""
@@ -60,24 +62,6 @@ class InputFlow(FlowControl):
             self._on_resume()
 
 
-def _send_until_close(cycle: RequestResponseCycle) -> None:
-    """Send a response of unknown length as it is, not in chunks, which HTTP/1.0 does not know. It ends where
-    the connection is closed, which uvicorn does after each response to such a request."""
-    send, has_length = cycle.send, True
-
-    async def send_plainly(message: Any) -> None:
-        nonlocal has_length
-        if message["type"] == "http.response.start":
-            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
-            if not has_length:
-                cycle.chunked_encoding = False
-        elif not has_length:
-            cycle.expected_content_length = len(message["body"])  # uvicorn checks each part against it
-        await send(message)
-
-    cycle.send = send_plainly  # type: ignore[method-assign]
-
-
 class BoundedHttpProtocol(HttpToolsProtocol):
     """uvicorn's connection with the bounds above."""
 
@@ -88,6 +72,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._answered: RequestResponseCycle | None = None  # that request, or the last one that was
         self._reads_message = False  # its body is not complete, or of one that was answered before that
         self._num_header_bytes = 0
+        self._num_chunk_bytes = 0  # of a body in chunks, without what is in them
         self._num_body_bytes_left = 0  # of a body whose length is known
         self._input = HttpInput()
         self._failure: Exception | None = None  # of what came behind requests that are being answered
@@ -134,11 +119,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check_transfer_coding()
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            _send_until_close(self.cycle)
+            send_until_close(self.cycle)
         if self._places.only_health:
             self.cycle.keep_alive = False
         self._reads_message = True
-        self._num_header_bytes = 0
+        self._num_header_bytes = self._num_chunk_bytes = 0
         self._num_body_bytes_left = int(dict(self.headers).get(b"content-length", 0))
         self._stop_timer()
         if not self._is_active:
@@ -148,6 +133,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes_left -= len(body)
+        self._num_chunk_bytes -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -229,12 +215,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             data = self._input.take_lines()
         if not self._reads_message:  # headers, also those of a request behind the one that is answered
             self._num_header_bytes += len(data)
+        else:
+            self._num_chunk_bytes += len(data)
         self._feed(data)
 
     def _feed(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
             self._check_header_bytes()
+            self._check_chunk_bytes()
         except httptools.HttpParserUpgrade:
             self._feed_head_without_upgrade()
         except httptools.HttpParserError as error:
@@ -249,6 +238,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         limit = self._book.limits.max_header_bytes
         if self._num_header_bytes > limit:
             raise HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes")
+
+    def _check_chunk_bytes(self) -> None:
+        limit = self._book.limits.max_chunk_bytes
+        if self._num_chunk_bytes > limit:
+            raise BodyTooLargeError(
+                f"the sizes and extensions of the body's chunks have more than {limit:,} bytes; send it in "
+                "larger chunks, or with a Content-Length"
+            )
 
     def _check_place(self, places: Places) -> None:
         if places.only_health and self.url.partition(b"?")[0] not in _HEALTH_PATHS:
@@ -319,16 +316,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         http_error, request_id = describe(error), new_request_id()
-        body = http_error.body()
-        head = [
-            f"HTTP/1.1 {http_error.status} {http_error.reason}",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-            "connection: close",
-            f"{REQUEST_ID_HEADER.decode()}: {request_id}",
-            *(f"{name}: {value}" for name, value in http_error.headers.items() if name != "connection"),
-        ]
-        self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+        self.transport.write(refusal_bytes(http_error, request_id))
         self.transport.close()
         # Only when debugging: whoever opens connections can cause any number of these.
         request_logger.debug(

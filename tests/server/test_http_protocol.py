@@ -15,7 +15,7 @@ import uvicorn
 from server_fixtures import live
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from test_connections import HEALTH, ServedFactory, error_of
+from test_connections import CHUNKED, HEALTH, ServedFactory, error_of
 from test_live_server import connect, request_bytes
 from uvicorn.server import ServerState
 
@@ -240,3 +240,40 @@ def test_a_request_with_another_one_behind_it_learns_that_its_client_has_left() 
             assert app.num_asked == 1
 
     asyncio.run(run())
+
+
+def test_small_chunks_are_parsed_in_several_turns_of_the_loop() -> None:
+    async def run() -> None:
+        parts: list[int] = []
+        is_complete = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            message = {"more_body": True}
+            while message["more_body"]:
+                message = await receive()
+                parts.append(len(message["body"]))
+            is_complete.set()
+            await Response()(scope, receive, send)
+
+        async with connection_to(app) as (protocol, _):
+            protocol.data_received(CHUNKED + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n")
+            await asyncio.wait_for(is_complete.wait(), 30)
+        assert sum(parts) == 20_000
+        assert max(parts) < 10_000
+
+    asyncio.run(run())
+
+
+AROUND_CHUNKS = {
+    "small chunks": b"1\r\n \r\n" * 1000,
+    "an extension": b"1;" + b"x" * 5000,
+    "extensions": b"".join(b"1;%s\r\n \r\n" % (b"x" * 100) for _ in range(50)),
+    "a trailer": b"0\r\nX: " + b"x" * 5000,
+}
+
+
+@pytest.mark.parametrize("chunks", AROUND_CHUNKS.values(), ids=AROUND_CHUNKS.keys())
+def test_what_is_around_chunks_is_bounded(make_served: ServedFactory, chunks: bytes) -> None:
+    with live(make_served(), ConnectionLimits(max_chunk_bytes=3000)) as url, connect(url) as connection:
+        connection.sendall(CHUNKED + chunks)
+        assert error_of(connection) == (413, "body_too_large")
