@@ -22,6 +22,7 @@ from loraplex.core.errors import (
     AdapterMismatchError,
     CapacityError,
     ContextLengthError,
+    DiskFullError,
     EngineDeadError,
     InvalidRequestError,
     LoraplexError,
@@ -180,6 +181,8 @@ def describe(error: Exception) -> HttpError:
             return _http_error(400, message, code="capacity_exceeded")
         case UserError():
             return _http_error(400, message)
+        case DiskFullError():
+            return _http_error(507, message, code="disk_full")
         case StorageError():
             # Nothing is wrong with this process, and the message says what to fix: not a 5xx.
             return _http_error(409, message, code="storage_failed")

@@ -42,6 +42,7 @@ _ERROR_TEXT: Final = {
     429: "The queue is full; try again after `retry-after` seconds",
     500: "This request failed in the server",
     503: "The engine is down or restarting, or the server is overloaded; try again",
+    507: "The disk of the state directory is full",
 }
 BODY_ERRORS: Final = (400, 408, 413, 415, 503)
 
