@@ -36,12 +36,10 @@ from loraplex.server.http_output import refusal_bytes, send_until_close
 from loraplex.server.request_log import logger as request_logger
 from loraplex.server.request_log import new_request_id
 
-_SLICES_PER_TURN: Final = 8
+_SLICES_PER_TURN: Final = 4
 """Slices of one connection's input that are parsed in one turn of the event loop."""
 _MAX_PIPELINED: Final = 4
 """Requests of one connection that may stand behind the one that is being answered."""
-
-
 _HEALTH_PATHS: Final = frozenset(path.encode() for path in (LIVE_PATH, *READY_PATHS))
 _NO_PLACE: Final = "the server has as many connections as it takes; try again"
 
@@ -93,8 +91,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing() or self._failure is not None:
             return
-        if self._awaits_headers:
-            self._start_timer()
         self._input.add(data)
         if self._next_parse is None:
             self._parse()
@@ -157,7 +153,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_active and self._places is not None and not has_next:
             self._is_active = False
             self._places.became_idle(self)
-            if self._reads_message:  # refused before its body came: the rest is read, but not for ever
+            if self._reads_message or self._num_header_bytes:
+                # The rest of a body that was refused before it came, or of the next request's headers: both
+                # are read, but not for ever.
+                self._unset_keepalive_if_required()
                 self._start_timer()
         if self._input:
             self._schedule_parse()
@@ -209,6 +208,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _parse_slice(self) -> None:
         self._unset_keepalive_if_required()
+        if self._awaits_headers:
+            self._start_timer()
         if self._num_body_bytes_left > 0:
             data = self._input.take_body(self._num_body_bytes_left)
         else:

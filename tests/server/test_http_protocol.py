@@ -277,3 +277,12 @@ def test_what_is_around_chunks_is_bounded(make_served: ServedFactory, chunks: by
     with live(make_served(), ConnectionLimits(max_chunk_bytes=3000)) as url, connect(url) as connection:
         connection.sendall(CHUNKED + chunks)
         assert error_of(connection) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 9])
+def test_half_sent_headers_behind_other_requests_end_too(make_served: ServedFactory, num_before: int) -> None:
+    with live(make_served(), ConnectionLimits(header_timeout_s=0.2)) as url, connect(url) as connection:
+        connection.sendall(HEALTH * num_before + HEALTH[:20])
+        *answered, last = read_responses(connection, num_before + 1)
+        assert [status for status, _ in answered] == [200] * num_before
+        assert last[0] == 408
