@@ -45,6 +45,7 @@ class HttpInput:
         return taken
 
     def _take(self, num_bytes: int) -> bytes:
-        taken = bytes(self._unparsed[:num_bytes])
+        with memoryview(self._unparsed) as unparsed, unparsed[:num_bytes] as part:
+            taken = bytes(part)
         del self._unparsed[:num_bytes]
         return taken
