@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from loraplex.core.errors import StorageError
+from loraplex.core.errors import DiskFullError, StorageError
 
 SCHEMA_VERSION: Final = 5
 
@@ -65,7 +65,7 @@ def translated_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as exc:
-        raise StorageError(_explain(exc, path)) from exc
+        raise _error_of(exc, path) from exc
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -130,11 +130,18 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         raise StorageError(f"{path} is damaged ({verdict}); {START_AFRESH}")
 
 
-def _explain(exc: sqlite3.Error, path: Path) -> str:
-    """What went wrong and the fix, by SQLite's primary result code."""
-    code = getattr(exc, "sqlite_errorcode", 0) & 0xFF
+def _error_of(exc: sqlite3.Error, path: Path) -> StorageError:
+    code = getattr(exc, "sqlite_errorcode", 0) & 0xFF  # SQLite's primary result code
     if code == sqlite3.SQLITE_FULL:
-        return f"{path}: the disk is full, nothing was changed; free some space and try again"
+        return DiskFullError(
+            f"{path.parent}: the disk is full, nothing was changed; free some space and try again, or choose "
+            "another state folder"
+        )
+    return StorageError(_explain(exc, code, path))
+
+
+def _explain(exc: sqlite3.Error, code: int, path: Path) -> str:
+    """What went wrong and the fix."""
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return f"{path} cannot be written ({exc}); make the state folder writable, or choose another"
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):

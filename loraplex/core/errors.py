@@ -15,6 +15,7 @@
     │   └── PathNotAllowedError    a path or repository that the operator did not open
     ├── CapacityError              it would never fit: memory budget or context length
     ├── StorageError               the state directory cannot be written
+    │   └── DiskFullError              because its disk is full
     ├── KernelError                a GPU kernel could not be compiled or launched (names it, and its shapes)
     └── EngineDeadError            the engine process died; in-flight work is lost, new work will be served
         └── EngineFailedError          it died too often, and the server ends
@@ -91,6 +92,10 @@ class CapacityError(LoraplexError):
 
 class StorageError(LoraplexError):
     """The state directory could not be read or written."""
+
+
+class DiskFullError(StorageError):
+    """There is no room left on the disk of the state directory."""
 
 
 class KernelError(LoraplexError):

@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 from loraplex.core.errors import ContextLengthError, InvalidRequestError
 from loraplex.engine.heap import release_free_memory
-from loraplex.engine.request_checks import check_prompt
+from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.tokenizer import Message, Tokenizer
 
 T = TypeVar("T")
@@ -112,9 +112,22 @@ class PromptEncoder:
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
         )
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens."""
-        return await self.call(lambda: self._tokenizer.decode(token_ids), num_tokens=len(token_ids))
+    async def detokenize(self, token_ids: Sequence[int], *, vocab_size: int) -> str:
+        """Text of tokens. Refuses more than are decoded at a time, and ids that are none."""
+        if len(token_ids) > MAX_DECODED_TOKENS:
+            raise InvalidRequestError(
+                f"{len(token_ids):,} tokens are more than the {MAX_DECODED_TOKENS:,} that are decoded at a "
+                "time; send them in several requests",
+                param="tokens",
+            )
+
+        def decode() -> str:
+            for start in range(0, len(token_ids), _INLINE_TOKENS):  # parts, between which other threads run
+                part = token_ids[start : start + _INLINE_TOKENS]
+                check_vocabulary(part, vocab_size=vocab_size, param="tokens")
+            return self._tokenizer.decode(token_ids)
+
+        return await self.call(decode, num_tokens=len(token_ids))
 
     async def call(self, work: Callable[[], T], *, num_tokens: int) -> T:
         """Do other work on so many tokens, in a thread if these are many."""
@@ -190,17 +203,6 @@ def _step_back_behind_engines() -> None:
     """Lower the priority of this thread: where cores are few, an engine's steps come before long prompts."""
     if sys.platform == "linux":  # elsewhere priorities are those of whole processes
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
-def check_detokenized(token_ids: Sequence[int], *, vocab_size: int) -> None:
-    """Refuse too many tokens to be decoded at a time, and ids that are none."""
-    if len(token_ids) > MAX_DECODED_TOKENS:
-        raise InvalidRequestError(
-            f"{len(token_ids):,} tokens are more than the {MAX_DECODED_TOKENS:,} that are decoded at a time; "
-            "send them in several requests",
-            param="tokens",
-        )
-    check_prompt(token_ids, vocab_size=vocab_size)
 
 
 def refuse_many_messages(num_messages: int, num_parts: int) -> None:

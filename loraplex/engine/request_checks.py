@@ -18,11 +18,16 @@ def check_prompt(prompt: Sequence[int], *, vocab_size: int) -> None:
     """Refuse an empty prompt and ids the model has no embedding for."""
     if not prompt:
         raise InvalidRequestError("the prompt is empty: at least one token is needed", param="prompt")
-    low, high = min(prompt), max(prompt)
+    check_vocabulary(prompt, vocab_size=vocab_size, param="prompt")
+
+
+def check_vocabulary(token_ids: Sequence[int], *, vocab_size: int, param: str) -> None:
+    """Refuse ids that are no tokens, for which the field `param` is blamed; there is at least one id."""
+    low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequestError(
-            f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})", param="prompt"
+            f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})", param=param
         )
 
 

@@ -83,7 +83,9 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """Text of tokens, computed without the GIL, which the library's own `decode` would hold."""
+        texts = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return str(texts[0])
 
     def detokenizer(self, context: Sequence[int] = (), *, with_offsets: bool = False) -> Detokenizer:
         """An incremental decoder for tokens that continue `context`."""

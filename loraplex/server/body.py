@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 
 from loraplex.core.errors import InvalidRequestError
-from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError, BusyError
+from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError, BusyError, ContentEncodingError
 from loraplex.server.json_size import JsonSize, json_size
 from loraplex.server.requests import NOT_SUPPORTED, SUPPORTED_VALUES
 
@@ -54,8 +54,14 @@ class BodyReader:
     async def read(self, request: Request, kind: type[T]) -> AsyncIterator[T]:
         """The request's body as a `kind`. Its bytes count as held until the block ends.
 
-        Raises what `errors.describe` turns into 400, 408, 413 or 503.
+        Raises what `errors.describe` turns into 400, 408, 413, 415 or 503.
         """
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise ContentEncodingError(
+                f"the request body is compressed (Content-Encoding: {encoding[:_MAX_QUOTED_CHARS]}), which "
+                "this server does not decode; send it uncompressed"
+            )
         declared = request.headers.get("content-length", "")
         if declared.isdecimal():
             self._check_num_bytes(int(declared[:20]))

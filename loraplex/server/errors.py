@@ -22,6 +22,7 @@ from loraplex.core.errors import (
     AdapterMismatchError,
     CapacityError,
     ContextLengthError,
+    DiskFullError,
     EngineDeadError,
     InvalidRequestError,
     LoraplexError,
@@ -55,6 +56,14 @@ class HeaderTimeoutError(UserError):
 
 class HeadersTooLargeError(UserError):
     """The request's headers are over the limit."""
+
+
+class TransferCodingError(UserError):
+    """The request body is sent in a way that the server does not decode."""
+
+
+class ContentEncodingError(UserError):
+    """The request body is compressed."""
 
 
 class QueueFullError(UserError):
@@ -150,6 +159,11 @@ def describe(error: Exception) -> HttpError:
             return _http_error(408, message, code="header_timeout")
         case HeadersTooLargeError():
             return _http_error(431, message, code="headers_too_large")
+        case TransferCodingError():
+            return _http_error(501, message, code="unsupported_transfer_encoding", kind=INVALID_REQUEST)
+        case ContentEncodingError():
+            headers = {"accept-encoding": "identity"}  # in a 415: what the server would accept
+            return _http_error(415, message, code="unsupported_content_encoding", headers=headers)
         case QueueFullError():
             # Type and code as OpenAI's own: its clients wait for `retry-after` and try again by themselves.
             headers = {"retry-after": str(error.retry_after_s)}
@@ -167,6 +181,8 @@ def describe(error: Exception) -> HttpError:
             return _http_error(400, message, code="capacity_exceeded")
         case UserError():
             return _http_error(400, message)
+        case DiskFullError():
+            return _http_error(507, message, code="disk_full")
         case StorageError():
             # Nothing is wrong with this process, and the message says what to fix: not a 5xx.
             return _http_error(409, message, code="storage_failed")

@@ -73,7 +73,7 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
             summary="Load an adapter, or reload it with load_inplace",
             body=LoadAdapterRequest,
             answer_text=_TEXT,
-            errors=(401, 403, 409, 503),
+            errors=(401, 403, 409, 503, 507),
         ),
     )
     async def load_lora_adapter(request: Request) -> Response:
@@ -94,7 +94,7 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
             summary="Unload an adapter after its requests in flight",
             body=UnloadAdapterRequest,
             answer_text=_TEXT,
-            errors=(401, 403, 404, 409, 503),
+            errors=(401, 403, 404, 409, 503, 507),
         ),
     )
     async def unload_lora_adapter(request: Request) -> Response:

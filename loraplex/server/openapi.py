@@ -38,11 +38,13 @@ _ERROR_TEXT: Final = {
     408: "The request body did not arrive in time",
     409: "The adapter is being changed by another call, or the state directory cannot be written",
     413: "The request body is too large",
+    415: "The request body is compressed",
     429: "The queue is full; try again after `retry-after` seconds",
     500: "This request failed in the server",
     503: "The engine is down or restarting, or the server is overloaded; try again",
+    507: "The disk of the state directory is full",
 }
-BODY_ERRORS: Final = (400, 408, 413, 503)
+BODY_ERRORS: Final = (400, 408, 413, 415, 503)
 
 _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, TokenizeRequest,

@@ -38,7 +38,6 @@ from loraplex.server.app import create_app
 from loraplex.server.banner import Announcer
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.connections import (
-    BoundedHttpProtocol,
     ConnectionBook,
     ConnectionLimits,
     connections_within,
@@ -47,6 +46,7 @@ from loraplex.server.connections import (
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_client import DEFAULT_FACTORY, EngineClient
 from loraplex.server.health import FrontApp
+from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.pacing import PacedListener

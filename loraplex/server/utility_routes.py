@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 import loraplex
 from loraplex.core.errors import InvalidRequestError
-from loraplex.engine.prompt_encoder import PromptEncoder, check_detokenized
+from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
@@ -55,9 +55,8 @@ def _add_tokenizing(router: APIRouter, deps: ServerDeps) -> None:
     async def detokenize(request: Request) -> Response:
         async with deps.bodies.read(request, DetokenizeRequest) as body:
             _check_model(deps, body.model)
-            if body.tokens:
-                check_detokenized(body.tokens, vocab_size=deps.text.vocab_size)
-            text = await run_until_disconnect(prompts.decode(body.tokens), request.receive, deps.pacer)
+            decoding = prompts.detokenize(body.tokens, vocab_size=deps.text.vocab_size)
+            text = await run_until_disconnect(decoding, request.receive, deps.pacer)
         return json_response(Text(prompt=text))
 
 

@@ -18,7 +18,7 @@ from loraplex.core.errors import InvalidRequestError
 from loraplex.server.errors import QueueFullError
 
 _RATE_WINDOW: Final = 64
-"""First tokens that the rate of progress is taken from."""
+"""First tokens that the pace of progress is taken from."""
 _MAX_RETRY_AFTER_S: Final = 60
 
 
@@ -34,7 +34,9 @@ class WaitingBook:
     def __init__(self, limits: WaitingLimits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
-        self._starts_s: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self._starts_s: deque[float] = deque(maxlen=_RATE_WINDOW)  # as `_waited_s` counts
+        self._idle_since_s: float | None = clock.now_s()  # None while somebody waits
+        self._idle_s = 0.0  # before that
         self.num_requests = 0
         self.num_tokens = 0
         self.num_refused = 0
@@ -47,6 +49,9 @@ class WaitingBook:
         never is.
         """
         self._check(num_requests, num_tokens=0, param=param)
+        if self._idle_since_s is not None:
+            self._idle_s += self._clock.now_s() - self._idle_since_s
+            self._idle_since_s = None
         self.num_requests += num_requests
         return WaitingTicket(self, num_requests)
 
@@ -60,7 +65,9 @@ class WaitingBook:
         self.num_requests -= 1
         self.num_tokens -= num_tokens
         if started:
-            self._starts_s.append(self._clock.now_s())
+            self._starts_s.append(self._waited_s())
+        if self.num_requests == 0:
+            self._idle_since_s = self._clock.now_s()
 
     def _check(self, num_requests: int, num_tokens: int, *, param: str = "prompt") -> None:
         limits = self._limits
@@ -88,9 +95,14 @@ class WaitingBook:
         """Seconds until half of those that wait will have started, at the pace of the last ones."""
         if len(self._starts_s) < 2:
             return 1
-        span_s = self._clock.now_s() - self._starts_s[0]
+        span_s = self._waited_s() - self._starts_s[0]
         wait_s = span_s / len(self._starts_s) * self.num_requests / 2
         return min(max(math.ceil(round(wait_s, 3)), 1), _MAX_RETRY_AFTER_S)
+
+    def _waited_s(self) -> float:
+        """A clock that stands still while nobody waits: a quiet hour says nothing of the pace of starts."""
+        now_s = self._clock.now_s() if self._idle_since_s is None else self._idle_since_s
+        return now_s - self._idle_s
 
 
 class WaitingTicket:

@@ -18,7 +18,6 @@ from loraplex.engine.prompt_encoder import (
     MAX_MESSAGES,
     MAX_TEXT_CHARS,
     PromptEncoder,
-    check_detokenized,
     refuse_many_messages,
 )
 from loraplex.engine.tokenizer import Message, Tokenizer
@@ -128,7 +127,7 @@ def test_many_tokens_are_decoded_in_a_thread() -> None:
     encoder = PromptEncoder(tokenizer, max_model_len=CONTEXT)
     ids = tokenizer.encode("word " * 5000)
     tokenizer.threads.clear()
-    assert run(encoder.decode(ids)) == Tokenizer(hf_tokenizer()).decode(ids)
+    assert run(encoder.detokenize(ids, vocab_size=400)) == Tokenizer(hf_tokenizer()).decode(ids)
     assert threading.main_thread() not in tokenizer.threads
 
 
@@ -184,11 +183,12 @@ def test_tokenizing_and_decoding_are_bounded() -> None:
     with pytest.raises(InvalidRequestError, match="several requests"):
         run(encoder.tokenize("x" * (MAX_TEXT_CHARS + 1)))
     assert tokenizer.encoded_chars == []
-    check_detokenized([0] * MAX_DECODED_TOKENS, vocab_size=10)
+    assert run(encoder.detokenize([5] * MAX_DECODED_TOKENS, vocab_size=10))
     with pytest.raises(InvalidRequestError, match="several requests"):
-        check_detokenized([0] * (MAX_DECODED_TOKENS + 1), vocab_size=10)
-    with pytest.raises(InvalidRequestError, match="vocabulary"):
-        check_detokenized([10], vocab_size=10)
+        run(encoder.detokenize([5] * (MAX_DECODED_TOKENS + 1), vocab_size=10))
+    for wrong in (10, -1):
+        with pytest.raises(InvalidRequestError, match="vocabulary"):
+            run(encoder.detokenize([*[5] * 10_000, wrong, 5], vocab_size=10))
 
 
 def test_a_closed_encoder_leaves_no_thread_at_work() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,29 @@ def test_encode_and_decode_are_inverse() -> None:
     text = "Hello wörld 😀"
     tokenizer = tiny_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_other_threads_run_while_tokens_are_decoded() -> None:
+    tokenizer, ids = tiny_tokenizer(), [5] * 200_000
+    may_run, has_run = threading.Event(), threading.Event()
+
+    def run() -> None:
+        may_run.wait()
+        has_run.set()
+
+    other = threading.Thread(target=run)
+    other.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # the GIL is given to the other thread by this one, or not at all
+    try:
+        may_run.set()
+        for _ in range(10):  # as the other thread may be slow to take it
+            tokenizer.decode(ids)
+        was_let_in = has_run.is_set()
+    finally:
+        sys.setswitchinterval(interval_s)
+        other.join()
+    assert was_let_in
 
 
 def test_lone_surrogates_are_the_callers_mistake() -> None:

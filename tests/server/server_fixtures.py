@@ -29,9 +29,10 @@ from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService, ServedAdapter
 from loraplex.server.app import create_app
 from loraplex.server.body import BodyLimits, BodyReader
-from loraplex.server.connections import BoundedHttpProtocol, ConnectionBook, ConnectionLimits
+from loraplex.server.connections import ConnectionBook, ConnectionLimits
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_status import EngineState, EngineStatus
+from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.waiting import WaitingBook, WaitingLimits

@@ -415,8 +415,10 @@ def test_a_database_that_cannot_grow_refuses_a_load_in_words(api: Api, folder: P
         fill()
     fillers, before = service.registry.names(), dict(api.served.engine.adapters)
     response = load(api, "new", folder / "one")
-    assert response.status_code == 409, response.text
-    assert "the disk is full, nothing was changed; free some space" in response.json()["error"]["message"]
+    assert response.status_code == 507, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "disk_full")
+    assert "state: the disk is full, nothing was changed; free some space" in error["message"]
 
     async def settle() -> None:
         await asyncio.gather(*service._retirements)
@@ -429,22 +431,22 @@ def test_a_database_that_cannot_grow_refuses_a_load_in_words(api: Api, folder: P
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_a_full_disk_leaves_everything_as_it_was(
+def test_a_disk_that_fails_leaves_everything_as_it_was(
     api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool
 ) -> None:
     if replacing:
         load(api, "new", folder / "one")
     before = dict(api.served.engine.adapters)
 
-    def full(*args: Any, **options: Any) -> None:
-        raise StorageError("the disk is full; free some space and try again") from sqlite3.OperationalError()
+    def failing(*args: Any, **options: Any) -> None:
+        raise StorageError("the disk refused a write; check the disk") from sqlite3.OperationalError()
 
-    monkeypatch.setattr(api.served.service.registry, "put", full)
+    monkeypatch.setattr(api.served.service.registry, "put", failing)
     response = load(api, "new", folder / "two", load_inplace=True)
     assert response.status_code == 409
     error = response.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "storage_failed")
-    assert "free some space" in error["message"]
+    assert "check the disk" in error["message"]
 
     async def settle() -> None:
         await asyncio.gather(*api.served.service._retirements)
@@ -454,7 +456,7 @@ def test_a_full_disk_leaves_everything_as_it_was(
     names = {adapter.name for adapter in api.served.service.served()}
     assert ("new" in names) == replacing
 
-    monkeypatch.setattr(api.served.service.registry, "remove", full)
+    monkeypatch.setattr(api.served.service.registry, "remove", failing)
     if replacing:
         assert unload(api, "new").status_code == 409
         assert api.post("/v1/completions", {"model": "new", "prompt": "x"}).status_code == 200

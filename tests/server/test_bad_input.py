@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -287,6 +288,17 @@ def test_what_is_quoted_from_the_client_is_short(api: Api) -> None:
     assert len(error["message"]) < 500
     error = error_of(api.post("/v1/completions", {**COMPLETION, "x" * 100_000: 1}))
     assert len(error["message"]) < 500
+
+
+def test_a_compressed_body_is_refused_as_such(api: Api) -> None:
+    body = gzip.compress(json.dumps(COMPLETION).encode())
+    for encoding in ("gzip", "GZIP", "gzip, br"):
+        headers = {"content-encoding": encoding}
+        error = error_of(api.post("/v1/completions", content=body, headers=headers), 415)
+        assert "uncompressed" in error["message"]
+    assert (
+        api.post("/v1/completions", COMPLETION, headers={"content-encoding": "identity"}).status_code == 200
+    )
 
 
 @pytest.mark.parametrize("declared", [True, False])

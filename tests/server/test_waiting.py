@@ -107,6 +107,22 @@ def test_the_time_to_come_back_follows_the_pace_of_starts(every_s: float, expect
     assert caught.value.retry_after_s == expected_s
 
 
+def test_time_in_which_nobody_waits_says_nothing_of_the_pace() -> None:
+    clock = ManualClock()
+    book = book_of(clock, max_requests=400)
+    clock.advance(3600)
+    for _ in range(2):
+        ticket = admit(book, [[1]] * 20)
+        for choice in range(20):
+            clock.advance(0.1)
+            ticket.started(choice)
+        clock.advance(3600)
+    admit(book, [[1]] * 400)
+    with pytest.raises(QueueFullError) as caught:
+        book.admit(1)
+    assert caught.value.retry_after_s == 20  # half of them, ten in a second
+
+
 def test_over_http_a_full_queue_is_a_429_that_clients_understand(make_served: ServedFactory) -> None:
     resume = asyncio.Event()
     served = make_served(says("Hello", pause_after=0, resume=resume), waiting=WaitingLimits(max_requests=1))

@@ -1,0 +1,51 @@
+"""Bytes that a connection has received and the parser has not seen yet, in slices.
+
+The parser calls back for everything in the bytes that it is given: for thousands of requests in one read, or
+for tens of thousands of chunks of one byte. A slice ends where a request may end, so that at most one does:
+
+    headers, and bodies in chunks     at the first blank line, and after SLICE_BYTES at the latest
+    bodies with a Content-Length      at their last byte; these are one callback, however long they are
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+SLICE_BYTES: Final = 4096
+_BLANK_LINE: Final = b"\r\n\r\n"
+
+
+class HttpInput:
+    """Unparsed bytes of one connection, taken slice by slice."""
+
+    def __init__(self) -> None:
+        self._unparsed = bytearray()
+        self._tail = b""  # the last bytes that were taken, where a blank line may have begun
+
+    def __bool__(self) -> bool:
+        return bool(self._unparsed)
+
+    def add(self, data: bytes) -> None:
+        self._unparsed += data
+
+    def clear(self) -> None:
+        self._unparsed.clear()
+
+    def take_body(self, num_bytes: int) -> bytes:
+        """Remove and return up to so many bytes, which are left of a body."""
+        self._tail = b""
+        return self._take(num_bytes)
+
+    def take_lines(self) -> bytes:
+        """Remove and return a slice of headers or of a body in chunks."""
+        start = len(self._tail)
+        end = (self._tail + self._unparsed[:SLICE_BYTES]).find(_BLANK_LINE)
+        taken = self._take(SLICE_BYTES if end < 0 else end + len(_BLANK_LINE) - start)
+        self._tail = (self._tail + taken)[1 - len(_BLANK_LINE) :]
+        return taken
+
+    def _take(self, num_bytes: int) -> bytes:
+        with memoryview(self._unparsed) as unparsed, unparsed[:num_bytes] as part:
+            taken = bytes(part)
+        del self._unparsed[:num_bytes]
+        return taken

@@ -1,0 +1,42 @@
+"""What is written to a connection in other ways than uvicorn's: refusals, and streams to HTTP/1.0 clients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from loraplex.server.errors import HttpError
+from loraplex.server.request_log import REQUEST_ID_HEADER
+
+
+def refusal_bytes(error: HttpError, request_id: str) -> bytes:
+    """An answer that the application has no part in and that ends the connection."""
+    body = error.body()
+    head = [
+        f"HTTP/1.1 {error.status} {error.reason}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+        f"{REQUEST_ID_HEADER.decode()}: {request_id}",
+        *(f"{name}: {value}" for name, value in error.headers.items() if name != "connection"),
+    ]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def send_until_close(cycle: RequestResponseCycle) -> None:
+    """Send a response of unknown length as it is, not in chunks, which HTTP/1.0 does not know. It ends where
+    the connection is closed, which uvicorn does after each response to such a request."""
+    send, has_length = cycle.send, True
+
+    async def send_plainly(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message["body"])  # uvicorn checks each part against it
+        await send(message)
+
+    cycle.send = send_plainly  # type: ignore[method-assign]

@@ -1,0 +1,331 @@
+"""HTTP connections within bounds: time for headers, their size, and how much is parsed before it is answered.
+
+    connection_made ──▶ IDLE ──headers complete──▶ ACTIVE ──response complete──▶ IDLE (kept alive)
+                         │ no complete headers within header_timeout_s, or beyond max_header_bytes
+                         ▼
+                       closed
+
+What a client sends is parsed in small portions, and no further than a few requests beyond the one that is
+being answered. While the rest waits nothing more is read, so that TCP holds the client back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from loraplex.core.errors import InvalidRequestError, UserError
+from loraplex.core.logs import fields
+from loraplex.server.connections import ConnectionBook, Places, set_write_timeout
+from loraplex.server.errors import (
+    BodyTooLargeError,
+    BusyError,
+    HeadersTooLargeError,
+    HeaderTimeoutError,
+    TransferCodingError,
+    describe,
+)
+from loraplex.server.health import LIVE_PATH, READY_PATHS
+from loraplex.server.http_input import HttpInput
+from loraplex.server.http_output import refusal_bytes, send_until_close
+from loraplex.server.request_log import logger as request_logger
+from loraplex.server.request_log import new_request_id
+
+_SLICES_PER_TURN: Final = 4
+"""Slices of one connection's input that are parsed in one turn of the event loop."""
+_MAX_PIPELINED: Final = 4
+"""Requests of one connection that may stand behind the one that is being answered."""
+_HEALTH_PATHS: Final = frozenset(path.encode() for path in (LIVE_PATH, *READY_PATHS))
+_NO_PLACE: Final = "the server has as many connections as it takes; try again"
+
+
+class InputFlow(FlowControl):
+    """uvicorn's flow control for input that may be in this process already: `on_resume` goes on with it."""
+
+    def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._on_resume = on_resume
+
+    def pause_reading(self) -> None:
+        self.read_paused = True
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._on_resume()
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's connection with the bounds above."""
+
+    def __init__(self, *args: Any, book: ConnectionBook, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._book = book
+        self._is_active = False  # a request is being answered
+        self._answered: RequestResponseCycle | None = None  # that request, or the last one that was
+        self._reads_message = False  # its body is not complete, or of one that was answered before that
+        self._num_header_bytes = 0
+        self._num_chunk_bytes = 0  # of a body in chunks, without what is in them
+        self._num_body_bytes_left = 0  # of a body whose length is known
+        self._input = HttpInput()
+        self._failure: Exception | None = None  # of what came behind requests that are being answered
+        self._next_parse: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._places: Places | None = None  # which it has one of
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = InputFlow(transport, self._schedule_parse)
+        set_write_timeout(transport.get_extra_info("socket"), self._book.limits.write_timeout_s)
+        self._places = self._book.opened(self)
+        if self._places is None:
+            self._refuse(BusyError(_NO_PLACE))
+            return
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing() or self._failure is not None:
+            return
+        self._input.add(data)
+        if self._next_parse is None:
+            self._parse()
+
+    def eof_received(self) -> None:
+        """The client sends no more. Its connection is closed: half of it looks like a client that left."""
+        if self._reads_message or self._num_header_bytes:
+            self._fail(InvalidRequestError("the request ended before all of it was sent"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reads_message:  # behind a body in chunks: nobody asks for it, but it counts
+            self._num_header_bytes += len(name) + len(value)
+        else:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._ignores_upgrade:
+            return
+        assert self._places is not None
+        self._check_header_bytes()
+        self._check_place(self._places)
+        self._check_transfer_coding()
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            send_until_close(self.cycle)
+        if self._places.only_health:
+            self.cycle.keep_alive = False
+        self._reads_message = True
+        self._num_header_bytes = self._num_chunk_bytes = 0
+        self._num_body_bytes_left = int(dict(self.headers).get(b"content-length", 0))
+        self._stop_timer()
+        if not self._is_active:
+            self._is_active = True
+            self._answered = self.cycle
+            self._places.became_active(self)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes_left -= len(body)
+        self._num_chunk_bytes -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._ignores_upgrade:
+            return
+        super().on_message_complete()
+        self._reads_message = False
+        self._num_header_bytes = self._num_body_bytes_left = 0
+        self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        has_next = bool(self.pipeline)
+        if has_next:
+            self._answered = self.pipeline[-1][0]
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._failure is not None and not has_next:
+            self._refuse(self._failure)
+            return
+        if self._is_active and self._places is not None and not has_next:
+            self._is_active = False
+            self._places.became_idle(self)
+            if self._reads_message or self._num_header_bytes:
+                # The rest of a body that was refused before it came, or of the next request's headers: both
+                # are read, but not for ever.
+                self._unset_keepalive_if_required()
+                self._start_timer()
+        if self._input:
+            self._schedule_parse()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._input.clear()
+        if self._answered is not None:  # uvicorn tells only the last request that its client has left
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        if isinstance(exc, TimeoutError):
+            self._book.stalled()
+        if self._places is not None:
+            self._places.closed(self, was_active=self._is_active)
+        super().connection_lost(exc)
+
+    def give_way(self) -> None:
+        """Close an idle connection, as another one needs its place."""
+        self.transport.close()
+
+    @property
+    def _may_parse(self) -> bool:
+        return (
+            bool(self._input)
+            and not self.flow.read_paused
+            and len(self.pipeline) < _MAX_PIPELINED
+            and not self.transport.is_closing()
+        )
+
+    def _schedule_parse(self) -> None:
+        if self._next_parse is None:
+            self._next_parse = self.loop.call_soon(self._parse)
+
+    def _parse(self) -> None:
+        """Parse as much as may be now; the rest waits for its turn, and only then more is read."""
+        self._next_parse = None
+        for _ in range(_SLICES_PER_TURN):
+            if not self._may_parse:
+                break
+            self._parse_slice()
+        if self.transport.is_closing():
+            return
+        if self._may_parse:
+            self._schedule_parse()
+        if self._input or self.flow.read_paused:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    def _parse_slice(self) -> None:
+        self._unset_keepalive_if_required()
+        if self._awaits_headers:
+            self._start_timer()
+        if self._num_body_bytes_left > 0:
+            data = self._input.take_body(self._num_body_bytes_left)
+        else:
+            data = self._input.take_lines()
+        if not self._reads_message:  # headers, also those of a request behind the one that is answered
+            self._num_header_bytes += len(data)
+        else:
+            self._num_chunk_bytes += len(data)
+        self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+            self._check_header_bytes()
+            self._check_chunk_bytes()
+        except httptools.HttpParserUpgrade:
+            self._feed_head_without_upgrade()
+        except httptools.HttpParserError as error:
+            cause = error.__context__  # what a callback of ours raised
+            if not isinstance(cause, UserError):
+                cause = InvalidRequestError("Invalid HTTP request received.")
+            self._fail(cause)
+        except UserError as error:
+            self._fail(error)
+
+    def _check_header_bytes(self) -> None:
+        limit = self._book.limits.max_header_bytes
+        if self._num_header_bytes > limit:
+            raise HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes")
+
+    def _check_chunk_bytes(self) -> None:
+        limit = self._book.limits.max_chunk_bytes
+        if self._num_chunk_bytes > limit:
+            raise BodyTooLargeError(
+                f"the sizes and extensions of the body's chunks have more than {limit:,} bytes; send it in "
+                "larger chunks, or with a Content-Length"
+            )
+
+    def _check_place(self, places: Places) -> None:
+        if places.only_health and self.url.partition(b"?")[0] not in _HEALTH_PATHS:
+            self._book.refused()
+            raise BusyError(_NO_PLACE)
+
+    def _check_transfer_coding(self) -> None:
+        codings = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
+        if codings and codings.strip().lower() != b"chunked":
+            raise TransferCodingError("the only Transfer-Encoding that this server decodes is chunked")
+
+    @property
+    def _ignores_upgrade(self) -> bool:
+        """Whether the parser leaves a request's body out, as it takes what follows for another protocol."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _feed_head_without_upgrade(self) -> None:
+        """Let another parser begin with the same request and go on with its body. RFC 9110 lets a server
+        ignore what a client would like to upgrade to (h2c of `curl --http2` and Java's clients, WebSockets).
+        """
+        if not self._ignores_upgrade:
+            return  # CONNECT, which the application refuses
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._feed(b"\r\n".join(lines) + b"\r\n\r\n")
+
+    @property
+    def _awaits_headers(self) -> bool:
+        return not self._is_active and not self._reads_message
+
+    def _start_timer(self) -> None:
+        """Time runs from the first moment on, not from the last byte: a drip of headers ends as well."""
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._book.limits.header_timeout_s, self._on_timeout)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timeout(self) -> None:
+        if self.transport.is_closing():
+            return
+        self._book.timed_out()
+        if self._num_header_bytes == 0:  # nothing was asked, so nothing is answered
+            self.transport.close()
+            return
+        timeout_s = self._book.limits.header_timeout_s
+        self._refuse(HeaderTimeoutError(f"the request's headers did not arrive within {timeout_s:g} seconds"))
+
+    def _fail(self, error: Exception) -> None:
+        """Refuse what is being read when all requests before it were answered. What follows is dropped."""
+        self._failure = error
+        self._input.clear()
+        self.flow.resume_reading()  # to notice when the client leaves
+        if self._reads_message and self.pipeline:
+            self.pipeline.popleft()  # its turn has not come
+            self._reads_message = False
+        if self._reads_message or not self._is_active:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        """Answer without the application, and close; without a word if the request has an answer already."""
+        if self.transport.is_closing() or (self._reads_message and self.cycle.response_started):
+            self.transport.close()
+            return
+        http_error, request_id = describe(error), new_request_id()
+        self.transport.write(refusal_bytes(http_error, request_id))
+        self.transport.close()
+        # Only when debugging: whoever opens connections can cause any number of these.
+        request_logger.debug(
+            "refused",
+            extra=fields(
+                status=http_error.status,
+                error=type(error).__name__,
+                request_id=request_id,
+                client=self.client[0] if self.client else None,
+            ),
+        )
