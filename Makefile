@@ -27,7 +27,7 @@ $(VENV)/bin/python:
 	$(PYTHON) scripts/check_python.py
 	$(PYTHON) -m venv $(VENV)
 
-# The constraints file pins torch to the release that was tested.
+# The constraints file pins torch to the release that the tests run with; GPU figures name their own.
 # compat: in the other mode, Python takes the clone itself for the package when started in the folder above it.
 EDITABLE := --config-settings editable_mode=compat
 

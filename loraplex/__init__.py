@@ -1,4 +1,4 @@
-"""loraplex: many LoRA adapters on one base LLM, at the price of the base model.
+"""loraplex: many LoRA adapters on one base LLM, at little more than the price of the base model.
 
 from loraplex import LLM, SamplingParams
 """

@@ -15,7 +15,7 @@ from loraplex.core.errors import EngineFailedError, LoraplexError
 from loraplex.core.exits import EXIT_ENGINE_FAILED
 
 app = typer.Typer(
-    help="Many LoRA adapters on one base LLM, at the price of the base model.",
+    help="Many LoRA adapters on one base LLM, at little more than the price of the base model.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
