@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.servers import ServerCommand, running
+from loraplex.engine.start import create_context
 
 FILE: Final = "gpu_start.json"
 RESULTS: Final = Path(__file__).parent / "results"
@@ -77,6 +79,8 @@ class Phases:
 def measure_engine(model: Path, adapters: Path, device: str, started_at: float) -> dict[str, Any]:
     """From the start of this process to an engine that has nothing left to prepare, and its first token."""
     phases = Phases(started_at)
+    if device == "cuda":  # as an engine process does (`loraplex.engine.start`)
+        threading.Thread(target=create_context, daemon=True).start()
     phases.begin("import torch")
     import torch
 

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _DELIVERED_PER_TURN: Final = 32
 """Outputs that are handed to their streams in one turn of the event loop; each takes about 0.1 ms."""
 
-DEFAULT_FACTORY = "loraplex.engine.build:build_core"
+DEFAULT_FACTORY = "loraplex.engine.start:build_core"
 
 
 @dataclass(frozen=True, kw_only=True)
