@@ -72,15 +72,38 @@ def test_an_adapter_of_a_folder_that_was_reloaded_through_the_api_stays_that(api
     assert paths(api) == {"two": folder / "one"}
 
 
-def test_a_name_of_the_api_whose_files_are_gone_is_not_given_to_a_folder(api: Api, folder: Path) -> None:
+def test_what_is_given_now_is_served_where_that_of_the_api_is_gone(api: Api, folder: Path) -> None:
     load(api, "two", folder / "one")
     shutil.rmtree(folder / "one")
     report = restart(api, folder)
-    assert paths(api) == {}
-    assert any("unload it" in note for note in report.notes)
+    assert (paths(api), report.num_skipped) == ({"two": folder / "two"}, 0)
+    [note] = report.notes
+    assert note.startswith(
+        f"adapter 'two': serving {folder / 'two'} instead of {folder / 'one'}, which was loaded through the "
+        "API and is not served: "
+    )
+
+    # The registry keeps what the API loaded, for when its files are back.
+    write_adapter(folder / "one", seed=1, rank=4)
+    restart(api, folder)
+    assert paths(api)["two"] == folder / "one"
     assert unload(api, "two").status_code == 200
     restart(api, folder)
-    assert paths(api) == {"two": folder / "two"}
+    assert paths(api)["two"] == folder / "two"
+
+
+def test_where_neither_that_of_the_api_nor_the_given_one_can_be_served_both_are_named(
+    api: Api, folder: Path
+) -> None:
+    load(api, "two", folder / "one")
+    shutil.rmtree(folder / "one")
+    write_adapter(folder / "two", use_dora=True)
+    report = restart(api, folder)
+    assert (paths(api), report.num_skipped) == ({}, 1)
+    [note] = report.notes
+    assert note.startswith(f"adapter 'two' is not served: neither {folder / 'one'}")
+    assert "use_dora" in note
+    assert api.served.service.registry.names() == ["two"]
 
 
 @pytest.mark.parametrize("given", ["another folder", "no folder"])
@@ -91,17 +114,39 @@ def test_an_adapter_of_the_api_is_not_served_from_a_folder_that_is_closed_now(
     more = tmp_path / "more"
     write_adapter(more / "two", seed=9)
     api.served.service.allowed = AllowedPaths([more] if given == "another folder" else [])
-    report = restart(api, more)
-    assert (paths(api), report.num_skipped) == ({}, 1)
-    [closed, _] = sorted(report.notes)
-    assert closed.startswith(f"adapter 'two' is not served: {folder / 'one'} is outside the folders")
+    report = restart(api, *([more] if given == "another folder" else []))
+    [closed] = report.notes
+    assert f"{folder / 'one'} is outside the folders" in closed
     assert f"--allow-adapter-dir {folder} " in closed
+    if given == "another folder":
+        assert (paths(api), report.num_skipped) == ({"two": more / "two"}, 0)
+        assert closed.startswith(f"adapter 'two': serving {more / 'two'} instead of")
+    else:
+        assert (paths(api), report.num_skipped) == ({}, 1)
+        assert closed.startswith("adapter 'two' is not served:")
 
     # Neither forgotten nor replaced by the folder's: it is served again as soon as it may be.
     assert api.served.service.registry.names() == ["two"]
     api.served.service.allowed = AllowedPaths([folder])
     assert restart(api).notes == ()
     assert paths(api) == {"two": folder / "one"}
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_folder_that_the_api_loaded_may_be_given_as_well(api: Api, folder: Path, is_open: bool) -> None:
+    restart(api, folder)
+    load(api, "two", folder / "two", load_inplace=True)
+    api.served.service.allowed = AllowedPaths([folder] if is_open else [])
+    assert restart(api, folder).notes == ()
+    assert paths(api)["two"] == folder / "two"
+
+    # It is the API's still, also in a new version.
+    write_adapter(folder / "two", seed=7)
+    assert restart(api, folder).notes == ("adapter 'two': its files have changed; serving the new version",)
+    assert restart(api, folder).notes == ()
+    api.served.service.allowed = AllowedPaths([folder])
+    assert restart(api).notes == ()
+    assert paths(api) == {"two": folder / "two"}
 
 
 def test_the_first_of_two_folders_with_one_name_wins(api: Api, folder: Path, tmp_path: Path) -> None:
