@@ -7,7 +7,8 @@ keeps what the API loaded. All other names are what the adapters and folders giv
 repository by what it is now; the registry only saves reading them again, and forgets those that are given no
 more. This server holds in the registry all other names that it serves, whoever else holds them: what others
 unload is still here at the next start.
-Nothing that is wrong with one adapter keeps the others from being served; a note says what was left out.
+Nothing that is wrong with an adapter of a folder or of the API keeps the others from being served; a note
+says what was left out. One that is given by itself (`--adapter`) must be served, or the start fails.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
     AdapterError,
     CapacityError,
+    InvalidRequestError,
     LoraplexError,
     PathNotAllowedError,
     StorageError,
@@ -38,7 +40,10 @@ from loraplex.server.adapter_service import AdapterService
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartReport:
-    """`notes` has one line for everything that was skipped or changed, or is worth a warning."""
+    """`notes` has one line for everything that was skipped or changed, or is worth a warning.
+
+    `num_skipped` counts adapters only, not folders that hold none.
+    """
 
     num_served: int
     num_skipped: int
@@ -58,8 +63,10 @@ class _Giver(Enum):
 
     API = auto()
     """A call to an earlier server, which the registry remembers."""
-    OPERATOR = auto()
-    """The command line of this server."""
+    OPTION = auto()
+    """`--adapter` of this server."""
+    FOLDER = auto()
+    """A folder of `--adapters`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,18 +117,22 @@ async def start_adapters(
 ) -> StartReport:
     """Serve what the API was told to, the adapters that are given, and what the folders have.
 
-    Raises AdapterError if a folder itself cannot be read, StorageError if the registry cannot.
+    Raises AdapterError if one of `given` cannot be served or a folder itself cannot be read, StorageError if
+    the registry cannot.
     """
-    notes: list[str] = []
     entries = {entry.name: entry for entry in await asyncio.to_thread(service.registry.all)}
-    choice = await asyncio.to_thread(_choose, service, entries, given, folders, notes)
+    choice = await asyncio.to_thread(_choose, service, entries, given, folders)
+    skipped, notes = [*choice.skipped], [*choice.notes]
     served, failed = await _serve(service, choice.first)
     instead = [choice.second[name] for name in failed if name in choice.second]
     served_instead, also_failed = await _serve(service, instead)
+    for name, error in failed.items():
+        if name not in choice.second:
+            skipped.append(f"adapter {name!r} is not served: {error}")
     for name, candidate in choice.second.items():
-        notes.append(_note_on_second(candidate, failed.get(name), also_failed.get(name)))
-    not_served = {name: error for name, error in failed.items() if name not in choice.second}
-    notes += [f"adapter {name!r} is not served: {error}" for name, error in not_served.items()]
+        is_served = name in failed and name not in also_failed
+        note = _note_on_second(candidate, failed.get(name), also_failed.get(name))
+        (notes if is_served else skipped).append(note)
 
     to_register: dict[Origin, list[tuple[str, AdapterSpec]]] = {origin: [] for origin in Origin}
     for candidate, spec in (*served, *served_instead):
@@ -147,29 +158,47 @@ async def start_adapters(
                 notes.append(f"adapter {name!r} is served, but not registered: {reason}")
     except StorageError as error:
         notes.append(f"the adapters are served, but could not be registered: {error}")
-    num_served = len(served) + len(served_instead)
-    return StartReport(num_served=num_served, num_skipped=len(names) - num_served, notes=tuple(notes))
+    return StartReport(
+        num_served=len(served) + len(served_instead),
+        num_skipped=len(skipped),
+        notes=(*skipped, *notes),
+    )
 
 
 async def _serve(
     service: AdapterService, candidates: Sequence[_Candidate]
 ) -> tuple[list[tuple[_Candidate, AdapterSpec]], dict[str, LoraplexError]]:
-    """Fetch and read what is missing, and serve it; returns what is served, and why the others are not."""
+    """Fetch and read what is missing, and serve it; returns what is served, and why the others are not.
+
+    AdapterError if one that is given by itself is among those, at once if its files are the reason.
+    """
     fetched = await asyncio.to_thread(_fetch_missing, service, candidates)
     specs = await asyncio.to_thread(_read_missing, service, fetched)
     served: list[tuple[_Candidate, AdapterSpec]] = []
     failed: dict[str, LoraplexError] = {}
     for candidate, spec in zip(fetched, specs, strict=True):
         if isinstance(spec, UserError):
+            _raise_if_given(candidate, spec)
             failed[candidate.name] = spec
+    for candidate, spec in zip(fetched, specs, strict=True):
+        if isinstance(spec, UserError):
             continue
         try:
             await service.adopt(candidate.name, spec)
         except (UserError, CapacityError) as error:
+            _raise_if_given(candidate, error)
             failed[candidate.name] = error
         else:
             served.append((candidate, spec))
     return served, failed
+
+
+def _raise_if_given(candidate: _Candidate, error: LoraplexError) -> None:
+    if candidate.giver is _Giver.OPTION:
+        raise AdapterError(
+            f"--adapter {candidate.name}={candidate.where} cannot be served: {error}; mend that, or start "
+            "without this option"
+        ) from error
 
 
 def _other_base_notes(service: AdapterService) -> list[str]:
@@ -186,11 +215,15 @@ def _other_base_notes(service: AdapterService) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
-    """The adapters to serve, sorted by name. `second` has by name those given now to serve where the API's
-    cannot be; no other adapter is tried twice."""
+    """The adapters to serve, sorted by name, a note on each that is not, and notes on other things.
+
+    `second` has those given now by name, to be served where the API's of that name cannot be.
+    """
 
     first: list[_Candidate]
     second: dict[str, _Candidate]
+    skipped: list[str]
+    notes: list[str]
 
 
 def _choose(
@@ -198,35 +231,38 @@ def _choose(
     entries: dict[str, RegistryEntry],
     given: Sequence[GivenAdapter],
     folders: Sequence[Path],
-    notes: list[str],
 ) -> _Choice:
-    """A name is the API's first, then an adapter's that is given by itself, then that of each folder."""
+    """Give each name to one adapter: the API's first, then one given by itself, then that of each folder."""
+    skipped: list[str] = []
+    notes: list[str] = []
     started_with = [_given(each, entries.get(each.name)) for each in given]
     for folder in folders:
         discovery = discover_adapters(folder)
         notes += discovery.notes
         started_with += [
-            _candidate(name, path.resolve(), _Giver.OPERATOR, entries.get(name))
+            _candidate(name, path.resolve(), _Giver.FOLDER, entries.get(name))
             for name, path in discovery.adapters
         ]
     first_given: dict[str, _Candidate] = {}
     for candidate in started_with:
         known = first_given.setdefault(candidate.name, candidate)
         if known.where != candidate.where:
-            notes.append(f"skipped {candidate.where}: the name {known.name!r} is taken by {known.where}")
+            skipped.append(f"skipped {candidate.where}: the name {known.name!r} is taken by {known.where}")
     remembered = {
         name: _remembered(service, entry) for name, entry in entries.items() if not _is_of_folder(entry)
     }
+    for taken in (first_given.pop(service.base_model, None), remembered.pop(service.base_model, None)):
+        if taken is not None:
+            error = InvalidRequestError(f"the base model is called {taken.name!r}")
+            _raise_if_given(taken, error)
+            skipped.append(f"skipped {taken.where}: {error}")
     # What is given now may be read wherever it is, so it is no second choice to the same adapter.
     same = [name for name, each in remembered.items() if _is_same(each, first_given.get(name))]
     for name in same:
         del remembered[name]
     first = first_given | remembered
-    if service.base_model in first:
-        notes.append(f"adapter {service.base_model!r} is not served: the base model has that name")
-        del first[service.base_model]
-    second = {name: each for name, each in first_given.items() if name in remembered and name in first}
-    return _Choice(first=[first[name] for name in sorted(first)], second=second)
+    second = {name: each for name, each in first_given.items() if name in remembered}
+    return _Choice(first=[first[name] for name in sorted(first)], second=second, skipped=skipped, notes=notes)
 
 
 def _is_same(remembered: _Candidate, given: _Candidate | None) -> bool:
@@ -292,13 +328,13 @@ def _remembered_of_hub(service: AdapterService, candidate: _Candidate, source: H
 
 def _given(given: GivenAdapter, entry: RegistryEntry | None) -> _Candidate:
     if isinstance(given.source, Path):
-        return _candidate(given.name, given.source.resolve(), _Giver.OPERATOR, entry)
+        return _candidate(given.name, given.source.resolve(), _Giver.OPTION, entry)
     # Where it will be is known when it is here.
     unknown = Path(given.source.repo_id)
     return _Candidate(
         name=given.name,
         path=unknown,
-        giver=_Giver.OPERATOR,
+        giver=_Giver.OPTION,
         spec=None,
         registered=entry,
         repo=given.source,

@@ -27,6 +27,7 @@ from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError, LoraplexError
+from loraplex.core.logs import flush_logs
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
@@ -171,18 +172,19 @@ async def _run(
     stack: AsyncExitStack,
 ) -> EngineClient:
     """Start, then open the front to requests and leave them to it."""
-    deps, client, notes = await _start(options, announcer, front, stack)
+    deps, client, num_skipped = await _start(options, announcer, front, stack)
     # What was made until now stays: a full collection would go through all of it and hold up every stream for
     # a third of a second.
     gc.collect()
     gc.freeze()
     front.app = create_app(deps)
+    await asyncio.to_thread(flush_logs)  # what the log says of the start stands before the banner
     announcer.ready(
         host=options.host,
         port=port,
         base_model=deps.adapters.base_model,
         adapters=[adapter.name for adapter in deps.adapters.served()],
-        notes=notes,
+        num_skipped=num_skipped,
         needs_key=bool(deps.api_keys),
         has_chat=deps.text.tokenizer.has_chat_template,
     )
@@ -243,8 +245,9 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 async def _start(
     options: ServeOptions, announcer: Announcer, front: FrontApp, stack: AsyncExitStack
-) -> tuple[ServerDeps, EngineClient, tuple[str, ...]]:
-    """Everything that requests need, in memory and prepared for the adapters to begin with."""
+) -> tuple[ServerDeps, EngineClient, int]:
+    """Everything that requests need, in memory and prepared for the adapters to begin with; the number is
+    that of adapters which were left out."""
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
     config = load_config(folder)
     for adapter_dir in options.adapter_dirs:
@@ -277,11 +280,11 @@ async def _start(
             front.progress = progress
             show(progress)
 
-        _, tokenizer = await asyncio.gather(
-            client.start(on_progress, registering), asyncio.to_thread(Tokenizer.load, folder)
+        # Also for the adapters by themselves: one that cannot be served is told before the model is loaded.
+        _, tokenizer, report = await asyncio.gather(
+            client.start(on_progress, registering), asyncio.to_thread(Tokenizer.load, folder), registering
         )
     assert client.info is not None, "a started engine has said what it can hold"
-    report = registering.result()
     announcer.registered(report.num_served)
     clock = MonotonicClock()
     text = TextEngine(
@@ -308,7 +311,9 @@ async def _start(
         *_shared_state_note(registry, state_dir),
         *report.notes,
     )
-    return deps, client, notes
+    for note in notes:
+        logger.warning("%s", note)
+    return deps, client, report.num_skipped
 
 
 def _web_access(options: ServeOptions) -> WebAccess:

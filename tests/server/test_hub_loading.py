@@ -15,6 +15,7 @@ from server_fixtures import USER, Api, write_adapter
 
 from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import Origin
+from loraplex.core.errors import AdapterError
 from loraplex.core.hub import HubRepo
 from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
 from loraplex.server.hub_adapters import HubAdapters
@@ -224,15 +225,10 @@ def test_a_server_starts_with_adapters_of_the_hub_and_follows_their_branch(
     api = serve()  # the operator's own adapters need no permission for requests
     given = (
         GivenAdapter(name="one", source=ONE),
-        GivenAdapter(name="typo", source=HubRepo(repo_id="org/typo")),
         GivenAdapter(name="mine", source=folder / "org" / "mine"),
     )
-    report = restart(api, *given)
+    assert restart(api, *given).notes == ()
     assert set(paths(api)) == {"one", "mine"}
-    [note] = report.notes
-    assert note.startswith(
-        "adapter 'typo' is not served: org/typo is no folder here, and the Hugging Face hub has no"
-    )
     first = paths(api)["one"]
 
     hub.push("org/one", tmp_path / "pushed" / "two")
@@ -241,6 +237,16 @@ def test_a_server_starts_with_adapters_of_the_hub_and_follows_their_branch(
     [note] = report.notes
     assert note == f"adapter 'one': serving {paths(api)['one']} instead of {first}"
     assert api.served.service.registry.names() == ["one"]
+
+
+def test_a_server_does_not_start_without_an_adapter_of_the_hub_that_is_given(
+    serve: Callable[..., Api],
+) -> None:
+    with pytest.raises(AdapterError) as caught:
+        restart(serve(), GivenAdapter(name="typo", source=HubRepo(repo_id="org/typo")))
+    assert str(caught.value).startswith(
+        "--adapter typo=org/typo cannot be served: org/typo is no folder here, and the Hugging Face hub"
+    )
 
 
 def test_a_name_that_is_given_twice_is_the_first_one_s(
