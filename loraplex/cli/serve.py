@@ -44,6 +44,7 @@ def serve(
     max_waiting: option.MaxWaiting = 4096,
     max_waiting_tokens: option.MaxWaitingTokens = 4_194_304,
     max_connections: option.MaxConnections = 8192,
+    shutdown_grace: option.ShutdownGrace = 5.0,
     api_key: option.ApiKeys = None,
     admin_key: option.AdminKeys = None,
     allowed_hosts: option.AllowedHosts = None,
@@ -100,6 +101,7 @@ def serve(
         allowed_origins=origins,
         waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens),
         connections=ConnectionLimits(max_connections=max_connections),
+        shutdown_grace_s=shutdown_grace,
     )
     outlive_the_reader()
     with logging_to_stderr(log_level.number, log_format):

@@ -108,6 +108,14 @@ MaxWaitingTokens = Annotated[
 MaxConnections = Annotated[
     int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
 ]
+ShutdownGrace = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="How long requests in flight may go on after SIGTERM or SIGINT before they are cancelled.",
+    ),
+]
 ApiKeys = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY", envvar="LORAPLEX_API_KEY", help="Clients must send one of these."),

@@ -68,6 +68,7 @@ class ServeOptions:
     """All a user may choose. `adapter_dirs` are served and open for loading, the allowed ones only open.
 
     `adapters` are served and open nothing; `allow_adapter_repos` are patterns of hub repositories.
+    `shutdown_grace_s`: how long requests in flight may go on after the signal to end.
     `engine_factory`: "module:name" of what builds the core in the engine process.
     """
 

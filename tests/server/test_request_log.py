@@ -26,7 +26,7 @@ from test_live_server import client_of, connect, request_bytes
 
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.core.clock import ManualClock
-from loraplex.core.errors import EngineDeadError
+from loraplex.core.errors import EngineClosedError, EngineDeadError
 from loraplex.core.logs import TextFormatter
 from loraplex.server.body import BodyLimits
 
@@ -237,6 +237,25 @@ def test_a_stream_that_fails_after_its_status_was_sent_is_logged_as_failed(
     line = lines.take()
     assert (line["level"], line["message"], line["status"]) == ("WARNING", "failed", 200)
     assert (line["error"], line["finish"], line["completion_tokens"]) == ("EngineDeadError", "error", 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_shutdown_ends_is_logged_as_cancelled(
+    make_api: Callable[..., Api], lines: Lines, stream: bool
+) -> None:
+    api = make_api(says(TEXT, fail_after=2, failure=EngineClosedError("the server is shutting down")))
+    response = api.post("/v1/chat/completions", CHAT | {"stream": stream})
+    assert response.status_code == (200 if stream else 503)
+    body = response.text.rpartition("data: ")[2]
+    assert json.loads(body)["error"] == {
+        "message": "the server is shutting down",
+        "type": "server_error",
+        "param": None,
+        "code": "shutting_down",
+    }
+    line = lines.take()
+    assert (line["level"], line["message"]) == ("INFO", "cancelled")
+    assert (line["error"], line["finish"], line["completion_tokens"]) == ("EngineClosedError", "cancelled", 2)
 
 
 @pytest.mark.parametrize("pause_after", [0, 2])

@@ -263,6 +263,15 @@ def test_the_number_of_processes_reaches_the_engine(monkeypatch: pytest.MonkeyPa
     assert CliRunner().invoke(app, ["serve", "--model", "x", "--tensor-parallel", "0"]).exit_code == 2
 
 
+def test_the_grace_at_the_end_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[run.ServeOptions] = []
+    monkeypatch.setattr(run, "serve", seen.append)
+    for options in ([], ["--shutdown-grace", "0.5"]):
+        assert CliRunner().invoke(app, ["serve", "--model", "x", *options]).exit_code == 0
+    assert [options.shutdown_grace_s for options in seen] == [5.0, 0.5]
+    assert CliRunner().invoke(app, ["serve", "--model", "x", "--shutdown-grace", "-1"]).exit_code == 2
+
+
 def test_requests_may_fetch_from_the_hub_only_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[run.ServeOptions] = []
     monkeypatch.setattr(run, "serve", seen.append)
