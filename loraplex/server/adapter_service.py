@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, other_base, other_base_warning
-from loraplex.adapters.hub import nowhere
+from loraplex.adapters.hub import neither
 from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
 from loraplex.adapters.open_file import OpenFile, open_regular
 from loraplex.adapters.peft_reader import read_adapter
@@ -282,13 +282,19 @@ class AdapterService:
         if repo is None:
             folder = self._check_path(path)
             if _is_missing(folder):
-                raise AdapterFormatError(nowhere(path))
+                raise AdapterFormatError(neither(self.allowed.explain_missing(path)))
             return folder
         if self.allowed.roots:
             folder = self._check_path(path)
             if os.path.exists(folder):
                 return folder
-        self.hub.allowed.check(repo)
+        try:
+            self.hub.allowed.check(repo)
+        except PathNotAllowedError as error:
+            raise PathNotAllowedError(
+                f"{self.allowed.explain_missing(path)}, and {error}, or with --allow-adapter-dir FOLDER to "
+                "open a folder"
+            ) from None
         return repo
 
     def _check_path(self, path: str) -> Path:

@@ -72,13 +72,14 @@ def test_requests_fetch_nothing_unless_the_operator_said_so(make_api: Callable[.
 
 
 def test_what_is_neither_folder_nor_repository_is_told_how_either_is_written(
-    serve: Callable[..., Api],
+    serve: Callable[..., Api], folder: Path
 ) -> None:
     response = load(serve("org/*"), "new", "org/none@")
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "lora_path"
-    assert error["message"].startswith("there is no folder org/none@, and it is no repository")
+    assert error["message"].startswith(f"there is no folder org/none@ in {folder}, and none in {Path.cwd()}")
+    assert "(give an absolute path), and it is no repository of the Hugging Face hub" in error["message"]
     assert "owner/name@revision" in error["message"]
 
 
