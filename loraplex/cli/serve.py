@@ -134,7 +134,6 @@ def demo(
     ):
         options = ServeOptions(
             engine=EngineOptions(model=str(folder), num_threads=threads),
-            served_model_name=folder.name,
             adapter_dirs=(DEMO_ADAPTERS_DIR,),
             port=port,
             state_dir=Path(state_dir),

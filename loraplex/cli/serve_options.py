@@ -79,7 +79,10 @@ Threads = Annotated[
     ),
 ]
 ServedModelName = Annotated[
-    str | None, typer.Option(help="What clients call the base model; --model as given by default.")
+    str | None,
+    typer.Option(
+        help="What clients call the base model; by default the name of its folder, or its Hugging Face id."
+    ),
 ]
 AllowedDirs = Annotated[
     list[Path] | None,

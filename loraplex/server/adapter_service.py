@@ -103,9 +103,14 @@ class AdapterService:
         allowed: AllowedPaths,
         hub: HubAdapters | None = None,
         known_as: frozenset[str] | None = None,
+        alias: str | None = None,
     ) -> None:
-        """`known_as` has the comparable names of the base model, beside `base_model` its served one."""
+        """`known_as` has the comparable names of the base model, beside `base_model` its served one.
+
+        Requests may also call it `alias`, which is not shown to anybody.
+        """
         self.base_model = base_model
+        self._alias = alias
         self.known_as = base_names(base_model) if known_as is None else known_as
         self.shape = shape
         self.allowed = allowed
@@ -129,7 +134,7 @@ class AdapterService:
 
     def find(self, model: str) -> ServedAdapter | None:
         """Return the adapter that `model` means, as its own name or `base:adapter`; None means the base."""
-        if model == self.base_model:
+        if model in (self.base_model, self._alias):
             return None
         adapter = self._served.get(model) or self._served.get(model.removeprefix(f"{self.base_model}:"))
         if adapter is None:

@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 import uvicorn
 
 from loraplex.adapters.allowed_paths import AllowedPaths
-from loraplex.adapters.base_name import base_names
+from loraplex.adapters.base_name import base_names, public_name
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
@@ -253,7 +253,7 @@ async def _start(
     config = load_config(folder)
     for adapter_dir in options.adapter_dirs:
         discover_adapters(adapter_dir)  # a folder that is not there should not cost a minute to find out
-    base_model = options.served_model_name or options.engine.model.rstrip("/")
+    base_model = options.served_model_name or public_name(options.engine.model)
     key = base_model_key(_model_identity(options.engine.model), config.shape)
     state_dir = options.state_dir or default_state_dir()
     registry = AdapterRegistry(state_dir, key)
@@ -269,6 +269,7 @@ async def _start(
         allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
         hub=HubAdapters(AllowedRepos(options.allow_adapter_repos)),
         known_as=base_names(options.engine.model, base_model),
+        alias=options.engine.model if options.served_model_name is None else None,
     )
     stack.push_async_callback(service.close)
     # Their files are read while the engine starts, which then gets ready for these adapters.
