@@ -5,6 +5,8 @@ Imports wait until a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -16,6 +18,7 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
 
+_PROGRAM: Final = "loraplex"
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 
 
@@ -119,7 +122,7 @@ def demo(
     from loraplex.demo.base import ensure_demo_base
     from loraplex.engine.options import EngineOptions
     from loraplex.server.banner import Announcer
-    from loraplex.server.run import ServeOptions
+    from loraplex.server.run import AddressError, ServeOptions
     from loraplex.server.run import serve as run_server
 
     outlive_the_reader()
@@ -138,4 +141,15 @@ def demo(
             port=port,
             state_dir=Path(state_dir),
         )
-        run_server(options, Announcer(prompts))
+        try:
+            run_server(options, Announcer(prompts))
+        except AddressError as error:
+            # `make demo` takes no options: the command that does is named as it was run.
+            fix = f"run `{_command()} demo --port 0` for any free port, or name one"
+            raise AddressError(error.reason, fix=fix) from None
+
+
+def _command() -> str:
+    """This program as a shell finds it."""
+    program = sys.argv[0]
+    return shlex.quote(program) if Path(program).name == _PROGRAM else _PROGRAM

@@ -118,8 +118,9 @@ class Announcer:
 
     def _curl(self, url: str, model: str, *, needs_key: bool, has_chat: bool) -> str:
         """A command line that asks one model something."""
-        # Small models are slow to end by themselves, and a first try should not take a minute.
-        body: dict[str, object] = {"model": model, "max_tokens": _EXAMPLE_MAX_TOKENS}
+        # Small models are slow to end by themselves, and a first try should not take a minute; and they make
+        # sense with their likeliest words, less so with others.
+        body: dict[str, object] = {"model": model, "max_tokens": _EXAMPLE_MAX_TOKENS, "temperature": 0}
         if has_chat:
             content = self._prompts.get(model, "Tell me about yourself.")
             body["messages"] = [{"role": "user", "content": content}]

@@ -93,7 +93,11 @@ class ServeOptions:
 
 
 class AddressError(LoraplexError):
-    """The address cannot be listened on."""
+    """The address cannot be listened on. `reason` is the message without the fix."""
+
+    def __init__(self, reason: str, *, fix: str = "choose another with --host and --port") -> None:
+        super().__init__(f"{reason}; {fix}")
+        self.reason = reason
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
@@ -400,9 +404,7 @@ def _bind(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> AddressError:
-    return AddressError(
-        f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and --port"
-    )
+    return AddressError(f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
 @contextlib.contextmanager

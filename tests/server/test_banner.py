@@ -71,9 +71,10 @@ def test_a_start_is_told_by_its_longest_phases() -> None:
     assert times.summary() == "8.1 s: starting 2.0 s, reading 6.0 s"
 
 
-def test_an_example_ends_soon() -> None:
+def test_an_example_ends_soon_and_makes_sense() -> None:
     for has_chat in (False, True):
-        assert [body["max_tokens"] for body in examples(has_chat=has_chat)] == [128] * 3
+        bodies = examples(has_chat=has_chat)
+        assert [(body["max_tokens"], body["temperature"]) for body in bodies] == [(128, 0)] * 3
 
 
 @pytest.mark.parametrize(
