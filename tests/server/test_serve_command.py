@@ -24,7 +24,9 @@ from typer.testing import CliRunner
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.cli.main import app
 from loraplex.cli.sizes import format_size, parse_size
+from loraplex.engine import cpu_build
 from loraplex.engine.build import EngineOptions
+from loraplex.engine.cuda import host_memory
 from loraplex.model.config import load_config
 from loraplex.server import run
 from loraplex.server.banner import Announcer
@@ -299,6 +301,24 @@ def test_the_names_of_options_are_whole_on_a_narrow_terminal() -> None:
     names = {word for word in done.output.split() if word.startswith("--")}
     assert {"--allow-adapter-dir", "--allow-adapter-repo", "--host-adapter-memory"} < names
     assert not any("…" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [((), "--version"), (("serve",), "--load-popular"), (("adapter", "list"), "--json")]
+)
+def test_flags_are_shown_without_a_value(command: tuple[str, ...], flag: str) -> None:
+    done = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
+    [line] = [line for line in done.output.splitlines() if flag in line.split()]
+    assert "bool" not in line
+
+
+def test_the_defaults_that_depend_on_the_machine_are_told() -> None:
+    help_text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300"}).output
+    told = {name: line for line in help_text.splitlines() for name in line.split() if name.startswith("--")}
+    assert f"at most {cpu_build._MAX_DEFAULT_KV_BYTES >> 30} GiB" in told["--kv-memory"]
+    assert f"at most {cpu_build._MAX_DEFAULT_ADAPTER_BYTES >> 30} GiB" in told["--host-adapter-memory"]
+    assert f"{host_memory._MAX_DEFAULT_BYTES >> 30} GiB with a GPU" in told["--host-adapter-memory"]
+    assert "$LORAPLEX_STATE, or ~/.local/state/loraplex" in told["--state-dir"]
 
 
 @pytest.mark.parametrize("command", [("serve",), ("bench", "serve"), ("adapter", "list")])
