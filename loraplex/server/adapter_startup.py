@@ -23,7 +23,7 @@ from loraplex.adapters.base_name import name_adapters, other_base, other_base_wa
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.peft_reader import read_adapters
-from loraplex.adapters.registry import Origin, RegistryEntry
+from loraplex.adapters.registry import AdapterRegistry, Origin, RegistryEntry
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
     AdapterError,
@@ -107,9 +107,14 @@ class _Candidate:
         """What a user should know if `spec` is not what the name stood for before."""
         if self.registered is None or self.registered.spec.version == spec.version:
             return None
+        if self.origin is None:
+            return None  # said where it took the place of what the API loaded
         if self.registered.spec.path != spec.path:
             return f"adapter {self.name!r}: serving {spec.path} instead of {self.registered.spec.path}"
         return f"adapter {self.name!r}: its files have changed; serving the new version"
+
+
+_Served = tuple[_Candidate, AdapterSpec]
 
 
 async def start_adapters(
@@ -134,47 +139,48 @@ async def start_adapters(
         note = _note_on_second(candidate, failed.get(name), also_failed.get(name))
         (notes if is_served else skipped).append(note)
 
-    to_register: dict[Origin, list[tuple[str, AdapterSpec]]] = {origin: [] for origin in Origin}
-    for candidate, spec in (*served, *served_instead):
-        if candidate.origin is None:
-            continue
-        is_registered = candidate.registered is not None and candidate.registered.spec == spec
-        if not (is_registered and service.registry.holds(candidate.name)):
-            to_register[candidate.origin].append((candidate.name, spec))
-        if note := candidate.change_note(spec):
-            notes.append(note)
+    all_served = [*served, *served_instead]
+    for candidate, spec in all_served:
+        if change := candidate.change_note(spec):
+            notes.append(change)
     notes += await asyncio.to_thread(_other_base_notes, service)
     names = {candidate.name for candidate in choice.first}
-    sources = {candidate.name: candidate.source for candidate, _ in (*served, *served_instead)}
     gone = [entry.name for entry in entries.values() if _is_of_folder(entry) and entry.name not in names]
+    notes += await asyncio.to_thread(_register, service.registry, all_served, gone)
+    return StartReport(num_served=len(all_served), num_skipped=len(skipped), notes=(*skipped, *notes))
+
+
+def _register(registry: AdapterRegistry, served: Sequence[_Served], gone: Sequence[str]) -> list[str]:
+    """Bring the registry up to what is served; returns notes on what it did not take."""
+    to_register: dict[Origin, list[tuple[str, AdapterSpec]]] = {origin: [] for origin in Origin}
+    for candidate, spec in served:
+        entry = candidate.registered
+        is_registered = entry is not None and entry.spec == spec and registry.holds(candidate.name)
+        if candidate.origin is not None and not is_registered:
+            to_register[candidate.origin].append((candidate.name, spec))
+    sources = {candidate.name: candidate.source for candidate, _ in served}
+    notes = []
     try:
-        await asyncio.to_thread(service.registry.remove_many, gone)
+        registry.remove_many(gone)
         for origin, adapters in to_register.items():
-            blocked = await asyncio.to_thread(
-                service.registry.put_many, adapters, origin=origin, sources=sources
-            )
-            for name, pid in blocked.items():
-                reason = service.registry.explain_blocked(name, pid)
+            for name, pid in registry.put_many(adapters, origin=origin, sources=sources).items():
+                reason = registry.explain_blocked(name, pid)
                 notes.append(f"adapter {name!r} is served, but not registered: {reason}")
     except StorageError as error:
         notes.append(f"the adapters are served, but could not be registered: {error}")
-    return StartReport(
-        num_served=len(served) + len(served_instead),
-        num_skipped=len(skipped),
-        notes=(*skipped, *notes),
-    )
+    return notes
 
 
 async def _serve(
     service: AdapterService, candidates: Sequence[_Candidate]
-) -> tuple[list[tuple[_Candidate, AdapterSpec]], dict[str, LoraplexError]]:
+) -> tuple[list[_Served], dict[str, LoraplexError]]:
     """Fetch and read what is missing, and serve it; returns what is served, and why the others are not.
 
     AdapterError if one that is given by itself is among those, at once if its files are the reason.
     """
     fetched = await asyncio.to_thread(_fetch_missing, service, candidates)
     specs = await asyncio.to_thread(_read_missing, service, fetched)
-    served: list[tuple[_Candidate, AdapterSpec]] = []
+    served: list[_Served] = []
     failed: dict[str, LoraplexError] = {}
     for candidate, spec in zip(fetched, specs, strict=True):
         if isinstance(spec, UserError):
