@@ -23,6 +23,7 @@ class AllowedPaths:
 
     def __init__(self, roots: Iterable[Path]) -> None:
         self._roots = tuple(dict.fromkeys(root.resolve() for root in roots))
+        self._working_dir = Path.cwd()
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -32,24 +33,32 @@ class AllowedPaths:
         """The resolved path of an adapter folder, or PathNotAllowedError.
 
         Symlinks and `..` are followed first, for the folder and for the two files that will be opened.
-        A relative path is looked for under each root in turn. The error is the same whether or not
-        the outside path exists, so it cannot be used to probe the disk.
+        A relative path is looked for under each root in turn, then in the working directory. The error is the
+        same whether or not the outside path exists, so it cannot be used to probe the disk.
         """
         if not self._roots:
             raise PathNotAllowedError("loading adapters by path is off: no folder was opened for it")
         wanted = Path(path)
-        if wanted.is_absolute():
-            resolved = self._resolve_inside(wanted)
-            if resolved is not None:
-                return resolved
-        else:
-            inside = [found for root in self._roots if (found := self._resolve_inside(root / wanted))]
-            for candidate in inside:
-                if os.path.exists(candidate):  # unlike Path.exists, False where looking is not permitted
-                    return candidate
-            if inside:
-                return inside[0]
+        parents = [self._working_dir] if wanted.is_absolute() else [*self._roots, self._working_dir]
+        inside = [found for parent in parents if (found := self._resolve_inside(parent / wanted))]
+        for candidate in inside:
+            if os.path.exists(candidate):  # unlike Path.exists, False where looking is not permitted
+                return candidate
+        if inside:
+            return inside[0]
         raise _outside(path)
+
+    def explain_missing(self, path: str) -> str:
+        """Say that there is no folder at a path, and where a relative one was looked for."""
+        if not self._roots:
+            return "no folder is open for loading"
+        if Path(path).is_absolute():
+            return f"there is no folder {path}"
+        roots = ", ".join(map(str, self._roots))
+        return (
+            f"there is no folder {path} in {roots}, and none in {self._working_dir} that lies in a folder "
+            "open for loading (give an absolute path)"
+        )
 
     def open(self, path: Path) -> FileIO:
         """Open a file that lies inside at the moment of opening: PathNotAllowedError if it does not.

@@ -6,6 +6,7 @@ either: it may be a folder on somebody else's machine. So another name is a warn
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +25,24 @@ _MAX_ADAPTERS_NAMED: Final = 5
 _HUB_SNAPSHOT: Final = re.compile(r"(?:^|/)models--(?:[^/]*--)?([^/]+)/snapshots/[^/]+$")
 
 
-def comparable_name(name: str) -> str:
-    """The last part of a path or hub id, in lower case; empty if there is none."""
+def short_name(name: str) -> str:
+    """The last part of a path or hub id, empty if there is none; a folder of the hub's cache by its model."""
     path = name.strip().replace("\\", "/").rstrip("/")
     snapshot = _HUB_SNAPSHOT.search(path)
-    last = snapshot[1] if snapshot else path.rpartition("/")[2]
-    return last.lower().strip(".")
+    return snapshot[1] if snapshot else path.rpartition("/")[2]
+
+
+def comparable_name(name: str) -> str:
+    """The short name without differences of spelling."""
+    return short_name(name).lower().strip(".")
+
+
+def public_name(model: str) -> str:
+    """What clients call a model by default: a folder's name, not its path, or a hub id."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return model
+    return short_name(os.path.abspath(folder)) or model  # "/" has no name
 
 
 def base_names(model: str, *served_as: str) -> frozenset[str]:

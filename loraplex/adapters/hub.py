@@ -41,9 +41,8 @@ class AllowedRepos:
             return
         state = "is not open for it" if self._patterns else "is off"
         raise PathNotAllowedError(
-            f"{str(repo)!r} is in no folder that is open for loading, and fetching {repo.repo_id} from the "
-            f"Hugging Face hub {state}; start the server with --allow-adapter-repo {repo.repo_id} to open "
-            "that repository, or with --allow-adapter-dir FOLDER to open a folder"
+            f"fetching {repo.repo_id} from the Hugging Face hub {state}; start the server with "
+            f"--allow-adapter-repo {repo.repo_id} to open that repository"
         )
 
 
@@ -54,15 +53,15 @@ def locate_adapter(source: str | Path) -> Path | HubRepo:
         return path
     repo = parse_hub_repo(source)
     if repo is None:
-        raise AdapterError(nowhere(source))
+        raise AdapterError(neither(f"there is no folder {source}"))
     return repo
 
 
-def nowhere(source: str) -> str:
-    """About a source that is nothing."""
+def neither(no_folder: str) -> str:
+    """Say of a source that is no folder, as `no_folder` says, that it is no repository either."""
     return (
-        f"there is no folder {source}, and it is no repository of the Hugging Face hub (owner/name or "
-        "owner/name@revision) either"
+        f"{no_folder}, and it is no repository of the Hugging Face hub (owner/name or owner/name@revision) "
+        "either"
     )
 
 

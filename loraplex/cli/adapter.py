@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
+from loraplex.cli.flags import NO_VALUE
 from loraplex.cli.sizes import format_size
 from loraplex.cli.table import Column, number_column, print_table, printable, text_column
 from loraplex.core.words import plural
@@ -35,6 +36,8 @@ EXIT_USAGE: Final = 2
 _SERVER_TIMEOUT_S: Final = 10.0
 _SHOWN_VERSION_CHARS: Final = 8
 
+_AsJson = Annotated[bool, typer.Option("--json", metavar=NO_VALUE, help="Print JSON for machines.")]
+
 
 @app.command()
 def check(
@@ -45,7 +48,7 @@ def check(
         ),
     ],
     model: Annotated[str, typer.Option(help="The base model: a checkpoint folder or a Hugging Face id.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Tell what serving an adapter would honour, what has no effect, and all that is in the way.
 
@@ -68,7 +71,7 @@ def list_adapters(
     state_dir: Annotated[
         Path | None, typer.Option(help="Read this state folder instead of asking a server.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    as_json: _AsJson = False,
 ) -> None:
     """List the adapters of a running server, or those remembered in a state folder."""
     if state_dir is not None:

@@ -5,6 +5,8 @@ Imports wait until a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -16,6 +18,7 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
 
+_PROGRAM: Final = "loraplex"
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 
 
@@ -44,6 +47,7 @@ def serve(
     max_waiting: option.MaxWaiting = 4096,
     max_waiting_tokens: option.MaxWaitingTokens = 4_194_304,
     max_connections: option.MaxConnections = 8192,
+    shutdown_grace: option.ShutdownGrace = 5.0,
     api_key: option.ApiKeys = None,
     admin_key: option.AdminKeys = None,
     allowed_hosts: option.AllowedHosts = None,
@@ -100,6 +104,7 @@ def serve(
         allowed_origins=origins,
         waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens),
         connections=ConnectionLimits(max_connections=max_connections),
+        shutdown_grace_s=shutdown_grace,
     )
     outlive_the_reader()
     with logging_to_stderr(log_level.number, log_format):
@@ -117,7 +122,7 @@ def demo(
     from loraplex.demo.base import ensure_demo_base
     from loraplex.engine.options import EngineOptions
     from loraplex.server.banner import Announcer
-    from loraplex.server.run import ServeOptions
+    from loraplex.server.run import AddressError, ServeOptions
     from loraplex.server.run import serve as run_server
 
     outlive_the_reader()
@@ -132,9 +137,19 @@ def demo(
     ):
         options = ServeOptions(
             engine=EngineOptions(model=str(folder), num_threads=threads),
-            served_model_name=folder.name,
             adapter_dirs=(DEMO_ADAPTERS_DIR,),
             port=port,
             state_dir=Path(state_dir),
         )
-        run_server(options, Announcer(prompts))
+        try:
+            run_server(options, Announcer(prompts))
+        except AddressError as error:
+            # `make demo` takes no options: the command that does is named as it was run.
+            fix = f"run `{_command()} demo --port 0` for any free port, or name one"
+            raise AddressError(error.reason, fix=fix) from None
+
+
+def _command() -> str:
+    """This program as a shell finds it."""
+    program = sys.argv[0]
+    return shlex.quote(program) if Path(program).name == _PROGRAM else _PROGRAM

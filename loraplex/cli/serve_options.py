@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from loraplex.adapters.names import validate_adapter_name
+from loraplex.cli.flags import NO_VALUE
 from loraplex.cli.sizes import parse_size
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import InvalidRequestError, UserError
@@ -17,15 +18,18 @@ from loraplex.core.logs import LogFormat, LogLevel
 Model = Annotated[str, typer.Option(help="The base model: a checkpoint folder or a Hugging Face id.")]
 AdapterDirs = Annotated[
     list[Path] | None,
-    typer.Option(metavar="FOLDER", help="A folder whose subfolders are LoRA adapters; may be repeated."),
+    typer.Option(
+        metavar="FOLDER",
+        help="A folder whose subfolders are LoRA adapters, to serve all that can be; may be repeated.",
+    ),
 ]
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
         "--adapter",
         metavar="NAME=SOURCE",
-        help="One adapter: its folder, or a Hugging Face repository (owner/name or owner/name@revision); "
-        "may be repeated.",
+        help="One adapter that must be served: its folder, or a Hugging Face repository (owner/name or "
+        "owner/name@revision); may be repeated.",
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
@@ -33,14 +37,24 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free 
 Device = Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 KvMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="On a CPU: memory for the KV cache, e.g. 2GiB.")
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="On a CPU: memory for the KV cache, e.g. 2GiB; by default a quarter of what is free, at most "
+        "4 GiB.",
+    ),
 ]
 MemoryFraction = Annotated[
     float | None,
     typer.Option(min=0.01, max=1.0, help="On a GPU: how much of its memory to use, for all; 0.9 by default."),
 ]
 HostAdapterMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Host memory for adapter weights, e.g. 512MiB.")
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Host memory for adapter weights, e.g. 512MiB; by default a quarter of what is free, at most "
+        "8 GiB on a CPU, 64 GiB with a GPU.",
+    ),
 ]
 MaxModelLen = Annotated[
     int | None, typer.Option(min=1, help="Context length in tokens; the model's by default.")
@@ -66,6 +80,7 @@ LoadPopular = Annotated[
     bool,
     typer.Option(
         "--load-popular",
+        metavar=NO_VALUE,
         help="Bring adapters that are often asked for into spare memory before their next request.",
     ),
 ]
@@ -79,7 +94,10 @@ Threads = Annotated[
     ),
 ]
 ServedModelName = Annotated[
-    str | None, typer.Option(help="What clients call the base model; --model as given by default.")
+    str | None,
+    typer.Option(
+        help="What clients call the base model; by default the name of its folder, or its Hugging Face id."
+    ),
 ]
 AllowedDirs = Annotated[
     list[Path] | None,
@@ -93,7 +111,14 @@ AllowedRepos = Annotated[
         "may be repeated. None by default.",
     ),
 ]
-StateDir = Annotated[Path | None, typer.Option(help="Where loaded adapters are remembered.")]
+StateDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Where adapters loaded through the API are remembered; by default $LORAPLEX_STATE, or "
+        "~/.local/state/loraplex.",
+    ),
+]
 MaxWaiting = Annotated[
     int,
     typer.Option(
@@ -107,6 +132,14 @@ MaxWaitingTokens = Annotated[
 ]
 MaxConnections = Annotated[
     int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
+]
+ShutdownGrace = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="How long requests in flight may go on after SIGTERM or SIGINT before they are cancelled.",
+    ),
 ]
 ApiKeys = Annotated[
     list[str] | None,

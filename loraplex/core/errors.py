@@ -18,7 +18,8 @@
     │   └── DiskFullError              because its disk is full
     ├── KernelError                a GPU kernel could not be compiled or launched (names it, and its shapes)
     └── EngineDeadError            the engine process died; in-flight work is lost, new work will be served
-        └── EngineFailedError          it died too often, and the server ends
+        ├── EngineFailedError          it died too often, and the server ends
+        └── EngineClosedError          it was ended on purpose, as its server is shutting down
 
 Bugs of our own are asserts, not members of this tree.
 """
@@ -108,3 +109,7 @@ class EngineDeadError(LoraplexError):
 
 class EngineFailedError(EngineDeadError):
     """The engine process died too often to be started again."""
+
+
+class EngineClosedError(EngineDeadError):
+    """The engine process was ended on purpose, before the work was done."""

@@ -227,7 +227,7 @@ def current_format() -> LogFormat:
 
 
 def flush_logs() -> None:
-    """Have everything logged so far written; for processes that are about to be ended from outside."""
+    """Wait until everything logged so far is written, but no longer than a second."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 

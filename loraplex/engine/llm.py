@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,14 @@ from loraplex.adapters.names import validate_adapter_name
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import CONFIG_FILE
 from loraplex.core.cold_start import ColdStart
-from loraplex.core.errors import AdapterConflictError, InvalidRequestError, UnknownModelError
+from loraplex.core.errors import (
+    AdapterConflictError,
+    AdapterError,
+    AdapterFormatError,
+    CapacityError,
+    InvalidRequestError,
+    UnknownModelError,
+)
 from loraplex.core.hub import HubRepo
 from loraplex.core.request import FinishReason
 from loraplex.core.sampling import SamplingParams
@@ -157,8 +164,9 @@ class LLM:
         """
         if validate_adapter_name(name) in self._versions:
             raise AdapterConflictError(f"there already is an adapter {name!r}; remove it first")
-        spec = read_adapter(resolve_adapter(path), self._shape)
-        _run(self._engine.add_adapter(spec))
+        with _naming(name, path):
+            spec = read_adapter(resolve_adapter(path), self._shape)
+            _run(self._engine.add_adapter(spec))
         self._versions[name] = spec.version
 
     def remove_adapter(self, name: str) -> None:
@@ -288,6 +296,18 @@ class LLM:
             known = ", ".join(self.adapters) or "none"
             raise UnknownModelError(f"there is no adapter {name!r} (known: {known})")
         return version
+
+
+@contextmanager
+def _naming(name: str, path: str | Path) -> Iterator[None]:
+    """Let errors say which adapter they are about: of many, one may be bad."""
+    prefix = f"adapter {name!r} ({path}): "
+    try:
+        yield
+    except AdapterFormatError as error:
+        raise AdapterFormatError(f"{prefix}{error}", field=error.field) from error
+    except (AdapterError, CapacityError) as error:
+        raise type(error)(f"{prefix}{error}") from error
 
 
 def _build(options: Any) -> EngineParts:

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, other_base, other_base_warning
-from loraplex.adapters.hub import nowhere
+from loraplex.adapters.hub import neither
 from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
 from loraplex.adapters.open_file import OpenFile, open_regular
 from loraplex.adapters.peft_reader import read_adapter
@@ -103,9 +103,14 @@ class AdapterService:
         allowed: AllowedPaths,
         hub: HubAdapters | None = None,
         known_as: frozenset[str] | None = None,
+        alias: str | None = None,
     ) -> None:
-        """`known_as` has the comparable names of the base model, beside `base_model` its served one."""
+        """`known_as` has the comparable names of the base model, beside `base_model` its served one.
+
+        Requests may also call it `alias`, which is not shown to anybody.
+        """
         self.base_model = base_model
+        self._alias = alias
         self.known_as = base_names(base_model) if known_as is None else known_as
         self.shape = shape
         self.allowed = allowed
@@ -129,7 +134,7 @@ class AdapterService:
 
     def find(self, model: str) -> ServedAdapter | None:
         """Return the adapter that `model` means, as its own name or `base:adapter`; None means the base."""
-        if model == self.base_model:
+        if model in (self.base_model, self._alias):
             return None
         adapter = self._served.get(model) or self._served.get(model.removeprefix(f"{self.base_model}:"))
         if adapter is None:
@@ -282,13 +287,19 @@ class AdapterService:
         if repo is None:
             folder = self._check_path(path)
             if _is_missing(folder):
-                raise AdapterFormatError(nowhere(path))
+                raise AdapterFormatError(neither(self.allowed.explain_missing(path)))
             return folder
         if self.allowed.roots:
             folder = self._check_path(path)
             if os.path.exists(folder):
                 return folder
-        self.hub.allowed.check(repo)
+        try:
+            self.hub.allowed.check(repo)
+        except PathNotAllowedError as error:
+            raise PathNotAllowedError(
+                f"{self.allowed.explain_missing(path)}, and {error}, or with --allow-adapter-dir FOLDER to "
+                "open a folder"
+            ) from None
         return repo
 
     def _check_path(self, path: str) -> Path:

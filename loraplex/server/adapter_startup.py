@@ -1,11 +1,14 @@
 """The adapters a server begins with: those loaded through the API before, and those it is started with.
 
 A name that was loaded through the API stays what it was made, and is served while its folder or repository is
-one that adapters may be loaded from: what was closed since is closed to what was loaded before, too. All
-other names are what the adapters and folders given now say, a branch of a repository by what it is now; the
-registry only saves reading them again, and forgets those that are given no more. This server holds in the
-registry all that it serves, whoever else holds it: what others unload is still here at the next start.
-Nothing that is wrong with one adapter keeps the others from being served; a note says what was left out.
+one that adapters may be loaded from: what was closed since is closed to what was loaded before, too. Where it
+cannot be served, an adapter that is given now under the same name is served in its place, and the registry
+keeps what the API loaded. All other names are what the adapters and folders given now say, a branch of a
+repository by what it is now; the registry only saves reading them again, and forgets those that are given no
+more. This server holds in the registry all other names that it serves, whoever else holds them: what others
+unload is still here at the next start.
+Nothing that is wrong with an adapter of a folder or of the API keeps the others from being served; a note
+says what was left out. One that is given by itself (`--adapter`) must be served, or the start fails.
 """
 
 from __future__ import annotations
@@ -13,22 +16,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
 
 from loraplex.adapters.base_name import name_adapters, other_base, other_base_warning
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.peft_reader import read_adapters
-from loraplex.adapters.registry import Origin, RegistryEntry
+from loraplex.adapters.registry import AdapterRegistry, Origin, RegistryEntry
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.errors import AdapterError, CapacityError, PathNotAllowedError, StorageError, UserError
+from loraplex.core.errors import (
+    AdapterError,
+    CapacityError,
+    InvalidRequestError,
+    LoraplexError,
+    PathNotAllowedError,
+    StorageError,
+    UserError,
+)
 from loraplex.core.hub import HubRepo
 from loraplex.server.adapter_service import AdapterService
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartReport:
-    """`notes` has one line for everything that was skipped or changed, or is worth a warning."""
+    """`notes` has one line for everything that was skipped or changed, or is worth a warning.
+
+    `num_skipped` counts adapters only, not folders that hold none.
+    """
 
     num_served: int
     num_skipped: int
@@ -43,16 +58,28 @@ class GivenAdapter:
     source: Path | HubRepo
 
 
+class _Giver(Enum):
+    """Who says that an adapter is to be served."""
+
+    API = auto()
+    """A call to an earlier server, which the registry remembers."""
+    OPTION = auto()
+    """`--adapter` of this server."""
+    FOLDER = auto()
+    """A folder of `--adapters`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Candidate:
     """A name to serve. `spec` is None where the files must be read (again), an error where they cannot be.
 
     `repo` is what must be fetched first, `source` the repository and commit that `path` was fetched from.
+    `registered` is what the registry has under this name, which need not be this adapter.
     """
 
     name: str
     path: Path
-    origin: Origin
+    giver: _Giver
     spec: AdapterSpec | UserError | None
     registered: RegistryEntry | None
     repo: HubRepo | None = None
@@ -61,7 +88,16 @@ class _Candidate:
     @property
     def is_checked(self) -> bool:
         """Whether it may only be read from folders that are open for loading."""
-        return self.origin is Origin.API and self.source is None
+        return self.giver is _Giver.API and self.source is None
+
+    @property
+    def origin(self) -> Origin | None:
+        """How to register it; None if the registry is to keep another adapter that the API loaded."""
+        entry = self.registered
+        if entry is None or entry.origin is Origin.FOLDER:
+            return Origin.FOLDER
+        is_same = self.giver is _Giver.API or entry.spec.path == self.path
+        return Origin.API if is_same else None
 
     @property
     def where(self) -> str:
@@ -71,9 +107,14 @@ class _Candidate:
         """What a user should know if `spec` is not what the name stood for before."""
         if self.registered is None or self.registered.spec.version == spec.version:
             return None
+        if self.origin is None:
+            return None  # said where it took the place of what the API loaded
         if self.registered.spec.path != spec.path:
             return f"adapter {self.name!r}: serving {spec.path} instead of {self.registered.spec.path}"
         return f"adapter {self.name!r}: its files have changed; serving the new version"
+
+
+_Served = tuple[_Candidate, AdapterSpec]
 
 
 async def start_adapters(
@@ -81,47 +122,89 @@ async def start_adapters(
 ) -> StartReport:
     """Serve what the API was told to, the adapters that are given, and what the folders have.
 
-    Raises AdapterError if a folder itself cannot be read, StorageError if the registry cannot.
+    Raises AdapterError if one of `given` cannot be served or a folder itself cannot be read, StorageError if
+    the registry cannot.
     """
-    notes: list[str] = []
     entries = {entry.name: entry for entry in await asyncio.to_thread(service.registry.all)}
-    candidates = await asyncio.to_thread(_candidates, service, entries, given, folders, notes)
-    candidates = await asyncio.to_thread(_fetch_missing, service, candidates)
-    specs = await asyncio.to_thread(_read_missing, service, candidates)
+    choice = await asyncio.to_thread(_choose, service, entries, given, folders)
+    skipped, notes = [*choice.skipped], [*choice.notes]
+    served, failed = await _serve(service, choice.first)
+    instead = [choice.second[name] for name in failed if name in choice.second]
+    served_instead, also_failed = await _serve(service, instead)
+    for name, error in failed.items():
+        if name not in choice.second:
+            skipped.append(f"adapter {name!r} is not served: {error}")
+    for name, candidate in choice.second.items():
+        is_served = name in failed and name not in also_failed
+        note = _note_on_second(candidate, failed.get(name), also_failed.get(name))
+        (notes if is_served else skipped).append(note)
 
+    all_served = [*served, *served_instead]
+    for candidate, spec in all_served:
+        if change := candidate.change_note(spec):
+            notes.append(change)
+    notes += await asyncio.to_thread(_other_base_notes, service)
+    names = {candidate.name for candidate in choice.first}
+    gone = [entry.name for entry in entries.values() if _is_of_folder(entry) and entry.name not in names]
+    notes += await asyncio.to_thread(_register, service.registry, all_served, gone)
+    return StartReport(num_served=len(all_served), num_skipped=len(skipped), notes=(*skipped, *notes))
+
+
+def _register(registry: AdapterRegistry, served: Sequence[_Served], gone: Sequence[str]) -> list[str]:
+    """Bring the registry up to what is served; returns notes on what it did not take."""
     to_register: dict[Origin, list[tuple[str, AdapterSpec]]] = {origin: [] for origin in Origin}
-    num_served = 0
-    for candidate, spec in zip(candidates, specs, strict=True):
+    for candidate, spec in served:
+        entry = candidate.registered
+        is_registered = entry is not None and entry.spec == spec and registry.holds(candidate.name)
+        if candidate.origin is not None and not is_registered:
+            to_register[candidate.origin].append((candidate.name, spec))
+    sources = {candidate.name: candidate.source for candidate, _ in served}
+    notes = []
+    try:
+        registry.remove_many(gone)
+        for origin, adapters in to_register.items():
+            for name, pid in registry.put_many(adapters, origin=origin, sources=sources).items():
+                reason = registry.explain_blocked(name, pid)
+                notes.append(f"adapter {name!r} is served, but not registered: {reason}")
+    except StorageError as error:
+        notes.append(f"the adapters are served, but could not be registered: {error}")
+    return notes
+
+
+async def _serve(
+    service: AdapterService, candidates: Sequence[_Candidate]
+) -> tuple[list[_Served], dict[str, LoraplexError]]:
+    """Fetch and read what is missing, and serve it; returns what is served, and why the others are not.
+
+    AdapterError if one that is given by itself is among those, at once if its files are the reason.
+    """
+    fetched = await asyncio.to_thread(_fetch_missing, service, candidates)
+    specs = await asyncio.to_thread(_read_missing, service, fetched)
+    served: list[_Served] = []
+    failed: dict[str, LoraplexError] = {}
+    for candidate, spec in zip(fetched, specs, strict=True):
         if isinstance(spec, UserError):
-            notes.append(f"adapter {candidate.name!r} is not served: {spec}")
+            _raise_if_given(candidate, spec)
+            failed[candidate.name] = spec
+    for candidate, spec in zip(fetched, specs, strict=True):
+        if isinstance(spec, UserError):
             continue
         try:
             await service.adopt(candidate.name, spec)
         except (UserError, CapacityError) as error:
-            notes.append(f"adapter {candidate.name!r} is not served: {error}")
-            continue
-        num_served += 1
-        is_registered = candidate.registered is not None and candidate.registered.spec == spec
-        if not (is_registered and service.registry.holds(candidate.name)):
-            to_register[candidate.origin].append((candidate.name, spec))
-        if note := candidate.change_note(spec):
-            notes.append(note)
-    notes += await asyncio.to_thread(_other_base_notes, service)
-    names = {candidate.name for candidate in candidates}
-    sources = {candidate.name: candidate.source for candidate in candidates}
-    gone = [entry.name for entry in entries.values() if _is_of_folder(entry) and entry.name not in names]
-    try:
-        await asyncio.to_thread(service.registry.remove_many, gone)
-        for origin, adapters in to_register.items():
-            blocked = await asyncio.to_thread(
-                service.registry.put_many, adapters, origin=origin, sources=sources
-            )
-            for name, pid in blocked.items():
-                reason = service.registry.explain_blocked(name, pid)
-                notes.append(f"adapter {name!r} is served, but not registered: {reason}")
-    except StorageError as error:
-        notes.append(f"the adapters are served, but could not be registered: {error}")
-    return StartReport(num_served=num_served, num_skipped=len(candidates) - num_served, notes=tuple(notes))
+            _raise_if_given(candidate, error)
+            failed[candidate.name] = error
+        else:
+            served.append((candidate, spec))
+    return served, failed
+
+
+def _raise_if_given(candidate: _Candidate, error: LoraplexError) -> None:
+    if candidate.giver is _Giver.OPTION:
+        raise AdapterError(
+            f"--adapter {candidate.name}={candidate.where} cannot be served: {error}; mend that, or start "
+            "without this option"
+        ) from error
 
 
 def _other_base_notes(service: AdapterService) -> list[str]:
@@ -136,46 +219,83 @@ def _other_base_notes(service: AdapterService) -> list[str]:
     ]
 
 
-def _candidates(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Choice:
+    """The adapters to serve, sorted by name, a note on each that is not, and notes on other things.
+
+    `second` has those given now by name, to be served where the API's of that name cannot be.
+    """
+
+    first: list[_Candidate]
+    second: dict[str, _Candidate]
+    skipped: list[str]
+    notes: list[str]
+
+
+def _choose(
     service: AdapterService,
     entries: dict[str, RegistryEntry],
     given: Sequence[GivenAdapter],
     folders: Sequence[Path],
-    notes: list[str],
-) -> list[_Candidate]:
-    """The names to serve, sorted: those of the API first, then those given one by one, then each folder's."""
-    found: dict[str, _Candidate] = {}
-    for name, entry in entries.items():
-        if not _is_of_folder(entry):
-            found[name] = _remembered(service, entry)
+) -> _Choice:
+    """Give each name to one adapter: the API's first, then one given by itself, then that of each folder."""
+    skipped: list[str] = []
+    notes: list[str] = []
     started_with = [_given(each, entries.get(each.name)) for each in given]
     for folder in folders:
         discovery = discover_adapters(folder)
         notes += discovery.notes
         started_with += [
-            _candidate(name, path.resolve(), Origin.FOLDER, entries.get(name))
+            _candidate(name, path.resolve(), _Giver.FOLDER, entries.get(name))
             for name, path in discovery.adapters
         ]
+    first_given: dict[str, _Candidate] = {}
     for candidate in started_with:
-        known = found.setdefault(candidate.name, candidate)
-        if known is not candidate and (note := _taken_note(known, candidate)):
-            notes.append(note)
-    if service.base_model in found:
-        notes.append(f"adapter {service.base_model!r} is not served: the base model has that name")
-        del found[service.base_model]
-    return [found[name] for name in sorted(found)]
+        known = first_given.setdefault(candidate.name, candidate)
+        if known.where != candidate.where:
+            skipped.append(f"skipped {candidate.where}: the name {known.name!r} is taken by {known.where}")
+    remembered = {
+        name: _remembered(service, entry) for name, entry in entries.items() if not _is_of_folder(entry)
+    }
+    for taken in (first_given.pop(service.base_model, None), remembered.pop(service.base_model, None)):
+        if taken is not None:
+            error = InvalidRequestError(f"the base model is called {taken.name!r}")
+            _raise_if_given(taken, error)
+            skipped.append(f"skipped {taken.where}: {error}")
+    # What is given now may be read wherever it is, so it is no second choice to the same adapter.
+    same = [name for name, each in remembered.items() if _is_same(each, first_given.get(name))]
+    for name in same:
+        del remembered[name]
+    first = first_given | remembered
+    second = {name: each for name, each in first_given.items() if name in remembered}
+    return _Choice(first=[first[name] for name in sorted(first)], second=second, skipped=skipped, notes=notes)
 
 
-def _taken_note(known: _Candidate, other: _Candidate) -> str | None:
-    """Why `other` is not served, if it is not the very same adapter."""
-    if known.origin is Origin.API:
+def _is_same(remembered: _Candidate, given: _Candidate | None) -> bool:
+    return given is not None and given.where == remembered.where
+
+
+def _note_on_second(
+    candidate: _Candidate, api_error: LoraplexError | None, own_error: LoraplexError | None
+) -> str:
+    """What became of an adapter whose name the API's has; `api_error` is why that is not served, if so."""
+    name, entry = candidate.name, candidate.registered
+    assert entry is not None, "the API's is in the registry"
+    api_where = entry.source or entry.spec.path
+    if api_error is None:
         return (
-            f"skipped {other.where}: the name {other.name!r} was loaded from {known.where} through "
-            "the API; unload it to serve this one at the next start"
+            f"skipped {candidate.where}: the name {name!r} was loaded from {api_where} through the API; "
+            "unload it to serve this one at the next start"
         )
-    if known.where == other.where:
-        return None
-    return f"skipped {other.where}: the name {other.name!r} is taken by {known.where}"
+    if own_error is None:
+        return (
+            f"adapter {name!r}: serving {candidate.where} instead of {api_where}, which was loaded through "
+            f"the API and is not served: {api_error}"
+        )
+    return (
+        f"adapter {name!r} is not served: neither {api_where}, which was loaded through the API "
+        f"({api_error}), nor {candidate.where} ({own_error})"
+    )
 
 
 def _is_of_folder(entry: RegistryEntry) -> bool:
@@ -183,8 +303,8 @@ def _is_of_folder(entry: RegistryEntry) -> bool:
 
 
 def _remembered(service: AdapterService, entry: RegistryEntry) -> _Candidate:
-    """An adapter of the API. It keeps its name even where it may not be served, as the registry keeps it."""
-    candidate = _candidate(entry.name, entry.spec.path, Origin.API, entry)
+    """An adapter of the API, with an error in place of its spec where it may not be served."""
+    candidate = _candidate(entry.name, entry.spec.path, _Giver.API, entry)
     if entry.source is not None:
         return _remembered_of_hub(service, candidate, entry.source)
     try:
@@ -214,25 +334,25 @@ def _remembered_of_hub(service: AdapterService, candidate: _Candidate, source: H
 
 def _given(given: GivenAdapter, entry: RegistryEntry | None) -> _Candidate:
     if isinstance(given.source, Path):
-        return _candidate(given.name, given.source.resolve(), Origin.FOLDER, entry)
+        return _candidate(given.name, given.source.resolve(), _Giver.OPTION, entry)
     # Where it will be is known when it is here.
     unknown = Path(given.source.repo_id)
     return _Candidate(
         name=given.name,
         path=unknown,
-        origin=Origin.FOLDER,
+        giver=_Giver.OPTION,
         spec=None,
         registered=entry,
         repo=given.source,
     )
 
 
-def _candidate(name: str, path: Path, origin: Origin, entry: RegistryEntry | None) -> _Candidate:
+def _candidate(name: str, path: Path, giver: _Giver, entry: RegistryEntry | None) -> _Candidate:
     """Only the registered spec of the same folder, with files that have not changed, is as good as new."""
     spec = (
         entry.spec if entry is not None and entry.spec.path == path and files_unchanged(entry.spec) else None
     )
-    return _Candidate(name=name, path=path, origin=origin, spec=spec, registered=entry)
+    return _Candidate(name=name, path=path, giver=giver, spec=spec, registered=entry)
 
 
 def _fetch_missing(service: AdapterService, candidates: Sequence[_Candidate]) -> list[_Candidate]:
@@ -244,7 +364,7 @@ def _fetch_missing(service: AdapterService, candidates: Sequence[_Candidate]) ->
 def _fetched(candidate: _Candidate, repo: HubRepo, result: Path | AdapterError) -> _Candidate:
     if isinstance(result, AdapterError):
         return replace(candidate, spec=result)
-    found = _candidate(candidate.name, result, candidate.origin, candidate.registered)
+    found = _candidate(candidate.name, result, candidate.giver, candidate.registered)
     return replace(found, source=repo.at(result.name))
 
 

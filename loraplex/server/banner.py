@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _SHOWN_SHARE: Final = 0.05
 """Of a start, to be named among its phases."""
 _MAX_NAMES_SHOWN: Final = 8
-_MAX_NOTES_SHOWN: Final = 20
 _EXAMPLE_MAX_TOKENS: Final = 128
 
 
@@ -81,21 +80,26 @@ class Announcer:
         port: int,
         base_model: str,
         adapters: Sequence[str],
-        notes: Sequence[str],
+        num_skipped: int,
         needs_key: bool,
         has_chat: bool,
     ) -> None:
-        """The banner: where, what, and lines to paste. `has_chat`: the base model has a chat template."""
+        """The banner: where, what, and lines to paste.
+
+        `num_skipped`: adapters that were left out, as the log says in detail. `has_chat`: the base model has
+        a chat template.
+        """
         self.is_ready = True
         show = self._console.print
         url = f"http://{_reachable(host)}:{port}"
-        for note in notes[:_MAX_NOTES_SHOWN]:
-            show("note:", note, style="yellow", markup=False)
-        if (num_hidden := len(notes) - _MAX_NOTES_SHOWN) > 0:
-            show(f"... and {num_hidden} more {plural('note', num_hidden)}", style="yellow")
         show(f"\nloraplex is ready at {url}/v1", style="bold green")
         show(f"  base model  {base_model}", markup=False)
         show(f"  adapters    {_summary(adapters)}", markup=False)
+        if num_skipped:
+            show(
+                f"  left out    {num_skipped:,} {plural('adapter', num_skipped)}; the log says why",
+                style="yellow",
+            )
         show("\nTry it:", style="bold")
         for model in self._examples(base_model, adapters):
             show(self._curl(url, model, needs_key=needs_key, has_chat=has_chat), markup=False)
@@ -114,8 +118,9 @@ class Announcer:
 
     def _curl(self, url: str, model: str, *, needs_key: bool, has_chat: bool) -> str:
         """A command line that asks one model something."""
-        # Small models are slow to end by themselves, and a first try should not take a minute.
-        body: dict[str, object] = {"model": model, "max_tokens": _EXAMPLE_MAX_TOKENS}
+        # Small models are slow to end by themselves, and a first try should not take a minute; and they make
+        # sense with their likeliest words, less so with others.
+        body: dict[str, object] = {"model": model, "max_tokens": _EXAMPLE_MAX_TOKENS, "temperature": 0}
         if has_chat:
             content = self._prompts.get(model, "Tell me about yourself.")
             body["messages"] = [{"role": "user", "content": content}]

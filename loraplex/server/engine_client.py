@@ -18,7 +18,7 @@ from typing import Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import EngineDeadError, LoraplexError
+from loraplex.core.errors import EngineClosedError, EngineDeadError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.output_stream import OutputStream
@@ -148,8 +148,8 @@ class EngineClient:
         self._supervisor = asyncio.create_task(self._supervise(child), name="engine-supervisor")
 
     async def close(self) -> None:
-        """Stop the engine process; requests in flight raise EngineDeadError. Idempotent."""
-        self._set_state(EngineState.CLOSED, "the engine was shut down")
+        """Stop the engine process; requests in flight raise EngineClosedError. Idempotent."""
+        self._set_state(EngineState.CLOSED, "the server is shutting down; send the request again later")
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait([self._supervisor])
@@ -356,7 +356,10 @@ class EngineClient:
 
     def _raise_if_gone(self) -> None:
         if self._is_gone:
-            raise EngineDeadError(self._message)
+            raise self._gone(self._message)
+
+    def _gone(self, reason: str) -> EngineDeadError:
+        return (EngineClosedError if self._state is EngineState.CLOSED else EngineDeadError)(reason)
 
     def _set_state(self, state: EngineState, message: str) -> None:
         if self._state is EngineState.CLOSED:
@@ -376,7 +379,7 @@ class EngineClient:
         """
         self._push(len(self._undelivered))  # an answer that is complete is no error
         for stream in self._streams.values():
-            stream.fail(EngineDeadError(reason))
+            stream.fail(self._gone(reason))
         for reply in (*self._additions.values(), *self._removals.values(), self._stats_reply):
             _settle(reply)
         self._additions.clear()

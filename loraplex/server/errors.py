@@ -23,6 +23,7 @@ from loraplex.core.errors import (
     CapacityError,
     ContextLengthError,
     DiskFullError,
+    EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
     LoraplexError,
@@ -188,6 +189,8 @@ def describe(error: Exception) -> HttpError:
             return _http_error(409, message, code="storage_failed")
         case ServerStartingError():
             return _http_error(503, message, code="starting", headers={"retry-after": _RETRY_AFTER_S})
+        case EngineClosedError():
+            return _http_error(503, message, code="shutting_down", headers={"retry-after": _RETRY_AFTER_S})
         case EngineDeadError():
             headers = {"retry-after": _RETRY_AFTER_S}
             return _http_error(503, _without_paths(message), code="engine_down", headers=headers)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from loraplex.core.clock import Clock
+from loraplex.core.errors import EngineClosedError
 from loraplex.core.request import FinishReason
 from loraplex.engine.text_engine import TextDelta
 
@@ -151,6 +152,7 @@ class RequestMeter:
         self.finish_reasons: Counter[FinishReason] = Counter()
         self.failure: str | None = None
         """The class of the error that ended the request."""
+        self._cut_short = FinishReason.CANCELLED
         self._arrival_s = arrival_s
         self._first_token_s: float | None = None
         self._last_token_s: dict[int, float] = {}
@@ -188,8 +190,13 @@ class RequestMeter:
         return None if self._first_token_s is None else self._first_token_s - self._arrival_s
 
     def fail(self, error: Exception) -> None:
-        """What has not finished yet never will, and not because the client left."""
+        """What has not finished yet never will, and not because the client left.
+
+        A server that shuts down has not failed: it cancels what it does not finish.
+        """
         self.failure = type(error).__name__
+        if not isinstance(error, EngineClosedError):
+            self._cut_short = FinishReason.ERROR
 
     def close(self) -> None:
         """The request is over, whether it was answered, failed or was cancelled. Idempotent."""
@@ -198,9 +205,8 @@ class RequestMeter:
         self._closed = True
         num_unfinished = self.num_choices - self.finish_reasons.total()
         if num_unfinished:
-            reason = FinishReason.CANCELLED if self.failure is None else FinishReason.ERROR
-            self._metrics.num_finished[reason] += num_unfinished
-            self.finish_reasons[reason] += num_unfinished
+            self._metrics.num_finished[self._cut_short] += num_unfinished
+            self.finish_reasons[self._cut_short] += num_unfinished
         if self._first_token_s is None:
             self._traffic.num_waiting -= 1
             return

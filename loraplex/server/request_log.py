@@ -18,6 +18,7 @@ from typing import Any, Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.core.clock import Clock
+from loraplex.core.errors import EngineClosedError
 from loraplex.core.logs import fields, log_context
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.responses import Usage
@@ -167,7 +168,8 @@ def _log(record: RequestRecord, exchange: _Exchange, seconds: float) -> None:
     status = exchange.final_status()
     meter = record.meter
     error = record.error or (meter.failure if meter else None)
-    if not exchange.complete and (exchange.hung_up or exchange.cancelled):
+    is_cut_short = not exchange.complete and (exchange.hung_up or exchange.cancelled)
+    if is_cut_short or error == EngineClosedError.__name__:
         outcome = "cancelled"
     elif status >= 500 or (error is not None and status < 400):
         outcome = "failed"

@@ -21,12 +21,13 @@ from typing import Any, Final, cast
 import uvicorn
 
 from loraplex.adapters.allowed_paths import AllowedPaths
-from loraplex.adapters.base_name import base_names
+from loraplex.adapters.base_name import base_names, public_name
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError, LoraplexError
+from loraplex.core.logs import flush_logs
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
@@ -67,6 +68,7 @@ class ServeOptions:
     """All a user may choose. `adapter_dirs` are served and open for loading, the allowed ones only open.
 
     `adapters` are served and open nothing; `allow_adapter_repos` are patterns of hub repositories.
+    `shutdown_grace_s`: how long requests in flight may go on after the signal to end.
     `engine_factory`: "module:name" of what builds the core in the engine process.
     """
 
@@ -91,7 +93,11 @@ class ServeOptions:
 
 
 class AddressError(LoraplexError):
-    """The address cannot be listened on."""
+    """The address cannot be listened on. `reason` is the message without the fix."""
+
+    def __init__(self, reason: str, *, fix: str = "choose another with --host and --port") -> None:
+        super().__init__(f"{reason}; {fix}")
+        self.reason = reason
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
@@ -171,18 +177,19 @@ async def _run(
     stack: AsyncExitStack,
 ) -> EngineClient:
     """Start, then open the front to requests and leave them to it."""
-    deps, client, notes = await _start(options, announcer, front, stack)
+    deps, client, num_skipped = await _start(options, announcer, front, stack)
     # What was made until now stays: a full collection would go through all of it and hold up every stream for
     # a third of a second.
     gc.collect()
     gc.freeze()
     front.app = create_app(deps)
+    await asyncio.to_thread(flush_logs)  # what the log says of the start stands before the banner
     announcer.ready(
         host=options.host,
         port=port,
         base_model=deps.adapters.base_model,
         adapters=[adapter.name for adapter in deps.adapters.served()],
-        notes=notes,
+        num_skipped=num_skipped,
         needs_key=bool(deps.api_keys),
         has_chat=deps.text.tokenizer.has_chat_template,
     )
@@ -243,13 +250,14 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 async def _start(
     options: ServeOptions, announcer: Announcer, front: FrontApp, stack: AsyncExitStack
-) -> tuple[ServerDeps, EngineClient, tuple[str, ...]]:
-    """Everything that requests need, in memory and prepared for the adapters to begin with."""
+) -> tuple[ServerDeps, EngineClient, int]:
+    """Everything that requests need, in memory and prepared for the adapters to begin with; the number is
+    that of adapters which were left out."""
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
     config = load_config(folder)
     for adapter_dir in options.adapter_dirs:
         discover_adapters(adapter_dir)  # a folder that is not there should not cost a minute to find out
-    base_model = options.served_model_name or options.engine.model.rstrip("/")
+    base_model = options.served_model_name or public_name(options.engine.model)
     key = base_model_key(_model_identity(options.engine.model), config.shape)
     state_dir = options.state_dir or default_state_dir()
     registry = AdapterRegistry(state_dir, key)
@@ -265,6 +273,7 @@ async def _start(
         allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
         hub=HubAdapters(AllowedRepos(options.allow_adapter_repos)),
         known_as=base_names(options.engine.model, base_model),
+        alias=options.engine.model if options.served_model_name is None else None,
     )
     stack.push_async_callback(service.close)
     # Their files are read while the engine starts, which then gets ready for these adapters.
@@ -277,11 +286,11 @@ async def _start(
             front.progress = progress
             show(progress)
 
-        _, tokenizer = await asyncio.gather(
-            client.start(on_progress, registering), asyncio.to_thread(Tokenizer.load, folder)
+        # Also for the adapters by themselves: one that cannot be served is told before the model is loaded.
+        _, tokenizer, report = await asyncio.gather(
+            client.start(on_progress, registering), asyncio.to_thread(Tokenizer.load, folder), registering
         )
     assert client.info is not None, "a started engine has said what it can hold"
-    report = registering.result()
     announcer.registered(report.num_served)
     clock = MonotonicClock()
     text = TextEngine(
@@ -308,7 +317,9 @@ async def _start(
         *_shared_state_note(registry, state_dir),
         *report.notes,
     )
-    return deps, client, notes
+    for note in notes:
+        logger.warning("%s", note)
+    return deps, client, report.num_skipped
 
 
 def _web_access(options: ServeOptions) -> WebAccess:
@@ -393,9 +404,7 @@ def _bind(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> AddressError:
-    return AddressError(
-        f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and --port"
-    )
+    return AddressError(f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
 @contextlib.contextmanager

@@ -35,6 +35,27 @@ def test_a_relative_path_is_taken_from_the_root_that_has_it(root: Path, tmp_path
     assert AllowedPaths([tmp_path / "first", root]).check("inside") == root / "inside"
 
 
+@pytest.mark.parametrize("path", ["adapters/inside", "./adapters/inside", "../cwd/adapters/inside"])
+def test_a_relative_path_is_also_taken_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    inside = write_adapter(tmp_path / "cwd" / "adapters" / "inside")
+    write_adapter(tmp_path / "cwd" / "closed" / "other")
+    monkeypatch.chdir(tmp_path / "cwd")
+    allowed = AllowedPaths([Path("adapters")])
+    assert allowed.check(path) == inside
+    # What is there but outside is like what is not there.
+    roots = tmp_path / "cwd" / "adapters"
+    assert [allowed.check(f"closed/{name}") for name in ("other", "absent")] == [
+        roots / "closed" / "other",
+        roots / "closed" / "absent",
+    ]
+    write_adapter(roots / "adapters" / "inside")
+    assert (
+        allowed.check("adapters/inside") == roots / "adapters" / "inside"
+    )  # folders that are open come first
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.adapters.base_name import base_names, name_adapters, other_base
+from loraplex.adapters.base_name import base_names, name_adapters, other_base, public_name
 from loraplex.adapters.spec import CONFIG_FILE
 
 HUB_FOLDER = "/home/somebody/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abcd"
@@ -75,3 +75,18 @@ def test_of_many_adapters_some_are_named() -> None:
     assert name_adapters(["a"]) == "adapter 'a'"
     assert name_adapters(["a", "b"]) == "adapters 'a', 'b'"
     assert name_adapters(list("abcdefg")) == "adapters 'a', 'b', 'c', 'd', 'e' and 2 more"
+
+
+def test_a_folder_is_called_by_its_name_and_a_repository_by_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "Qwen2.5-0.5B"
+    snapshot = tmp_path / "models--Qwen--Other" / "snapshots" / "0123abcd"
+    for each in (folder, snapshot):
+        each.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    for model in (f"{folder}", f"{folder}/", ".", "../Qwen2.5-0.5B"):
+        assert public_name(model) == "Qwen2.5-0.5B"
+    assert public_name(str(snapshot)) == "Other"
+    assert public_name("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert public_name("/") == "/"

@@ -71,12 +71,6 @@ def send(curl: str) -> dict[str, Any]:
     return answer
 
 
-def _with(curl: str, **parameters: object) -> str:
-    """A line of the banner with other parameters in its request."""
-    *command, data = shlex.split(curl)
-    return shlex.join([*command, json.dumps(json.loads(data) | parameters)])
-
-
 def test_the_demo_shows_lines_that_answer_and_ends_on_ctrl_c(tmp_path: Path) -> None:
     with demonstrating(tmp_path) as (process, said):
         lines = [line for line in said.splitlines() if line.strip().startswith("curl ")]
@@ -84,14 +78,12 @@ def test_the_demo_shows_lines_that_answer_and_ends_on_ctrl_c(tmp_path: Path) -> 
         assert [body["model"] for body in bodies] == EXAMPLES
         url = said.split("ready at ")[1].split()[0]
         assert [shlex.split(line)[1] for line in lines] == [f"{url}/chat/completions"] * 3
-        # As printed; and with the likeliest words, which are the adapter's own and not by luck.
-        certain = [_with(line, temperature=0) for line in lines[1:]]
         with ThreadPoolExecutor() as threads:
-            answers = list(threads.map(send, [*lines, *certain]))
-        assert [answer["model"] for answer in answers] == [*EXAMPLES, *EXAMPLES[1:]]
+            answers = list(threads.map(send, lines))
+        assert [answer["model"] for answer in answers] == EXAMPLES
         texts = [answer["choices"][0]["message"]["content"] for answer in answers]
         assert all(text.strip() for text in texts)
-        for name, text in zip(EXAMPLES[1:], texts[len(lines) :], strict=True):
+        for name, text in zip(EXAMPLES[1:], texts[1:], strict=True):
             assert STYLE_CHECKS[name](text), text
 
         names = [model["id"] for model in httpx.get(f"{url}/models").json()["data"]]

@@ -12,6 +12,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
     AdapterConflictError,
     AdapterError,
+    AdapterFormatError,
     EngineDeadError,
     InvalidRequestError,
     UnknownModelError,
@@ -252,9 +253,19 @@ def test_adapters_can_be_added_and_removed(llm: LLM, core: EchoCore, model_folde
     llm.remove_adapter("again")
 
 
-def test_a_broken_adapter_closes_the_engine(parts: EngineParts, core: EchoCore, tmp_path: Path) -> None:
-    with pytest.raises(AdapterError):
-        LLM("unused", adapters=[tmp_path], parts=parts)
+@pytest.mark.parametrize("given", ["folder", "folder of folders", "list"])
+def test_a_broken_adapter_is_named_and_closes_the_engine(
+    parts: EngineParts, core: EchoCore, tmp_path: Path, given: str
+) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "use_dora": true}')
+    adapters = {"folder": str(bad), "folder of folders": tmp_path, "list": [bad]}[given]
+    with pytest.raises(AdapterFormatError) as caught:
+        LLM("unused", adapters=adapters, parts=parts)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"adapter 'bad' ({bad}): ")
+    assert isinstance(caught.value.__cause__, AdapterFormatError)
+    assert caught.value.field == caught.value.__cause__.field
     assert core.closed
 
 

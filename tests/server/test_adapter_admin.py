@@ -480,3 +480,22 @@ def test_weights_swapped_before_a_restart_are_not_served(api: Api, folder: Path,
         report = api.run(start_adapters(api.served.service, []))
     assert report.num_skipped == 1
     assert any("'sly' is not served" in note and "outside the folders" in note for note in report.notes)
+
+
+def test_a_relative_path_is_looked_for_in_the_open_folders_and_the_working_directory(
+    make_api: Callable[..., Api], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(tmp_path / "adapters" / "late", seed=1)
+    write_adapter(tmp_path / "elsewhere" / "sql", seed=2)
+    monkeypatch.chdir(tmp_path)
+    api = make_api(allowed=[Path("adapters")])
+    for name, path in (("a", "./adapters/late"), ("b", "adapters/late"), ("c", "late")):
+        assert load(api, name, path).status_code == 200
+    for path, status in (("elsewhere/sql", 403), ("./elsewhere/sql", 400), ("missing", 400)):
+        response = load(api, "new", path)
+        assert response.status_code == status
+        message = response.json()["error"]["message"]
+        assert message.startswith(
+            f"there is no folder {path} in {tmp_path / 'adapters'}, and none in {tmp_path} "
+        )
+        assert "give an absolute path" in message

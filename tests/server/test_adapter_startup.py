@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from server_fixtures import SHAPE, Api, write_adapter
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.registry import AdapterRegistry, Origin
-from loraplex.server.adapter_startup import StartReport, start_adapters
+from loraplex.core.errors import AdapterError, CapacityError
+from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
 
 
 @pytest.fixture
@@ -29,10 +30,10 @@ def api(make_api: Callable[..., Api], folder: Path) -> Api:
     return make_api(allowed=[folder])
 
 
-def restart(api: Api, *folders: Path) -> StartReport:
+def restart(api: Api, *folders: Path, given: Sequence[GivenAdapter] = ()) -> StartReport:
     """What a new process of the same state folder does."""
     api.served.service._served.clear()
-    report: StartReport = api.run(start_adapters(api.served.service, folders))
+    report: StartReport = api.run(start_adapters(api.served.service, folders, given))
     return report
 
 
@@ -72,15 +73,38 @@ def test_an_adapter_of_a_folder_that_was_reloaded_through_the_api_stays_that(api
     assert paths(api) == {"two": folder / "one"}
 
 
-def test_a_name_of_the_api_whose_files_are_gone_is_not_given_to_a_folder(api: Api, folder: Path) -> None:
+def test_what_is_given_now_is_served_where_that_of_the_api_is_gone(api: Api, folder: Path) -> None:
     load(api, "two", folder / "one")
     shutil.rmtree(folder / "one")
     report = restart(api, folder)
-    assert paths(api) == {}
-    assert any("unload it" in note for note in report.notes)
+    assert (paths(api), report.num_skipped) == ({"two": folder / "two"}, 0)
+    [note] = report.notes
+    assert note.startswith(
+        f"adapter 'two': serving {folder / 'two'} instead of {folder / 'one'}, which was loaded through the "
+        "API and is not served: "
+    )
+
+    # The registry keeps what the API loaded, for when its files are back.
+    write_adapter(folder / "one", seed=1, rank=4)
+    restart(api, folder)
+    assert paths(api)["two"] == folder / "one"
     assert unload(api, "two").status_code == 200
     restart(api, folder)
-    assert paths(api) == {"two": folder / "two"}
+    assert paths(api)["two"] == folder / "two"
+
+
+def test_where_neither_that_of_the_api_nor_the_given_one_can_be_served_both_are_named(
+    api: Api, folder: Path
+) -> None:
+    load(api, "two", folder / "one")
+    shutil.rmtree(folder / "one")
+    write_adapter(folder / "two", use_dora=True)
+    report = restart(api, folder)
+    assert (paths(api), report.num_skipped) == ({}, 1)
+    [note] = report.notes
+    assert note.startswith(f"adapter 'two' is not served: neither {folder / 'one'}")
+    assert "use_dora" in note
+    assert api.served.service.registry.names() == ["two"]
 
 
 @pytest.mark.parametrize("given", ["another folder", "no folder"])
@@ -91,11 +115,16 @@ def test_an_adapter_of_the_api_is_not_served_from_a_folder_that_is_closed_now(
     more = tmp_path / "more"
     write_adapter(more / "two", seed=9)
     api.served.service.allowed = AllowedPaths([more] if given == "another folder" else [])
-    report = restart(api, more)
-    assert (paths(api), report.num_skipped) == ({}, 1)
-    [closed, _] = sorted(report.notes)
-    assert closed.startswith(f"adapter 'two' is not served: {folder / 'one'} is outside the folders")
+    report = restart(api, *([more] if given == "another folder" else []))
+    [closed] = report.notes
+    assert f"{folder / 'one'} is outside the folders" in closed
     assert f"--allow-adapter-dir {folder} " in closed
+    if given == "another folder":
+        assert (paths(api), report.num_skipped) == ({"two": more / "two"}, 0)
+        assert closed.startswith(f"adapter 'two': serving {more / 'two'} instead of")
+    else:
+        assert (paths(api), report.num_skipped) == ({}, 1)
+        assert closed.startswith("adapter 'two' is not served:")
 
     # Neither forgotten nor replaced by the folder's: it is served again as soon as it may be.
     assert api.served.service.registry.names() == ["two"]
@@ -104,11 +133,30 @@ def test_an_adapter_of_the_api_is_not_served_from_a_folder_that_is_closed_now(
     assert paths(api) == {"two": folder / "one"}
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_folder_that_the_api_loaded_may_be_given_as_well(api: Api, folder: Path, is_open: bool) -> None:
+    restart(api, folder)
+    load(api, "two", folder / "two", load_inplace=True)
+    api.served.service.allowed = AllowedPaths([folder] if is_open else [])
+    assert restart(api, folder).notes == ()
+    assert paths(api)["two"] == folder / "two"
+
+    # It is the API's still, also in a new version.
+    write_adapter(folder / "two", seed=7)
+    assert restart(api, folder).notes == ("adapter 'two': its files have changed; serving the new version",)
+    assert restart(api, folder).notes == ()
+    api.served.service.allowed = AllowedPaths([folder])
+    assert restart(api).notes == ()
+    assert paths(api) == {"two": folder / "two"}
+
+
 def test_the_first_of_two_folders_with_one_name_wins(api: Api, folder: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "more" / "two", seed=9)
     report = restart(api, folder, tmp_path / "more")
     assert paths(api)["two"] == folder / "two"
-    assert any("is taken by" in note for note in report.notes)
+    [note] = report.notes
+    assert "is taken by" in note
+    assert report.num_skipped == 1
 
 
 def test_a_server_starts_with_its_folders_and_its_registry(api: Api, folder: Path) -> None:
@@ -120,7 +168,7 @@ def test_a_server_starts_with_its_folders_and_its_registry(api: Api, folder: Pat
     (folder / "empty").mkdir()
     report = api.run(start_adapters(service, [folder]))
     assert {"one", "two", "by-hand"} <= {adapter.name for adapter in service.served()}
-    assert (report.num_served, report.num_skipped) == (3, 1)
+    assert (report.num_served, report.num_skipped) == (3, 2)
     notes = "\n".join(report.notes)
     assert "'broken'" in notes
     assert "use_dora" in notes
@@ -202,3 +250,39 @@ def test_names_that_another_server_holds_as_another_version_are_said_at_the_star
         [note] = [note for note in report.notes if "not registered" in note]
         assert note.startswith("adapter 'one' is served, but not registered: another server (process")
         assert "--state-dir of its own" in note
+
+
+@pytest.mark.parametrize("is_remembered", [False, True])
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("new", {"use_dora": True}, "use_dora"),
+        ("new", {"target_modules": ["up_proj"]}, "q_proj"),
+        ("base", {}, "the base model is called 'base'"),
+    ],
+)
+def test_an_adapter_that_is_given_by_itself_must_be_served(
+    api: Api, folder: Path, tmp_path: Path, name: str, config: dict[str, Any], words: str, is_remembered: bool
+) -> None:
+    if is_remembered:  # but cannot be served either
+        api.served.service.registry.put(name, read_adapter(folder / "one", SHAPE))
+        shutil.rmtree(folder / "one")
+    given = GivenAdapter(name=name, source=write_adapter(tmp_path / "given", **config))
+    with pytest.raises(AdapterError) as caught:
+        restart(api, folder, given=[given])
+    message = str(caught.value)
+    assert message.startswith(f"--adapter {name}={tmp_path / 'given'} cannot be served: ")
+    assert words in message
+    assert "start without this option" in message
+
+
+def test_an_adapter_that_is_given_by_itself_and_too_large_fails_the_start(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(spec: Any) -> None:
+        raise CapacityError("it needs 9 GiB; raise --host-adapter-memory")
+
+    monkeypatch.setattr(api.served.engine, "add_adapter", refuse)
+    with pytest.raises(AdapterError, match=r"--adapter one=.* 9 GiB; raise --host-adapter-memory"):
+        restart(api, given=[GivenAdapter(name="one", source=folder / "one")])
+    assert restart(api, folder).num_skipped == 2

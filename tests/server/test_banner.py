@@ -13,8 +13,7 @@ from loraplex.server.banner import Announcer, PhaseTimes
 ADAPTERS = ["french", "haiku", "json", "pirate"]
 
 
-def examples(prompts: dict[str, str] | None = None, *, has_chat: bool = True) -> list[dict[str, Any]]:
-    """The bodies of the command lines a banner shows."""
+def banner(prompts: dict[str, str] | None = None, *, has_chat: bool = True, num_skipped: int = 0) -> str:
     out = io.StringIO()
     announcer = Announcer(prompts, Console(file=out, soft_wrap=True))
     announcer.ready(
@@ -22,11 +21,17 @@ def examples(prompts: dict[str, str] | None = None, *, has_chat: bool = True) ->
         port=8000,
         base_model="tiny",
         adapters=ADAPTERS,
-        notes=(),
+        num_skipped=num_skipped,
         needs_key=False,
         has_chat=has_chat,
     )
-    lines = [line for line in out.getvalue().splitlines() if line.strip().startswith("curl")]
+    return out.getvalue()
+
+
+def examples(prompts: dict[str, str] | None = None, *, has_chat: bool = True) -> list[dict[str, Any]]:
+    """The bodies of the command lines a banner shows."""
+    shown = banner(prompts, has_chat=has_chat).splitlines()
+    lines = [line for line in shown if line.strip().startswith("curl")]
     return [json.loads(shlex.split(line)[-1]) for line in lines]
 
 
@@ -66,9 +71,18 @@ def test_a_start_is_told_by_its_longest_phases() -> None:
     assert times.summary() == "8.1 s: starting 2.0 s, reading 6.0 s"
 
 
-def test_an_example_ends_soon() -> None:
+def test_an_example_ends_soon_and_makes_sense() -> None:
     for has_chat in (False, True):
-        assert [body["max_tokens"] for body in examples(has_chat=has_chat)] == [128] * 3
+        bodies = examples(has_chat=has_chat)
+        assert [(body["max_tokens"], body["temperature"]) for body in bodies] == [(128, 0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("num_skipped", "words"), [(0, None), (1, "1 adapter; the log"), (2000, "2,000 adapters; the log")]
+)
+def test_the_number_of_adapters_left_out_is_shown(num_skipped: int, words: str | None) -> None:
+    lines = [line for line in banner(num_skipped=num_skipped).splitlines() if "left out" in line]
+    assert lines == ([] if words is None else [f"  left out    {words} says why"])
 
 
 def test_the_first_adapters_with_a_prompt_are_shown() -> None:

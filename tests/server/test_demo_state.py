@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.cli.main import app
-from loraplex.server.run import ServeOptions, default_state_dir
+from loraplex.server.run import AddressError, ServeOptions, default_state_dir
 
 
 def test_a_demo_remembers_nothing_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +38,20 @@ def test_a_demo_remembers_nothing_of_the_one_before(tmp_path: Path, monkeypatch:
         assert registry.names() == ["of-a-server"]
     assert remembered == [[], []]
     assert not any(state_dir.exists() for state_dir in state_dirs)
+
+
+@pytest.mark.parametrize("program", [".venv/bin/loraplex", "/somewhere/main.py"])
+def test_a_port_that_is_taken_is_told_with_the_command_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr("loraplex.demo.base.ensure_demo_base", lambda: tmp_path / "model")
+    monkeypatch.setattr(sys, "argv", [program, "demo"])
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        error = CliRunner().invoke(app, ["demo", "--port", str(port)]).exception
+    assert isinstance(error, AddressError)
+    command = program if program.endswith("loraplex") else "loraplex"
+    assert str(error) == (
+        f"cannot listen on 127.0.0.1:{port}: Address already in use; run `{command} demo --port 0` for any "
+        "free port, or name one"
+    )

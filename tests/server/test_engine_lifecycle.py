@@ -211,9 +211,9 @@ def test_closing_ends_requests_in_flight_and_the_process() -> None:
             await until(in_flight)
             pid = pid_of(client)
             await client.close()
-            with pytest.raises(errors.EngineDeadError, match="shut down"):
+            with pytest.raises(errors.EngineClosedError, match="server is shutting down"):
                 await user
-            with pytest.raises(errors.EngineDeadError, match="shut down"):
+            with pytest.raises(errors.EngineClosedError, match="server is shutting down"):
                 await tokens(client, request_of("b"))
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
@@ -266,7 +266,7 @@ def test_closing_during_a_restart_ends_it() -> None:
             waiting = asyncio.create_task(tokens(client, request_of("a")))
             await asyncio.sleep(0)
             await client.close()
-            with pytest.raises(errors.EngineDeadError, match="shut down"):
+            with pytest.raises(errors.EngineClosedError, match="server is shutting down"):
                 await waiting
 
     run(scenario())

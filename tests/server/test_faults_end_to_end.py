@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def started(folder: Path, state_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    options = ["--adapters", str(folder / "adapters"), "--state-dir", str(state_dir)]
+def started(folder: Path, state_dir: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    options = [*more, "--adapters", str(folder / "adapters"), "--state-dir", str(state_dir)]
     options += ["--allow-adapter-dir", str(folder / "more"), "--kv-memory", "64MiB"]
     with serving(folder, *options) as (process, url, _):
         yield process, url
@@ -224,17 +224,25 @@ def test_a_reload_serves_old_requests_with_the_old_version(server, folder: Path,
     wait_until(lambda: everything_is_free(url), "the old version is gone")
 
 
-def test_a_server_that_is_told_to_end_says_what_it_waits_for(own_server) -> None:
-    process, url = own_server
+def test_a_server_that_is_told_to_end_cancels_what_it_does_not_finish(folder: Path, tmp_path: Path) -> None:
     request = {"model": "tiny", "prompt": "the dog", **LONG}
-    with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
+    with (
+        started(folder, tmp_path, "--shutdown-grace", "0") as (process, url),
+        httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response,
+    ):
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         process.send_signal(signal.SIGTERM)
-        said = next(line for line in process.stdout if line.startswith("shutting down"))
-        assert "for 1 request in flight" in said
-    assert process.stdout.read().splitlines()[-1] == "shut down"
-    assert process.wait(PATIENCE_S) == 0
+        *_, last = (line for line in lines if line)
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert process.stdout is not None
+        said = process.stdout.read().splitlines()
+        assert "shutting down: waiting up to 0 s for 1 request in flight" in said
+        assert said[-1] == "shut down"
+        [logged] = [line for line in said if "route=/v1/completions" in line]
+        assert " INFO request: cancelled status=200 " in logged
+        assert not [line for line in said if " WARNING " in line]
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_unloading_an_adapter_in_use_drains_it(server, folder: Path) -> None:

@@ -15,6 +15,7 @@ from server_fixtures import USER, Api, write_adapter
 
 from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import Origin
+from loraplex.core.errors import AdapterError
 from loraplex.core.hub import HubRepo
 from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
 from loraplex.server.hub_adapters import HubAdapters
@@ -71,13 +72,14 @@ def test_requests_fetch_nothing_unless_the_operator_said_so(make_api: Callable[.
 
 
 def test_what_is_neither_folder_nor_repository_is_told_how_either_is_written(
-    serve: Callable[..., Api],
+    serve: Callable[..., Api], folder: Path
 ) -> None:
     response = load(serve("org/*"), "new", "org/none@")
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "lora_path"
-    assert error["message"].startswith("there is no folder org/none@, and it is no repository")
+    assert error["message"].startswith(f"there is no folder org/none@ in {folder}, and none in {Path.cwd()}")
+    assert "(give an absolute path), and it is no repository of the Hugging Face hub" in error["message"]
     assert "owner/name@revision" in error["message"]
 
 
@@ -224,15 +226,10 @@ def test_a_server_starts_with_adapters_of_the_hub_and_follows_their_branch(
     api = serve()  # the operator's own adapters need no permission for requests
     given = (
         GivenAdapter(name="one", source=ONE),
-        GivenAdapter(name="typo", source=HubRepo(repo_id="org/typo")),
         GivenAdapter(name="mine", source=folder / "org" / "mine"),
     )
-    report = restart(api, *given)
+    assert restart(api, *given).notes == ()
     assert set(paths(api)) == {"one", "mine"}
-    [note] = report.notes
-    assert note.startswith(
-        "adapter 'typo' is not served: org/typo is no folder here, and the Hugging Face hub has no"
-    )
     first = paths(api)["one"]
 
     hub.push("org/one", tmp_path / "pushed" / "two")
@@ -241,6 +238,16 @@ def test_a_server_starts_with_adapters_of_the_hub_and_follows_their_branch(
     [note] = report.notes
     assert note == f"adapter 'one': serving {paths(api)['one']} instead of {first}"
     assert api.served.service.registry.names() == ["one"]
+
+
+def test_a_server_does_not_start_without_an_adapter_of_the_hub_that_is_given(
+    serve: Callable[..., Api],
+) -> None:
+    with pytest.raises(AdapterError) as caught:
+        restart(serve(), GivenAdapter(name="typo", source=HubRepo(repo_id="org/typo")))
+    assert str(caught.value).startswith(
+        "--adapter typo=org/typo cannot be served: org/typo is no folder here, and the Hugging Face hub"
+    )
 
 
 def test_a_name_that_is_given_twice_is_the_first_one_s(

@@ -26,7 +26,7 @@ from test_live_server import client_of, connect, request_bytes
 
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.core.clock import ManualClock
-from loraplex.core.errors import EngineDeadError
+from loraplex.core.errors import EngineClosedError, EngineDeadError
 from loraplex.core.logs import TextFormatter
 from loraplex.server.body import BodyLimits
 
@@ -237,6 +237,25 @@ def test_a_stream_that_fails_after_its_status_was_sent_is_logged_as_failed(
     line = lines.take()
     assert (line["level"], line["message"], line["status"]) == ("WARNING", "failed", 200)
     assert (line["error"], line["finish"], line["completion_tokens"]) == ("EngineDeadError", "error", 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_shutdown_ends_is_logged_as_cancelled(
+    make_api: Callable[..., Api], lines: Lines, stream: bool
+) -> None:
+    api = make_api(says(TEXT, fail_after=2, failure=EngineClosedError("the server is shutting down")))
+    response = api.post("/v1/chat/completions", CHAT | {"stream": stream})
+    assert response.status_code == (200 if stream else 503)
+    body = response.text.rpartition("data: ")[2]
+    assert json.loads(body)["error"] == {
+        "message": "the server is shutting down",
+        "type": "server_error",
+        "param": None,
+        "code": "shutting_down",
+    }
+    line = lines.take()
+    assert (line["level"], line["message"]) == ("INFO", "cancelled")
+    assert (line["error"], line["finish"], line["completion_tokens"]) == ("EngineClosedError", "cancelled", 2)
 
 
 @pytest.mark.parametrize("pause_after", [0, 2])
@@ -463,13 +482,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tiny.save_model(folder, vocab_size=400)
     hf_tokenizer().save_pretrained(folder)
     tiny.save_adapter(folder / "adapters" / "one", base, rank=4)
+    (folder / "adapters" / "broken").mkdir()
+    (folder / "adapters" / "broken" / "adapter_config.json").write_text("{}")
     return folder
 
 
 def test_a_server_writes_json_lines_of_all_its_processes_to_stderr(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    command = [*COMMAND, "serve", "--model", str(model_folder), "--served-model-name", "tiny", "--port", "0"]
+    command = [*COMMAND, "serve", "--model", str(model_folder), "--port", "0"]
     options = ["--adapters", str(model_folder / "adapters"), "--kv-memory", "4MiB", "--log-format", "json"]
     with (
         open(tmp_path / "log", "w+") as log,
@@ -483,8 +504,12 @@ def test_a_server_writes_json_lines_of_all_its_processes_to_stderr(
             url = ready.split("ready at ")[1].strip().removesuffix("/v1")
             # The engine reads weights at their first use, and warns when they are gone.
             (model_folder / "adapters" / "one" / "adapter_model.safetensors").unlink()
-            body = {"model": "tiny", "prompt": "the dog", "max_tokens": 2, "ignore_eos": True}
-            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+            models = [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]]
+            assert models == [model_folder.name, "one"]
+            # The path that the server was started with is not shown, but understood.
+            for name in (model_folder.name, str(model_folder)):
+                body = {"model": name, "prompt": "the dog", "max_tokens": 2, "ignore_eos": True}
+                assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
             assert httpx.post(f"{url}/v1/completions", json=body | {"model": "one"}, timeout=60).is_error
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
@@ -493,8 +518,14 @@ def test_a_server_writes_json_lines_of_all_its_processes_to_stderr(
         log.seek(0)
         found = [json.loads(line) for line in log]
     requests = [line for line in found if line["logger"] == "loraplex.request"]
-    assert [(line["model"], line["status"]) for line in requests] == [("tiny", 200), ("one", 400)]
-    assert [line["completion_tokens"] for line in requests] == [2, 0]
+    assert [(line["model"], line["status"]) for line in requests] == [
+        (model_folder.name, 200),
+        (str(model_folder), 200),
+        ("one", 400),
+    ]
+    assert [line["completion_tokens"] for line in requests] == [2, 2, 0]
+    [left_out] = [line for line in found if "'broken' is not served" in line["message"]]
+    assert (left_out["level"], left_out["process"]) == ("WARNING", "server")
     assert any(line["process"] == "engine" and line["level"] == "WARNING" for line in found)
     assert "the dog" not in json.dumps(found)
 
