@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from loraplex.core.errors import InvalidRequestError
+from loraplex.core.errors import EngineClosedError, InvalidRequestError
 from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError, BusyError, ContentEncodingError
 from loraplex.server.json_size import JsonSize, json_size
 from loraplex.server.requests import NOT_SUPPORTED, SUPPORTED_VALUES
@@ -49,6 +49,15 @@ class BodyReader:
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
         self._held_bytes = 0
+        self._is_closed = False
+        self._reads: set[asyncio.Timeout] = set()
+
+    def close(self) -> None:
+        """End the reads there are: the server is shutting down, and a slow upload would hold that up."""
+        self._is_closed = True
+        for read in self._reads:
+            if not read.expired():
+                read.reschedule(0.0)
 
     @asynccontextmanager
     async def read(self, request: Request, kind: type[T]) -> AsyncIterator[T]:
@@ -106,9 +115,15 @@ class BodyReader:
     async def _read_timeout(self) -> AsyncIterator[None]:
         timeout_s = self._limits.read_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                yield
+            async with asyncio.timeout(0.0 if self._is_closed else timeout_s) as read:
+                self._reads.add(read)
+                try:
+                    yield
+                finally:
+                    self._reads.discard(read)
         except TimeoutError:
+            if self._is_closed:
+                raise EngineClosedError("the server is shutting down") from None
             raise BodyTimeoutError(f"the request body did not arrive within {timeout_s:g} seconds") from None
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, cast
@@ -61,6 +62,8 @@ _KEEP_ALIVE_S: Final = 30
 _SWITCH_INTERVAL_S: Final = 0.001
 _LAST_WORDS_S: Final = 5.0
 """How long streams may take to send their error after the engine was closed under them."""
+_CUT_S: Final = 2
+"""How long requests may take to notice that their connection was cut; uvicorn logs those that do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +196,7 @@ async def _run(
         needs_key=bool(deps.api_keys),
         has_chat=deps.text.tokenizer.has_chat_template,
     )
-    ending = asyncio.create_task(_end(stop, server, client, announcer, options.shutdown_grace_s))
+    ending = asyncio.create_task(_end(stop, server, client, deps.bodies, announcer, options.shutdown_grace_s))
     stack.callback(ending.cancel)
     return client
 
@@ -210,7 +213,7 @@ def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,  # the peer decides who is an administrator, not what it says of itself
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(options.shutdown_grace_s + _LAST_WORDS_S),
+        timeout_graceful_shutdown=ceil(options.shutdown_grace_s + _LAST_WORDS_S) + _CUT_S,
     )
 
 
@@ -226,15 +229,22 @@ async def _listen(server: _Server, listener: socket.socket, options: ServeOption
 
 
 async def _end(
-    stop: asyncio.Event, server: _Server, client: EngineClient, announcer: Announcer, grace_s: float
+    stop: asyncio.Event,
+    server: _Server,
+    client: EngineClient,
+    bodies: BodyReader,
+    announcer: Announcer,
+    grace_s: float,
 ) -> None:
     """After a signal, or when the engine is gone for good: no new connections, a while for requests in
-    flight, then an error for the rest."""
+    flight, then an error for the rest. Connections whose clients do not even take that are cut."""
     await _first_of(stop, client.failed)
     announcer.stopping(num_in_flight=server.num_in_flight, grace_s=grace_s)
     server.should_exit = True
     await asyncio.sleep(grace_s)
-    # Streams end with an error event instead of a cut connection.
+    # Uploads end with an error, and streams with an error event instead of a cut connection.
+    bodies.close()
+    asyncio.get_running_loop().call_later(_LAST_WORDS_S, server.cut_connections)
     await client.close()
 
 
@@ -430,6 +440,11 @@ class _Server(uvicorn.Server):
     def num_in_flight(self) -> int:
         """HTTP requests that are being answered."""
         return len(self.server_state.tasks)
+
+    def cut_connections(self) -> None:
+        """Drop what is still to be sent. Requests on these connections end as those of clients that left."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -242,6 +243,25 @@ def test_a_server_that_is_told_to_end_cancels_what_it_does_not_finish(folder: Pa
         [logged] = [line for line in said if "route=/v1/completions" in line]
         assert " INFO request: cancelled status=200 " in logged
         assert not [line for line in said if " WARNING " in line]
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_server_that_is_told_to_end_waits_for_no_upload(folder: Path, tmp_path: Path) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n"
+    with (
+        started(folder, tmp_path, "--shutdown-grace", "0") as (process, url),
+        socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=PATIENCE_S) as client,
+    ):
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + head)
+        assert b" 200 " in client.recv(4096), "the server has read as far as the upload"
+        process.send_signal(signal.SIGTERM)
+        answer = b""
+        while part := client.recv(4096):
+            answer += part
+        assert b"HTTP/1.1 503 " in answer
+        assert b'"code":"shutting_down"' in answer
+        assert process.stdout is not None
+        assert "Traceback" not in process.stdout.read()
         assert process.wait(PATIENCE_S) == 0
 
 
