@@ -14,6 +14,7 @@ from loraplex.core.errors import LoraplexError
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.compare import engine_of
 from loraplex.workload.jsonl import WorkloadRequest, write_workload
+from loraplex.workload.request import WorkloadHeader
 
 CPU = ("--device", "cpu", "--shape", "tiny", "--dtype", "float32")
 
@@ -65,6 +66,37 @@ def test_serve_replays_every_request(tmp_path: Path) -> None:
     assert engine is not None
     assert (engine.num_adapters, engine.ranks, engine.kv_tokens) == (4, (1, 8), 512 * 16)
     assert engine.work == StepWork(max_tokens=2048)
+
+
+@pytest.mark.parametrize(
+    ("args", "num_adapters", "ranks"),
+    [
+        ((), 3, (2, 8, 2)),
+        (("--num-adapters", "2"), 2, (2, 8, 2)),
+        (("--rank", "4"), 3, (4,)),
+        (("--num-adapters", "6", "--ranks", "1,3"), 6, (1, 3)),
+    ],
+)
+def test_adapters_are_those_of_the_header_unless_options_say_otherwise(
+    tmp_path: Path, args: tuple[str, ...], num_adapters: int, ranks: tuple[int, ...]
+) -> None:
+    file, out = tmp_path / "w.jsonl", tmp_path / "out.json"
+    request = WorkloadRequest(arrival_s=0.0, prompt_tokens=2, output_tokens=1, adapter=2)
+    write_workload(file, [request], WorkloadHeader(ranks=(2, 8, 2)))
+    result = bench("serve", *CPU, "--no-warm-up", "--workload", str(file), *args, "--json", str(out))
+    assert result.exit_code == 0, result.output
+    engine = engine_of(json.loads(out.read_text()))
+    assert engine is not None
+    assert (engine.num_adapters, engine.ranks) == (num_adapters, ranks)
+
+
+def test_a_header_with_ranks_that_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    request = WorkloadRequest(arrival_s=0.0, prompt_tokens=2, output_tokens=1, adapter=0)
+    write_workload(file, [request], WorkloadHeader(ranks=(1024,)))
+    result = bench("serve", *CPU, "--workload", str(file))
+    assert result.exit_code == 2
+    assert "w.jsonl has adapters of rank 1024" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_workload_is_not_written_over(tmp_path: Path) -> None:
