@@ -17,7 +17,7 @@ from loraplex.cli.json_out import check_writable, write_json
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from loraplex.bench.distribution import Distribution
     from loraplex.engine.core import Engine
@@ -103,6 +103,7 @@ def decode(
         adapters=bench.versions,
         vocab_size=bench.vocab_size,
     )
+    describe(bench, f"batch {batch}, {prompt_tokens} prompt and {output_tokens} output tokens each")
     _publish(bench, json_out, itl_ms=measure_decode(bench.engine, load, repeats))
 
 
@@ -133,6 +134,7 @@ def prefill(
         adapters=bench.versions,
         vocab_size=bench.vocab_size,
     )
+    describe(bench, f"batch {batch}, {prompt_tokens} prompt tokens each")
     _publish(bench, json_out, prefill_ms=measure_prefill(bench.engine, load, repeats))
 
 
@@ -192,6 +194,7 @@ def serve(
         kv_tokens=bench.engine.stats().num_kv_blocks * BLOCK_SIZE,
         position_cost=bench.engine.step_work.position_cost,
     )
+    describe(bench, f"{len(requests)} {plural('request', len(requests))}")
     started = time.perf_counter()
     if warm_up:
         bench.engine.warm_up()
@@ -291,6 +294,37 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
         parameters=parameters | {"num_adapters": num_adapters},
         build_s=time.perf_counter() - started,
     )
+
+
+def describe(bench: Bench, load: str) -> None:
+    """Print on one line what is measured, before any figure of it. `load`: what the engine is asked."""
+    typer.echo(f"{_subject(bench.parameters)}; {_adapters(bench.parameters)}; {load}")
+
+
+def _subject(parameters: Mapping[str, Any]) -> str:
+    import torch
+
+    from loraplex.engine.machine import cpu_model
+    from loraplex.model.shapes import config_of_shape
+    from loraplex.perf.subject import shape_key
+
+    name, num_threads = parameters["shape"], torch.get_num_threads()
+    if parameters["device"] == "cuda":
+        machine = torch.cuda.get_device_name(0)
+    else:
+        machine = f"cpu, {num_threads} {plural('thread', num_threads)} of {cpu_model()}"
+    return f"{name} ({shape_key(config_of_shape(name).shape)}), {parameters['dtype']}, on {machine}"
+
+
+def _adapters(parameters: Mapping[str, Any]) -> str:
+    number = parameters["num_adapters"]
+    if number == 0:
+        return "no adapters"
+    # An adapter has the rank at its own place, so those behind the last adapter are not used.
+    ranks = sorted(set(_rank_list(str(parameters.get("ranks") or parameters["rank"]))[:number]))
+    of_rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+    padded = ", padded to the largest of a batch" if parameters.get("padded") else ""
+    return f"{number} {plural('adapter', number)} of {of_rank}{padded} on {parameters['modules']}"
 
 
 def use_threads(num_threads: int | None, device: str) -> None:

@@ -35,10 +35,21 @@ def test_decode_measures_the_gaps_between_tokens(tmp_path: Path, adapters: str) 
     assert found["parameters"]["num_adapters"] == {"none": 0, "one": 1, "distinct": 3}[adapters]
     assert found["results"]["itl_ms"].keys() == {"mean", "p50", "p95", "p99"}
     assert found["packages"]["torch"]
+    described = {
+        "none": "no adapters",
+        "one": "1 adapter of rank 4 on",
+        "distinct": "3 adapters of rank 4 on",
+    }
+    assert described[adapters] in result.output
 
 
 def test_prefill_reports_its_times() -> None:
-    assert "prefill_ms: mean" in bench("prefill", *CPU, "--prompt-tokens", "8", "--repeats", "1").output
+    result = bench("prefill", *CPU, "--threads", "1", "--prompt-tokens", "8", "--repeats", "1")
+    subject, figures = result.output.splitlines()
+    assert subject.startswith("tiny (llama-")
+    assert ", float32, on cpu, 1 thread of " in subject
+    assert subject.endswith("; no adapters; batch 1, 8 prompt tokens each")
+    assert figures.startswith("prefill_ms: mean")
 
 
 def workload(path: Path, *, prompt_tokens: int = 5) -> Path:
@@ -56,6 +67,7 @@ def test_serve_replays_every_request(tmp_path: Path) -> None:
         "serve", *CPU, "--workload", str(file), "--num-adapters", "4", "--ranks", "1,8", "--json", str(out)
     )
     assert result.exit_code == 0, result.output
+    assert "; 4 adapters of 2 ranks from 1 to 8 on q,k,v; 6 requests\n" in result.output
     document = json.loads(out.read_text())
     found = document["results"]
     assert (found["num_requests"], found["num_failed"], found["output_tokens"]) == (6, 0, 18)
