@@ -186,8 +186,17 @@ def _report_as_json(report: AdapterReport, warnings: Sequence[str]) -> dict[str,
     }
 
 
-def _findings(findings: Iterable[Finding]) -> list[dict[str, str]]:
-    return [{"field": each.field, "value": each.value, "reason": each.reason} for each in findings]
+def _findings(findings: Iterable[Finding]) -> list[dict[str, object]]:
+    return [{"field": each.field, "value": _as_json(each.value), "reason": each.reason} for each in findings]
+
+
+def _as_json(value: object) -> object:
+    """Return the value itself, or words in its place if it is nested too deeply for the JSON writer."""
+    try:
+        json.dumps({"honoured": [{"value": value}]}, indent=2)
+    except RecursionError:
+        return "nested too deeply to be shown"
+    return value
 
 
 def _print_report(console: Console, report: AdapterReport, warnings: Sequence[str]) -> None:
@@ -215,7 +224,7 @@ def _print_details(console: Console, report: AdapterReport) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from loraplex.adapters.peft_config import OFF
+    from loraplex.adapters.peft_config import OFF, show
 
     telling = [each for each in report.no_effect if each.reason != OFF]
     off = [each.field for each in report.no_effect if each.reason == OFF]
@@ -223,7 +232,8 @@ def _print_details(console: Console, report: AdapterReport) -> None:
         if findings:
             table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
             for each in findings:
-                table.add_row(*(Text(printable(cell)) for cell in (each.field, each.value, each.reason)))
+                cells = (each.field, show(each.value), each.reason)
+                table.add_row(*(Text(printable(cell)) for cell in cells))
             console.print(table)
     if off:
         console.print(f"Off: {', '.join(off)}")
