@@ -18,7 +18,7 @@ import typer
 
 from loraplex.cli.sizes import format_size
 from loraplex.cli.table import Column, number_column, print_table, printable, text_column
-from loraplex.core.words import plural
+from loraplex.core.words import no_server, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -292,12 +292,7 @@ def _from_server(base_url: str, api_key: str | None) -> list[dict[str, Any]]:
     except ValueError:
         _fail(f"{url} did not answer with JSON; is it a loraplex server?", EXIT_REFUSED)
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        _fail(
-            f"no server answers at {base_url} ({reason}); start one with `loraplex serve`, "
-            "or name another with --base-url",
-            EXIT_REFUSED,
-        )
+        _fail(no_server(base_url, getattr(error, "reason", error)), EXIT_REFUSED)
     rows = answer.get("data", answer.get("adapters")) if isinstance(answer, dict) else answer
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         _fail(f"{url} answered with something else than a list of adapters", EXIT_REFUSED)
