@@ -421,9 +421,12 @@ def test_a_poor_profile_is_warned_of(workload: Path, tmp_path: Path) -> None:
     )
     held_out = HeldOut(decode=poor, prefill=poor, serving=None, load=poor)
     write_profile(path, replace(imagined_machine(), held_out=held_out))
-    assert "off by 46% on the mean" in twin("run", path, workload).output
+    result = twin("run", path, workload)
+    assert "off by 46% on the mean" in result.output
+    assert "warning: R² of held out: decode, held out: prefill, held out: load is under 0.5" in result.stderr
+    assert "the twin is no better than poor.json" in result.stderr
     write_profile(path, imagined_machine())
-    assert "off by" not in twin("run", path, workload).output
+    assert twin("run", path, workload).stderr == ""
 
 
 def test_lost_requests_are_told_of(workload: Path, tmp_path: Path) -> None:
