@@ -189,8 +189,9 @@ def _show(model: CostModel) -> None:
     console.print(table)
 
 
-def warn_of_poor_fits(model: CostModel, advice: str) -> None:
-    """Print one line if a cost explains little of what was measured. `advice`: what to do about it."""
+def warn_of_poor_fits(model: CostModel, advice: str) -> bool:
+    """Print one line, and return True, if a cost explains little of what was measured. `advice`: what to do
+    about it."""
     poor = [
         name.strip()
         for name, _, quality in _rows(model)
@@ -203,6 +204,7 @@ def warn_of_poor_fits(model: CostModel, advice: str) -> None:
             fg=typer.colors.YELLOW,
             err=True,
         )
+    return bool(poor)
 
 
 def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:

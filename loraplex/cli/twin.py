@@ -251,12 +251,10 @@ def _read_profile(path: Path, model: str | None) -> Profile:
     from loraplex.twin.replay import read_any_profile
 
     profile = read_any_profile(path, model)
-    if isinstance(profile, CostModel):
-        warn_of_poor_fits(
-            profile,
-            f"the twin is no better than {path.name}, so measure again when the machine is idle",
-        )
-    if isinstance(profile, CostModel) and (held_out := profile.held_out) is not None:
+    if not isinstance(profile, CostModel):
+        return profile
+    advice = f"the twin is no better than {path.name}, so measure again when the machine is idle"
+    if not warn_of_poor_fits(profile, advice) and (held_out := profile.held_out) is not None:
         worst = max(held_out.decode.mean_error, held_out.prefill.mean_error)
         if worst > _POOR_ERROR:
             typer.echo(
