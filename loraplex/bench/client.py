@@ -145,9 +145,10 @@ class CompletionClient:
 
     def _no_server(self, error: aiohttp.ClientConnectorError) -> str:
         """Return the message with the system's own reason: asyncio replaces it by addresses it has tried."""
-        number = error.os_error.errno
-        is_dns = isinstance(error.os_error, socket.gaierror) or number is None
-        return no_server(self._root, error.os_error if is_dns else f"[Errno {number}] {os.strerror(number)}")
+        found, number = error.os_error, error.os_error.errno
+        if number is None or isinstance(found, socket.gaierror):  # names are not found by errors of their own
+            return no_server(self._root, found)
+        return no_server(self._root, f"[Errno {number}] {os.strerror(number)}")
 
     def _record(self, request: BenchRequest, tally: StreamTally, arrival_s: float) -> RequestRecord:
         error = tally.error

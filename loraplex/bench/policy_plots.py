@@ -36,10 +36,10 @@ def plot_policies(figures: Mapping[ColdStart, PolicyFigures], path: Path, *, tit
     bars.set_ylabel("% over cached, mean")
     bars.axhline(0, color="0.4", linewidth=0.8)
     bars.margins(y=0.15)
-    for policy, found in figures.items():
+    for each, found in figures.items():
         ordered_ms = np.sort(np.asarray(found.latencies.ttft_ms))
         shares = np.arange(1, len(ordered_ms) + 1) / len(ordered_ms)
-        curves.step(ordered_ms, shares, where="post", label=str(policy), color=_COLOURS[policy])
+        curves.step(ordered_ms, shares, where="post", label=str(each), color=_COLOURS[each])
     curves.set_xlabel("time to first token, milliseconds")
     curves.set_ylabel("share of requests")
     curves.set_xlim(left=0)
