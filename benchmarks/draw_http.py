@@ -8,10 +8,12 @@ From results/http_compare.json to docs/images/http-compare.svg.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
@@ -19,24 +21,24 @@ from matplotlib.ticker import LogFormatter
 from benchmarks.http_tables import LABELS, PICTURE, SATURATED, STEADY, figure, numbers_of_adapters, servers
 
 RESULTS: Final = Path(__file__).parent / "results"
+_LOG_FROM: Final = 10.0
+"""The largest value over the smallest."""
+_MARGIN: Final = 1.12
+"""The top of a panel over its largest value: marks are not cut."""
 COLORS: Final = {"loraplex": "#3b6fb6", "vllm-lora": "#c0504d", "vllm": "#7f7f7f"}
 
 
 def draw(result: dict[str, Any], picture: Path) -> None:
-    """Draw two panels: saturated throughput, and p95 of TTFT at a fixed rate on a log scale."""
+    """Draw two panels: saturated throughput, and p95 of TTFT at a fixed rate."""
     drawing = Figure(figsize=(10.5, 3.6), layout="constrained")
     throughput, ttft = drawing.subplots(1, 2)
     loads = next(iter(servers(result).values()))["parameters"]["loads"]
     _draw(throughput, result, SATURATED, "output_tokens_per_s")
     throughput.set_title(f"output tokens/s, {loads[SATURATED]['concurrency']} requests at a time", fontsize=9)
-    throughput.set_ylim(bottom=0)
     throughput.legend(fontsize=8)
     _draw(ttft, result, STEADY, "ttft_ms_p95")
     rate = loads[STEADY]["requests_per_s"]
     ttft.set_title(f"time to the first token, ms, p95, {rate:g} requests/s", fontsize=9)
-    ttft.set_yscale("log")
-    ttft.yaxis.set_major_formatter(LogFormatter())
-    ttft.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.0, 0.5)))
     # Text stays text, and ids are the same in every drawing: equal figures give an equal file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "loraplex"}):
         drawing.savefig(picture, metadata={"Date": None})
@@ -60,9 +62,22 @@ def _draw(axis: Axes, result: dict[str, Any], load: str, name: str) -> None:
             axis.plot(*points[0], "s", color=color, label=LABELS[server])
         else:
             axis.plot(*zip(*points, strict=True), "o-", color=color, label=LABELS[server])
+    _scale(axis, [value for line in axis.get_lines() for value in np.atleast_1d(line.get_ydata())])
     axis.set_xticks(list(places.values()), ["base" if number == 0 else str(number) for number in numbers])
     axis.set_xlabel("adapters that requests ask for at random", fontsize=8)
     axis.grid(alpha=0.3)
+
+
+def _scale(axis: Axes, values: Sequence[float]) -> None:
+    """Start at 0, so that heights compare as values do; values that are far apart get a log scale."""
+    if max(values) > _LOG_FROM * min(values):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(LogFormatter())
+        axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.0, 0.5)))
+        axis.set_ylabel("log scale", fontsize=8)
+        axis.set_ylim(min(values) / _MARGIN, max(values) * _MARGIN)
+    else:
+        axis.set_ylim(0, max(values) * _MARGIN)
 
 
 def main() -> None:

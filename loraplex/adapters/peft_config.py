@@ -39,10 +39,10 @@ _SHOWN_CHARS: Final = 80
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One config field, its value as JSON text, and what is done with it and why."""
+    """One config field, its value as the config has it, and what is done with it and why."""
 
     field: str
-    value: str
+    value: object
     reason: str = ""
 
 
@@ -105,22 +105,22 @@ def judge_config(config: Mapping[str, object]) -> ConfigVerdict:
     refusals: list[AdapterFormatError] = []
     for field, value in sorted(config.items()):
         if field in HONOURED:
-            honoured.append(Finding(field=field, value=show(value)))
+            honoured.append(Finding(field=field, value=value))
         elif field in NO_EFFECT:
-            no_effect.append(Finding(field=field, value=show(value), reason=NO_EFFECT[field]))
+            no_effect.append(Finding(field=field, value=value, reason=NO_EFFECT[field]))
         elif field in REFUSED_UNLESS_OFF:
             if is_off(value) or (field == "bias" and value == BIAS_OFF):
-                no_effect.append(Finding(field=field, value=show(value), reason=OFF))
+                no_effect.append(Finding(field=field, value=value, reason=OFF))
             else:
                 refusals.append(_refusal(field, value, REFUSED_UNLESS_OFF[field]))
         elif is_off(value):
-            no_effect.append(Finding(field=field, value=show(value), reason="unknown field, but off"))
+            no_effect.append(Finding(field=field, value=value, reason="unknown field, but off"))
         else:
             fix = "this field is not known here and may change the result; remove it if it does not"
             refusals.append(_refusal(field, value, fix))
     for field, default in (("r", _DEFAULT_RANK), ("lora_alpha", _DEFAULT_ALPHA)):
         if field not in config:
-            honoured.append(Finding(field=field, value=show(default), reason="not given; PEFT's default"))
+            honoured.append(Finding(field=field, value=default, reason="not given; PEFT's default"))
     settings, problems = _SettingsReader(config).read()
     return ConfigVerdict(
         honoured=tuple(honoured),

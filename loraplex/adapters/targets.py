@@ -201,7 +201,7 @@ def _by_pattern(
         decided |= new
         if not new:
             reason = "decides no targeted module of this base"
-            notes.append(Finding(field=f"{field}[{show(name)}]", value=show(value), reason=reason))
+            notes.append(Finding(field=f"{field}[{show(name)}]", value=value, reason=reason))
     return values, tuple(notes)
 
 
@@ -210,7 +210,7 @@ def _unused_targets(settings: LoraSettings, keys: Sequence[str]) -> list[Finding
         return []
     known = {name for key in (*keys, *_UNSERVED) for name in (key, *_suffixes(key))}
     return [
-        Finding(field="target_modules", value=show(name), reason="matches no module of this base")
+        Finding(field="target_modules", value=name, reason="matches no module of this base")
         for name in settings.target_modules
         if name not in known
     ]

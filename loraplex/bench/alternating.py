@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import exp, log
@@ -18,24 +19,48 @@ _ROUNDS: Final = 8
 
 
 def time_alternating(
-    cases: Sequence[Timed], *, repeats: int, report: Callable[[float], None] = lambda done: None
+    cases: Sequence[Timed],
+    *,
+    repeats: int,
+    report: Callable[[float], None] = lambda done: None,
+    now_s: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """What each takes at the machine's usual pace. All run once before time counts (kernels compile, graphs
     are captured, pages are touched), then all in turn, in another order every time. `report` gets the share
-    that is done."""
+    of the time that is over."""
     taken: list[tuple[int, float]] = []
     order, shuffled = list(range(len(cases))), Random(0)
-    num_done, num_runs = 0, len(cases) * (repeats + 1)
+    turns = TurnTimes(len(cases), num_rounds=repeats + 1)
     with quiet_collector():
         for repeat in range(repeats + 1):
+            # Cases come sorted by size. Shuffled, the first of them tell what all will take.
+            shuffled.shuffle(order)
             for index in order:
+                started_s = now_s()
                 took_s = cases[index]()
                 if repeat > 0:
                     taken.append((index, took_s))
-                num_done += 1
-                report(num_done / num_runs)
-            shuffled.shuffle(order)
+                report(turns.share_after(index, now_s() - started_s))
     return at_usual_pace(taken, len(cases))
+
+
+class TurnTimes:
+    """The share of the time that is over while cases take turns, by what each took the last time, with what
+    it takes to prepare it. A case that did not run yet is taken for the mean of those that did."""
+
+    def __init__(self, num_cases: int, *, num_rounds: int) -> None:
+        self._runs_left = [num_rounds] * num_cases
+        self._last_s: dict[int, float] = {}
+        self._spent_s = 0.0
+
+    def share_after(self, case: int, took_s: float) -> float:
+        """Count a run of the case, and return the share of the time of all runs that is over."""
+        self._last_s[case] = took_s
+        self._runs_left[case] -= 1
+        self._spent_s += took_s
+        mean_s = sum(self._last_s.values()) / len(self._last_s)
+        left_s = sum(runs * self._last_s.get(each, mean_s) for each, runs in enumerate(self._runs_left))
+        return self._spent_s / (self._spent_s + left_s) if self._spent_s > 0 else 0.0
 
 
 def at_usual_pace(taken: Sequence[tuple[int, float]], num_cases: int) -> list[float]:

@@ -7,6 +7,8 @@ greedy and ignores the end-of-sequence token, so that the output length is exact
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import aiohttp
 from loraplex.bench.records import RequestRecord
 from loraplex.bench.sse import StreamTally, error_text
 from loraplex.core.errors import LoraplexError
+from loraplex.core.words import no_server
 
 Clock = Callable[[], float]
 
@@ -105,6 +108,8 @@ class CompletionClient:
             await self._stream(request, tally)
         except TimeoutError:
             tally.error = f"no complete answer within {self._timeout_s:g} s"
+        except aiohttp.ClientConnectorError as error:
+            tally.error = self._no_server(error)
         except (aiohttp.ClientError, OSError) as error:
             tally.error = f"{type(error).__name__}: {error}"
         return self._record(request, tally, arrival_s)
@@ -118,6 +123,8 @@ class CompletionClient:
                     raise BenchError(f"{self._root}/v1/models: HTTP {response.status}: {error_text(body)}")
             models = json.loads(body)["data"]
             bases = [str(model["id"]) for model in models if model.get("parent") is None]
+        except aiohttp.ClientConnectorError as error:
+            raise BenchError(self._no_server(error)) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise BenchError(f"{self._root}/v1/models: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -135,6 +142,13 @@ class CompletionClient:
             async for data in response.content.iter_any():
                 tally.feed(data, self.clock())
             tally.close()
+
+    def _no_server(self, error: aiohttp.ClientConnectorError) -> str:
+        """Return the message with the system's own reason: asyncio replaces it by addresses it has tried."""
+        found, number = error.os_error, error.os_error.errno
+        if number is None or isinstance(found, socket.gaierror):  # names are not found by errors of their own
+            return no_server(self._root, found)
+        return no_server(self._root, f"[Errno {number}] {os.strerror(number)}")
 
     def _record(self, request: BenchRequest, tally: StreamTally, arrival_s: float) -> RequestRecord:
         error = tally.error

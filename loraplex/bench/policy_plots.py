@@ -16,6 +16,10 @@ from loraplex.bench.cold_scenarios import PolicyFigures
 from loraplex.core.cold_start import ColdStart
 
 _COMPARED: Final = {"ttft_ms": "TTFT", "tpt_ms": "TPT", "e2e_ms": "E2E"}
+_COLOURS: Final = {
+    policy: "0.35" if policy is ColdStart.CACHED else f"C{number}" for number, policy in enumerate(ColdStart)
+}
+"""A policy has the same one in every panel and in every picture, whatever it is compared with."""
 
 
 def plot_policies(figures: Mapping[ColdStart, PolicyFigures], path: Path, *, title: str) -> None:
@@ -26,16 +30,16 @@ def plot_policies(figures: Mapping[ColdStart, PolicyFigures], path: Path, *, tit
     for number, (policy, found) in enumerate(others.items()):
         places = np.arange(len(_COMPARED)) + (number - (len(others) - 1) / 2) * width
         heights = [100 * found.overheads[metric]["mean"] for metric in _COMPARED]
-        drawn = bars.bar(places, heights, width=0.9 * width, label=str(policy))
+        drawn = bars.bar(places, heights, width=0.9 * width, label=str(policy), color=_COLOURS[policy])
         bars.bar_label(drawn, fmt="%+.1f", fontsize=8, padding=2)
     bars.set_xticks(range(len(_COMPARED)), list(_COMPARED.values()))
     bars.set_ylabel("% over cached, mean")
     bars.axhline(0, color="0.4", linewidth=0.8)
     bars.margins(y=0.15)
-    for name, found in figures.items():
+    for each, found in figures.items():
         ordered_ms = np.sort(np.asarray(found.latencies.ttft_ms))
         shares = np.arange(1, len(ordered_ms) + 1) / len(ordered_ms)
-        curves.step(ordered_ms, shares, where="post", label=str(name))
+        curves.step(ordered_ms, shares, where="post", label=str(each), color=_COLOURS[each])
     curves.set_xlabel("time to first token, milliseconds")
     curves.set_ylabel("share of requests")
     curves.set_xlim(left=0)

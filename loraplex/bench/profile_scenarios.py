@@ -6,14 +6,15 @@ be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from loraplex.bench.profile_host import Predicted, Report, measure_assist, measure_bus, measure_disk
+from loraplex.bench.profile_host import Predicted, measure_assist, measure_bus, measure_disk
+from loraplex.bench.profile_progress import PhaseProgress, Progress
 from loraplex.bench.profile_reads import measure_reads
 from loraplex.bench.profile_serving import measure_serving
 from loraplex.bench.profile_steps import MeasuredSteps, StepCases, fit_steps, measure_steps
@@ -42,32 +43,28 @@ from loraplex.perf.held_out import HeldOut
 from loraplex.perf.least_squares import quality_of
 from loraplex.perf.step_cost import StepSample
 
-Progress = Callable[[str, float], None]
-"""What is being measured, and the share of everything that is done."""
-
 _RANKS: Final = (8, 64)
 _HELD_OUT_RANKS: Final = (16, 32)
 _NUM_HELD_OUT: Final = 24
 """Steps of either kind."""
 _MODULES: Final = ("q_proj", "k_proj", "v_proj")
 _GPU_REPEATS: Final = 3
-_CPU_REPEATS: Final = 25
+CPU_REPEATS: Final = 25
 _READ_REPEATS: Final = 12
 """Of files on a GPU's machine: its host is less steady than the device."""
 _MAX_SERVED_EACH: Final = 40
 """Steps of serving with each number of requests."""
-_SHARES: Final = {
-    "engine": 0.1,
-    "steps": 0.5,
-    "serving": 0.15,
-    "copies": 0.05,
-    "reads": 0.1,
-    "disk": 0.05,
-    "CPU LoRA": 0.05,
+_GPU_WEIGHTS: Final = {
+    "engine": 0.0,
+    "steps": 1.0,
+    "serving": 0.3,
+    "copies": 0.1,
+    "reads": 0.2,
+    "disk": 0.1,
+    "CPU LoRA": 0.1,
 }
-"""Of the time, by phase; roughly, for the progress bar."""
-_ON_GPU_ONLY: Final = ("serving", "copies")
-"""Phases that a CPU does not have."""
+_CPU_WEIGHTS: Final = {"engine": 0.0, "steps": 1.0, "reads": 0.006, "disk": 0.002, "CPU LoRA": 0.001}
+"""What phases take in relation to the steps of the engine, roughly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +79,11 @@ class ProfileOptions:
 
 
 def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
-    """Takes minutes."""
+    """Takes minutes, on a CPU up to hours: most of it for steps of the engine, every kind many times."""
     device, shape, dtype = torch.device(options.device), options.config.shape, options.dtype
     on_gpu, cores = device.type == "cuda", num_cores()
-    repeats = options.repeats or (_GPU_REPEATS if on_gpu else _CPU_REPEATS)
-    report = _Phases(progress, [name for name in _SHARES if on_gpu or name not in _ON_GPU_ONLY])
+    repeats = options.repeats or (_GPU_REPEATS if on_gpu else CPU_REPEATS)
+    report = PhaseProgress(progress, _GPU_WEIGHTS if on_gpu else _CPU_WEIGHTS)
     steps, memory = _profile_engine(options, repeats, report)
     bus, copies = measure_bus(device, repeats, report.of("copies")) if on_gpu else (None, [])
     folder = cache_dir() / "profiles"
@@ -115,23 +112,8 @@ def profile_machine(options: ProfileOptions, progress: Progress) -> CostModel:
     )
 
 
-class _Phases:
-    """Turns the shares of phases into the share of everything."""
-
-    def __init__(self, progress: Progress, phases: Sequence[str]) -> None:
-        """`phases`: that there are, in their order."""
-        self._progress = progress
-        self._phases = phases
-        self._all = sum(_SHARES[name] for name in phases)
-
-    def of(self, phase: str) -> Report:
-        before = sum(_SHARES[name] for name in self._phases[: self._phases.index(phase)])
-        self._progress(phase, before / self._all)
-        return lambda done: self._progress(phase, (before + done * _SHARES[phase]) / self._all)
-
-
 def _profile_engine(
-    options: ProfileOptions, repeats: int, report: _Phases
+    options: ProfileOptions, repeats: int, report: PhaseProgress
 ) -> tuple[MeasuredSteps, EngineMemory]:
     report.of("engine")
     config, on_gpu = options.config, options.device == "cuda"

@@ -19,7 +19,7 @@ import typer
 from loraplex.cli.flags import NO_VALUE
 from loraplex.cli.sizes import format_size
 from loraplex.cli.table import Column, number_column, print_table, printable, text_column
-from loraplex.core.words import plural
+from loraplex.core.words import no_server, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -189,8 +189,17 @@ def _report_as_json(report: AdapterReport, warnings: Sequence[str]) -> dict[str,
     }
 
 
-def _findings(findings: Iterable[Finding]) -> list[dict[str, str]]:
-    return [{"field": each.field, "value": each.value, "reason": each.reason} for each in findings]
+def _findings(findings: Iterable[Finding]) -> list[dict[str, object]]:
+    return [{"field": each.field, "value": _as_json(each.value), "reason": each.reason} for each in findings]
+
+
+def _as_json(value: object) -> object:
+    """Return the value itself, or words in its place if it is nested too deeply for the JSON writer."""
+    try:
+        json.dumps({"honoured": [{"value": value}]}, indent=2)
+    except RecursionError:
+        return "nested too deeply to be shown"
+    return value
 
 
 def _print_report(console: Console, report: AdapterReport, warnings: Sequence[str]) -> None:
@@ -218,7 +227,7 @@ def _print_details(console: Console, report: AdapterReport) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from loraplex.adapters.peft_config import OFF
+    from loraplex.adapters.peft_config import OFF, show
 
     telling = [each for each in report.no_effect if each.reason != OFF]
     off = [each.field for each in report.no_effect if each.reason == OFF]
@@ -226,7 +235,8 @@ def _print_details(console: Console, report: AdapterReport) -> None:
         if findings:
             table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
             for each in findings:
-                table.add_row(*(Text(printable(cell)) for cell in (each.field, each.value, each.reason)))
+                cells = (each.field, show(each.value), each.reason)
+                table.add_row(*(Text(printable(cell)) for cell in cells))
             console.print(table)
     if off:
         console.print(f"Off: {', '.join(off)}")
@@ -285,12 +295,7 @@ def _from_server(base_url: str, api_key: str | None) -> list[dict[str, Any]]:
     except ValueError:
         _fail(f"{url} did not answer with JSON; is it a loraplex server?", EXIT_REFUSED)
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        _fail(
-            f"no server answers at {base_url} ({reason}); start one with `loraplex serve`, "
-            "or name another with --base-url",
-            EXIT_REFUSED,
-        )
+        _fail(no_server(base_url, getattr(error, "reason", error)), EXIT_REFUSED)
     rows = answer.get("data", answer.get("adapters")) if isinstance(answer, dict) else answer
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         _fail(f"{url} answered with something else than a list of adapters", EXIT_REFUSED)

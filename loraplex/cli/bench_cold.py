@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from loraplex.bench.distribution import Distribution
     from loraplex.workload.jsonl import WorkloadRequest
 
+_NO_FILES: Final = "no files"
+"""Where an adapter is before its first request on a CPU, which has no tier between disk and the engine."""
 _ON_A_CPU: Final = (ColdStart.CACHED, ColdStart.ON_DEMAND, ColdStart.OVERLAP)
 
 
@@ -72,6 +74,8 @@ def cold(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-"))) if files else None
         most = max(num_adapters + 1, burst, len(requests or ()))
         make_specs = _maker(bench.parameters, most, folder)
+        load = "" if requests is None else f", a workload of {len(requests)} on one adapter each"
+        shared.describe(bench, f"{prompt_tokens} prompt tokens on an idle engine{load}")
         bench.engine.warm_up()
         results = _idle(bench, chosen, make_specs, num_adapters, prompt_tokens, files)
         if burst > 0:
@@ -143,7 +147,7 @@ def _idle(
     from loraplex.bench.cold_scenarios import measure_idle
 
     on_gpu = bench.parameters["device"] == "cuda"
-    starts = [*(["disk"] if files or not on_gpu else []), *(["host"] if on_gpu else [])]
+    starts = [*(["disk"] if files else []), *(["host"] if on_gpu else [])] or [_NO_FILES]
     found = measure_idle(
         bench.engine,
         policies,
@@ -158,6 +162,8 @@ def _idle(
         (policy, *(_mean_p95(figures.get(column)) for column in columns)) for policy, figures in found.items()
     ]
     _print_table("First token on an idle engine, ms: mean (p95)", ("policy", *columns), rows)
+    if _NO_FILES in starts:
+        typer.echo(f"{_NO_FILES}: weights are made at random in memory when first asked for; read: --files")
     return {
         "idle_ttft_ms": {
             policy: {where: _rounded(distribution) for where, distribution in figures.items()}

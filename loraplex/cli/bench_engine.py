@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -17,13 +17,18 @@ from loraplex.cli.json_out import check_writable, write_json
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from loraplex.bench.distribution import Distribution
     from loraplex.engine.core import Engine
-    from loraplex.workload.jsonl import WorkloadRequest
+    from loraplex.workload.jsonl import WorkloadFile, WorkloadRequest
 
 app = typer.Typer(help="Measure the engine in-process, with random weights.", no_args_is_help=True)
+
+_MAX_RANK: Final = 512
+_SERVED_ADAPTERS: Final = 200
+_SERVED_RANK: Final = 64
+"""Of a workload without a header, which does not say."""
 
 
 class Adapters(StrEnum):
@@ -47,7 +52,7 @@ Threads = Annotated[
 ]
 _Batch = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 _Adapters = Annotated[Adapters, typer.Option(help="One for all requests, or one each.")]
-Rank = Annotated[int, typer.Option(min=1, max=512, help="Rank of every adapter.")]
+Rank = Annotated[int, typer.Option(min=1, max=_MAX_RANK, help="Rank of every adapter.")]
 _Ranks = Annotated[str, typer.Option(help="Ranks in turn, e.g. 8,16,32,64; instead of --rank.")]
 Modules = Annotated[str, typer.Option(help="Targeted linears: q,k,v or all.")]
 _Padded = Annotated[
@@ -98,6 +103,7 @@ def decode(
         adapters=bench.versions,
         vocab_size=bench.vocab_size,
     )
+    describe(bench, f"batch {batch}, {prompt_tokens} prompt and {output_tokens} output tokens each")
     _publish(bench, json_out, itl_ms=measure_decode(bench.engine, load, repeats))
 
 
@@ -128,6 +134,7 @@ def prefill(
         adapters=bench.versions,
         vocab_size=bench.vocab_size,
     )
+    describe(bench, f"batch {batch}, {prompt_tokens} prompt tokens each")
     _publish(bench, json_out, prefill_ms=measure_prefill(bench.engine, load, repeats))
 
 
@@ -137,15 +144,31 @@ def serve(
         Path,
         typer.Option(
             help="The .jsonl file to replay, each request at its time. A line: "
-            '{"arrival_s": 0.5, "prompt_tokens": 20, "output_tokens": 50, "adapter": 0}. Adapter 7 of 5 is 2.'
+            '{"arrival_s": 0.5, "prompt_tokens": 20, "output_tokens": 50, "adapter": 0}. Its header says how '
+            "many adapters there are, and their ranks. Adapter 7 of 5 is 2."
         ),
     ],
     shape: Shape = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
-    num_adapters: Annotated[int, typer.Option(min=0, help="Registered adapters; 0: base model only.")] = 200,
-    rank: Rank = 64,
+    num_adapters: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Registered adapters; 0: base model only. Default: as many as the workload's header has, or "
+            f"{_SERVED_ADAPTERS} without a header.",
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=_MAX_RANK,
+            help="Rank of every adapter. Default: the ranks of the workload's header, or "
+            f"{_SERVED_RANK} without a header.",
+        ),
+    ] = None,
     ranks: _Ranks = "",
     modules: Modules = "q,k,v",
     padded: _Padded = False,
@@ -159,16 +182,19 @@ def serve(
     from loraplex.bench.engine_scenarios import replay
     from loraplex.bench.random_engine import BLOCK_SIZE
     from loraplex.bench.report import render, summarize
-    from loraplex.workload.jsonl import read_workload
+    from loraplex.workload.jsonl import WorkloadFile
 
-    requests = read_workload(workload)
-    bench = set_up(locals(), num_adapters=num_adapters)
+    file = WorkloadFile(workload)
+    requests = list(file)
+    served = _served_adapters(file, num_adapters, rank, ranks)
+    bench = set_up(locals() | {"rank": served.rank, "ranks": served.ranks}, num_adapters=served.number)
     check_lengths(requests, workload, bench.engine.max_model_len)
     bench.parameters.update(
         workload=workload.name,
         kv_tokens=bench.engine.stats().num_kv_blocks * BLOCK_SIZE,
         position_cost=bench.engine.step_work.position_cost,
     )
+    describe(bench, f"{len(requests)} {plural('request', len(requests))}")
     started = time.perf_counter()
     if warm_up:
         bench.engine.warm_up()
@@ -177,9 +203,36 @@ def serve(
         bench.engine.get_ready()
     report = summarize(replay(bench.engine, requests, bench.versions, bench.vocab_size))
     Console().print(
-        render(report, title=f"{workload.name}, {num_adapters} {plural('adapter', num_adapters)}")
+        render(report, title=f"{workload.name}, {served.number} {plural('adapter', served.number)}")
     )
     write(bench, json_out, report.as_json())
+
+
+class _Served(NamedTuple):
+    """The adapters that a workload is served with. `ranks`: in turn, with commas; empty: all have `rank`."""
+
+    number: int
+    rank: int
+    ranks: str
+
+
+def _served_adapters(file: WorkloadFile, num_adapters: int | None, rank: int | None, ranks: str) -> _Served:
+    """Take the workload's own adapters, as the twin does, unless an option says otherwise."""
+    header = file.header
+    if num_adapters is None:
+        num_adapters = _SERVED_ADAPTERS if header is None else header.num_adapters
+    if rank is None and not ranks.strip() and header is not None:
+        if max(header.ranks) > _MAX_RANK:
+            raise typer.BadParameter(
+                f"{file.path.name} has adapters of rank {max(header.ranks)}, and ranks go up to {_MAX_RANK}; "
+                "give --rank or --ranks",
+                param_hint="--workload",
+            )
+        if len(set(header.ranks)) == 1:
+            rank = header.ranks[0]
+        else:
+            ranks = ",".join(map(str, header.ranks))
+    return _Served(number=num_adapters, rank=_SERVED_RANK if rank is None else rank, ranks=ranks)
 
 
 def _num_adapters(adapters: Adapters, batch: int) -> int:
@@ -243,6 +296,37 @@ def set_up(options: dict[str, Any], num_adapters: int) -> Bench:
     )
 
 
+def describe(bench: Bench, load: str) -> None:
+    """Print on one line what is measured, before any figure of it. `load`: what the engine is asked."""
+    typer.echo(f"{_subject(bench.parameters)}; {_adapters(bench.parameters)}; {load}")
+
+
+def _subject(parameters: Mapping[str, Any]) -> str:
+    import torch
+
+    from loraplex.engine.machine import cpu_model
+    from loraplex.model.shapes import config_of_shape
+    from loraplex.perf.subject import shape_key
+
+    name, num_threads = parameters["shape"], torch.get_num_threads()
+    if parameters["device"] == "cuda":
+        machine = torch.cuda.get_device_name(0)
+    else:
+        machine = f"cpu, {num_threads} {plural('thread', num_threads)} of {cpu_model()}"
+    return f"{name} ({shape_key(config_of_shape(name).shape)}), {parameters['dtype']}, on {machine}"
+
+
+def _adapters(parameters: Mapping[str, Any]) -> str:
+    number = parameters["num_adapters"]
+    if number == 0:
+        return "no adapters"
+    # An adapter has the rank at its own place, so those behind the last adapter are not used.
+    ranks = sorted(set(_rank_list(str(parameters.get("ranks") or parameters["rank"]))[:number]))
+    of_rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+    padded = ", padded to the largest of a batch" if parameters.get("padded") else ""
+    return f"{number} {plural('adapter', number)} of {of_rank}{padded} on {parameters['modules']}"
+
+
 def use_threads(num_threads: int | None, device: str) -> None:
     """Compute with so many threads, if any number is given."""
     import torch
@@ -299,8 +383,8 @@ def _rank_list(text: str) -> list[int]:
         ranks = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint="--ranks") from None
-    if any(not 1 <= rank <= 512 for rank in ranks):
-        raise typer.BadParameter("ranks go from 1 to 512", param_hint="--ranks")
+    if any(not 1 <= rank <= _MAX_RANK for rank in ranks):
+        raise typer.BadParameter(f"ranks go from 1 to {_MAX_RANK}", param_hint="--ranks")
     return ranks
 
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from loraplex.cli.json_out import check_writable
-from loraplex.core.progress import shown_progress
+from loraplex.core.progress import in_words, shown_progress
 
 if TYPE_CHECKING:
     import torch
 
+    from loraplex.bench.profile_scenarios import ProfileOptions
     from loraplex.model.config import ModelConfig
     from loraplex.perf.cost_model import CostModel
     from loraplex.perf.least_squares import FitQuality
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 
 _POOR_R_SQUARED: Final = 0.5
-_EXPECTED: Final = "some minutes, longer for larger models and while other programs run; an estimate follows"
+_CPU_S: Final = (10 * 60, 2 * 3600)
+"""What two cores take for a tiny model, and for one of 100 million parameters."""
+_STOPPED: Final = 130
+"""The exit code of a command that was interrupted."""
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
 """What is read of a model's folder."""
 
@@ -74,12 +78,15 @@ def profile(
     check_writable(json_out, inputs=() if model is None else tuple(folder / name for name in _MODEL_FILES))
     config, device, chosen = _resolve(model, shape, device, dtype, threads)
     name = _short_name(model) or shape or "a random model"
-    with shown_progress(f"measuring {name}", expected=_EXPECTED) as progress:
-        found = profile_machine(
-            ProfileOptions(config=config, device=device, dtype=chosen, repeats=repeats), progress
-        )
+    options = ProfileOptions(config=config, device=device, dtype=chosen, repeats=repeats)
+    try:
+        with shown_progress(f"measuring {name}", expected=_expected(options)) as progress:
+            found = profile_machine(options, progress)
+    except KeyboardInterrupt:
+        typer.echo("stopped: nothing was kept of what was measured", err=True)
+        raise typer.Exit(_STOPPED) from None
     _show(found)
-    _warn_of_poor_fits(found)
+    warn_of_poor_fits(found, "run this again when the machine is idle")
     path = json_out or profile_path(found.subject)
     write_profile(path, found, environment(ENGINE_PACKAGES))
     typer.echo(f"wrote {path}")
@@ -143,6 +150,22 @@ def _resolve(
     return config, device, choose_dtype(dtype, device, config)
 
 
+def _expected(options: ProfileOptions) -> str:
+    """What it may take, in words: nothing is known of the machine before the first steps."""
+    from loraplex.bench.profile_scenarios import CPU_REPEATS
+
+    follows = "an estimate follows once 1% is measured"
+    if options.device != "cpu":
+        return f"some minutes, longer for larger models; {follows}"
+    rounds, default_rounds = (options.repeats or CPU_REPEATS) + 1, CPU_REPEATS + 1
+    least, most = (in_words(each * rounds / default_rounds) for each in _CPU_S)
+    fewer = "; --repeats 3 takes a seventh of it, and fits less closely" if options.repeats is None else ""
+    return (
+        f"on two cores, some {least} for a tiny model and {most} for one of 100 million parameters, longer "
+        f"while other programs run{fewer}; {follows}"
+    )
+
+
 def _short_name(model: str | None) -> str | None:
     """A folder's own name: with all of its path, there is no room for anything else on the line."""
     if model is None or not os.path.isdir(model):
@@ -166,7 +189,9 @@ def _show(model: CostModel) -> None:
     console.print(table)
 
 
-def _warn_of_poor_fits(model: CostModel) -> None:
+def warn_of_poor_fits(model: CostModel, advice: str) -> bool:
+    """Print one line, and return True, if a cost explains little of what was measured. `advice`: what to do
+    about it."""
     poor = [
         name.strip()
         for name, _, quality in _rows(model)
@@ -175,10 +200,11 @@ def _warn_of_poor_fits(model: CostModel) -> None:
     if poor:
         typer.secho(
             f"warning: R² of {', '.join(poor)} is under {_POOR_R_SQUARED:g}: other programs were probably "
-            "running; run this again when the machine is idle",
+            f"running; {advice}",
             fg=typer.colors.YELLOW,
             err=True,
         )
+    return bool(poor)
 
 
 def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:

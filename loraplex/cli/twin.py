@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from loraplex.cli.json_out import check_picture, check_writable, write_json
+from loraplex.cli.profile import warn_of_poor_fits
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
 from loraplex.core.words import plural
@@ -250,7 +251,10 @@ def _read_profile(path: Path, model: str | None) -> Profile:
     from loraplex.twin.replay import read_any_profile
 
     profile = read_any_profile(path, model)
-    if isinstance(profile, CostModel) and (held_out := profile.held_out) is not None:
+    if not isinstance(profile, CostModel):
+        return profile
+    advice = f"the twin is no better than {path.name}, so measure again when the machine is idle"
+    if not warn_of_poor_fits(profile, advice) and (held_out := profile.held_out) is not None:
         worst = max(held_out.decode.mean_error, held_out.prefill.mean_error)
         if worst > _POOR_ERROR:
             typer.echo(

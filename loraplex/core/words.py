@@ -1,4 +1,4 @@
-"""Words that depend on a number."""
+"""Words that several messages share."""
 
 from __future__ import annotations
 
@@ -6,3 +6,11 @@ from __future__ import annotations
 def plural(noun: str, number: float) -> str:
     """Return the noun as it follows the number: "adapter" after 1, "adapters" after any other."""
     return noun if number == 1 else f"{noun}s"
+
+
+def no_server(base_url: str, reason: object) -> str:
+    """Return the message for a URL at which nothing could be connected to, and what to do about it."""
+    return (
+        f"no server answers at {base_url} ({reason}); start one with `loraplex serve`, "
+        "or name another with --base-url"
+    )

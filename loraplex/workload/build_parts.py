@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from loraplex.workload import popularity as shares_of
 from loraplex.workload import recipe as defaults
@@ -88,25 +89,56 @@ def _seen_lengths(recipe: Recipe) -> Lengths:
 
 
 def _drawn_prompt(recipe: Recipe) -> TokenCounts:
-    median = recipe.prompt_tokens or defaults.DEFAULT_PROMPT_TOKENS
     sigma = defaults.DEFAULT_PROMPT_SIGMA if recipe.prompt_sigma is None else recipe.prompt_sigma
-    most = recipe.max_prompt_tokens or defaults.DEFAULT_MAX_PROMPT_TOKENS
-    with blaming("prompt_tokens"):
-        return _log_normal(median, sigma, most)
+    median, most = recipe.prompt_tokens, recipe.max_prompt_tokens
+    return _log_normal(
+        _Tokens("prompt_tokens", median, defaults.DEFAULT_PROMPT_TOKENS),
+        _Tokens("max_prompt_tokens", most, defaults.DEFAULT_MAX_PROMPT_TOKENS),
+        sigma,
+    )
 
 
 def _drawn_output(recipe: Recipe) -> TokenCounts:
-    median = recipe.output_tokens or defaults.DEFAULT_OUTPUT_TOKENS
     sigma = defaults.DEFAULT_OUTPUT_SIGMA if recipe.output_sigma is None else recipe.output_sigma
-    most = recipe.max_output_tokens or defaults.DEFAULT_MAX_OUTPUT_TOKENS
-    with blaming("output_tokens"):
-        return _log_normal(median, sigma, most)
-
-
-def _log_normal(median: int, sigma: float, most: int) -> TokenCounts:
-    return LogNormalTokens(
-        median=median, sigma=sigma, least=min(defaults.DEFAULT_MIN_TOKENS, median), most=most
+    median, most = recipe.output_tokens, recipe.max_output_tokens
+    return _log_normal(
+        _Tokens("output_tokens", median, defaults.DEFAULT_OUTPUT_TOKENS),
+        _Tokens("max_output_tokens", most, defaults.DEFAULT_MAX_OUTPUT_TOKENS),
+        sigma,
     )
+
+
+class _Tokens(NamedTuple):
+    """A number of tokens that was asked for, or its default."""
+
+    field: str
+    asked: int | None
+    default: int
+
+    @property
+    def tokens(self) -> int:
+        return self.default if self.asked is None else self.asked
+
+    def in_words(self) -> str:
+        by_default = ", its default" if self.asked is None else ""
+        return f"--{self.field.replace('_', '-')} {self.tokens}{by_default}"
+
+
+def _log_normal(median: _Tokens, most: _Tokens, sigma: float) -> TokenCounts:
+    if most.tokens < median.tokens:
+        # The one that was given is blamed, and the other one named.
+        if median.asked is None:
+            raise RecipeError(
+                most.field, f"{most.tokens} is below the median, {median.in_words()}; give that as well"
+            )
+        raise RecipeError(median.field, f"a median of {median.tokens} is above {most.in_words()}")
+    with blaming(median.field.replace("tokens", "sigma")):
+        return LogNormalTokens(
+            median=median.tokens,
+            sigma=sigma,
+            least=min(defaults.DEFAULT_MIN_TOKENS, median.tokens),
+            most=most.tokens,
+        )
 
 
 def speed_for(rate: float | None, times_s: Callable[[], Iterator[float]]) -> tuple[float, float]:

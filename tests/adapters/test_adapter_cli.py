@@ -122,6 +122,22 @@ def test_check_as_json_names_the_refused_fields(tmp_path: Path, capsys: pytest.C
     ]
 
 
+def test_check_as_json_has_values_whole_and_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep: list[Any] = []
+    for _ in range(900):
+        deep = [deep]
+    long = {f"key{number}": [number] for number in range(100)}
+    write_adapter(tmp_path, make_config(runtime_config=long, revision=deep))
+    assert run_check(tmp_path, "base", as_json=True, load_shape=load_shape) == 0
+    report = json.loads(capsys.readouterr().out)
+    values = {each["field"]: each["value"] for each in (*report["honoured"], *report["no_effect"])}
+    assert values["runtime_config"] == long
+    assert (values["r"], values["target_modules"]) == (4, ["q_proj", "v_proj"])
+    assert values["revision"] in (deep, "nested too deeply to be shown")
+
+
 def test_check_with_an_unknown_model_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

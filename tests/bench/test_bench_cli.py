@@ -97,10 +97,11 @@ def test_a_failed_warm_up_ends_the_run(fake: FakeServer) -> None:
 def test_no_server_exits_1() -> None:
     code, text = bench("--base-url", "http://127.0.0.1:9", *CLOSED)
     assert code == 1
-    assert "/v1/models" in text
+    assert "error: no server answers at http://127.0.0.1:9 ([Errno " in text
     code, text = bench("--base-url", "http://127.0.0.1:9", *CLOSED, "--model", "m")
     assert code == 1
     assert "0 of 6 requests succeeded" in text
+    assert "failed 6x: no server answers at http://127.0.0.1:9 ([Errno " in text
 
 
 @pytest.mark.parametrize(

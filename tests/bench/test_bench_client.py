@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 
 import pytest
@@ -8,6 +9,7 @@ from fake_openai import FakeServer
 
 from loraplex.bench.client import BenchError, CompletionClient, encode_request
 from loraplex.bench.records import RequestRecord
+from loraplex.core.words import no_server
 
 
 def complete(base_url: str, model: str, *, output_tokens: int = 4, timeout_s: float = 60.0) -> RequestRecord:
@@ -75,7 +77,7 @@ def test_a_failed_request_says_why(fake: FakeServer, model: str, error: str, num
 def test_connection_refused_is_a_failed_request() -> None:
     record = complete(unused_url(), "the-base")
     assert record.error is not None
-    assert "ClientConnectorError" in record.error
+    assert record.error.startswith("no server answers at ")
     assert record.first_token_s is None
 
 
@@ -103,8 +105,16 @@ def test_a_server_with_adapters_only_needs_a_model_named(fake: FakeServer) -> No
 
 
 def test_a_server_out_of_reach_is_named() -> None:
-    with pytest.raises(BenchError, match="/v1/models"):
-        find_base(unused_url())
+    url = unused_url()
+    with pytest.raises(BenchError) as caught:
+        find_base(url)
+    reason = f"[Errno {errno.ECONNREFUSED}] Connection refused"
+    assert str(caught.value) == no_server(url, reason)
+
+
+def test_a_host_that_is_not_known_is_named() -> None:
+    with pytest.raises(BenchError, match=r"^no server answers at http://host\.invalid:1 \("):
+        find_base("http://host.invalid:1")
 
 
 @pytest.mark.parametrize("models", [["the-base"], None, [{"name": "x"}]])

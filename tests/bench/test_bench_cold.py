@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 from click.testing import Result
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from loraplex.bench.adapter_files import save_random_adapters
 from loraplex.bench.cold_scenarios import figures_of
+from loraplex.bench.policy_plots import plot_policies
 from loraplex.bench.records import RequestRecord
 from loraplex.cli.main import app
 from loraplex.core.cold_start import ColdStart
@@ -53,7 +57,10 @@ def test_every_policy_is_compared_with_cached(workload: Path, tmp_path: Path, fi
     policies = {"cached", "on-demand", "overlap"}
     assert found["idle_ttft_ms"].keys() == found["burst"].keys() == found["workload"].keys() == policies
     assert found["idle_ttft_ms"]["cached"].keys() == {"ready"}
-    assert found["idle_ttft_ms"]["overlap"].keys() == {"disk", "ready"}
+    where = "disk" if files == "--files" else "no files"
+    assert found["idle_ttft_ms"]["overlap"].keys() == {where, "ready"}
+    assert ("disk" in result.output) == (files == "--files")
+    assert "2 adapters of rank 4 on q,k,v; 8 prompt tokens on an idle engine" in result.output
     assert found["workload"]["cached"]["over_cached"]["ttft_ms"] == {"mean": 0.0, "p95": 0.0}
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -120,6 +127,21 @@ def test_overheads_and_pauses_are_told_by_what_cached_takes() -> None:
     assert overlap.overheads["e2e_ms"]["mean"] == pytest.approx(((35 + 53) / 2) / 30 - 1)
     assert overlap.interruptions_per_request == pytest.approx(1.0)  # two gaps above 7.5 ms, two requests
     assert found[ColdStart.CACHED].interruptions_per_request == 0
+
+
+def test_a_policy_has_one_colour_in_all_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    records = {
+        policy: [record(10, [5, 5])] for policy in (ColdStart.CACHED, ColdStart.OVERLAP, ColdStart.AUTO)
+    }
+    plot_policies(figures_of(records), tmp_path / "a.png", title="t")
+    bars, curves = drawn[0].axes
+    of_bars = {each.get_label(): to_hex(each.patches[0].get_facecolor()) for each in bars.containers}
+    of_curves = {each.get_label(): to_hex(each.get_color()) for each in curves.lines}
+    assert of_bars.keys() == {"overlap", "auto"}
+    assert of_curves == of_bars | {"cached": of_curves["cached"]}
+    assert len(set(of_curves.values())) == 3
 
 
 def test_saved_adapters_differ_and_are_whole(tmp_path: Path) -> None:

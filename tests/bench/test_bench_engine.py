@@ -14,6 +14,7 @@ from loraplex.core.errors import LoraplexError
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.compare import engine_of
 from loraplex.workload.jsonl import WorkloadRequest, write_workload
+from loraplex.workload.request import WorkloadHeader
 
 CPU = ("--device", "cpu", "--shape", "tiny", "--dtype", "float32")
 
@@ -34,10 +35,21 @@ def test_decode_measures_the_gaps_between_tokens(tmp_path: Path, adapters: str) 
     assert found["parameters"]["num_adapters"] == {"none": 0, "one": 1, "distinct": 3}[adapters]
     assert found["results"]["itl_ms"].keys() == {"mean", "p50", "p95", "p99"}
     assert found["packages"]["torch"]
+    described = {
+        "none": "no adapters",
+        "one": "1 adapter of rank 4 on",
+        "distinct": "3 adapters of rank 4 on",
+    }
+    assert described[adapters] in result.output
 
 
 def test_prefill_reports_its_times() -> None:
-    assert "prefill_ms: mean" in bench("prefill", *CPU, "--prompt-tokens", "8", "--repeats", "1").output
+    result = bench("prefill", *CPU, "--threads", "1", "--prompt-tokens", "8", "--repeats", "1")
+    subject, figures = result.output.splitlines()
+    assert subject.startswith("tiny (llama-")
+    assert ", float32, on cpu, 1 thread of " in subject
+    assert subject.endswith("; no adapters; batch 1, 8 prompt tokens each")
+    assert figures.startswith("prefill_ms: mean")
 
 
 def workload(path: Path, *, prompt_tokens: int = 5) -> Path:
@@ -55,6 +67,7 @@ def test_serve_replays_every_request(tmp_path: Path) -> None:
         "serve", *CPU, "--workload", str(file), "--num-adapters", "4", "--ranks", "1,8", "--json", str(out)
     )
     assert result.exit_code == 0, result.output
+    assert "; 4 adapters of 2 ranks from 1 to 8 on q,k,v; 6 requests\n" in result.output
     document = json.loads(out.read_text())
     found = document["results"]
     assert (found["num_requests"], found["num_failed"], found["output_tokens"]) == (6, 0, 18)
@@ -65,6 +78,37 @@ def test_serve_replays_every_request(tmp_path: Path) -> None:
     assert engine is not None
     assert (engine.num_adapters, engine.ranks, engine.kv_tokens) == (4, (1, 8), 512 * 16)
     assert engine.work == StepWork(max_tokens=2048)
+
+
+@pytest.mark.parametrize(
+    ("args", "num_adapters", "ranks"),
+    [
+        ((), 3, (2, 8, 2)),
+        (("--num-adapters", "2"), 2, (2, 8, 2)),
+        (("--rank", "4"), 3, (4,)),
+        (("--num-adapters", "6", "--ranks", "1,3"), 6, (1, 3)),
+    ],
+)
+def test_adapters_are_those_of_the_header_unless_options_say_otherwise(
+    tmp_path: Path, args: tuple[str, ...], num_adapters: int, ranks: tuple[int, ...]
+) -> None:
+    file, out = tmp_path / "w.jsonl", tmp_path / "out.json"
+    request = WorkloadRequest(arrival_s=0.0, prompt_tokens=2, output_tokens=1, adapter=2)
+    write_workload(file, [request], WorkloadHeader(ranks=(2, 8, 2)))
+    result = bench("serve", *CPU, "--no-warm-up", "--workload", str(file), *args, "--json", str(out))
+    assert result.exit_code == 0, result.output
+    engine = engine_of(json.loads(out.read_text()))
+    assert engine is not None
+    assert (engine.num_adapters, engine.ranks) == (num_adapters, ranks)
+
+
+def test_a_header_with_ranks_that_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    request = WorkloadRequest(arrival_s=0.0, prompt_tokens=2, output_tokens=1, adapter=0)
+    write_workload(file, [request], WorkloadHeader(ranks=(1024,)))
+    result = bench("serve", *CPU, "--workload", str(file))
+    assert result.exit_code == 2
+    assert "w.jsonl has adapters of rank 1024" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_workload_is_not_written_over(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
@@ -106,3 +107,13 @@ def test_the_picture_is_the_same_for_the_same_figures(tmp_path: Path, result: di
     assert drawn == (tmp_path / "two.svg").read_text()
     assert "vLLM, LoRA off" in drawn
     assert "vLLM, LoRA on" not in drawn
+
+
+@pytest.mark.parametrize(("most", "scale"), [(34.0, "linear"), (3400.0, "log")])
+def test_panels_start_at_0_unless_values_are_far_apart_and_have_room_above(most: float, scale: str) -> None:
+    axis = Figure().subplots()
+    draw_http._scale(axis, [23.0, most])
+    low, high = axis.get_ylim()
+    assert axis.get_yscale() == scale
+    assert low == 0 if scale == "linear" else 0 < low < 23
+    assert high > 1.1 * most

@@ -414,16 +414,22 @@ def test_figures_and_picture_are_two_files(profile: Path, workload: Path, tmp_pa
     assert "--plot" in result.output
 
 
-def test_a_poor_profile_is_warned_of(workload: Path, tmp_path: Path) -> None:
-    path, poor = (
-        tmp_path / "poor.json",
-        FitQuality(num_samples=9, r_squared=0.2, mean_error=0.46, worst_error=1.0),
-    )
-    held_out = HeldOut(decode=poor, prefill=poor, serving=None, load=poor)
-    write_profile(path, replace(imagined_machine(), held_out=held_out))
-    assert "off by 46% on the mean" in twin("run", path, workload).output
+def test_a_poor_profile_is_warned_of_in_one_line(workload: Path, tmp_path: Path) -> None:
+    path = tmp_path / "poor.json"
+
+    def warnings(r_squared: float) -> list[str]:
+        poor = FitQuality(num_samples=9, r_squared=r_squared, mean_error=0.46, worst_error=1.0)
+        held_out = HeldOut(decode=poor, prefill=poor, serving=None, load=poor)
+        write_profile(path, replace(imagined_machine(), held_out=held_out))
+        return list(twin("run", path, workload).stderr.splitlines())
+
+    [off] = warnings(0.9)
+    assert "off by 46% on the mean" in off
+    [poor] = warnings(0.2)
+    assert poor.startswith("warning: R² of held out: decode, held out: prefill, held out: load is under 0.5")
+    assert "the twin is no better than poor.json" in poor
     write_profile(path, imagined_machine())
-    assert "off by" not in twin("run", path, workload).output
+    assert twin("run", path, workload).stderr == ""
 
 
 def test_lost_requests_are_told_of(workload: Path, tmp_path: Path) -> None:

@@ -182,7 +182,9 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
         ({"prompt_tokens": -5}, "prompt_tokens"),
         ({"prompt_tokens": 2000}, "prompt_tokens"),
         ({"output_tokens": 513}, "output_tokens"),
-        ({"prompt_sigma": -1.0}, "prompt_tokens"),
+        ({"max_output_tokens": 32}, "max_output_tokens"),
+        ({"max_prompt_tokens": 32, "prompt_tokens": 33}, "prompt_tokens"),
+        ({"prompt_sigma": -1.0}, "prompt_sigma"),
         ({"ranks": "8,x"}, "ranks"),
         ({"ranks": "0"}, "ranks"),
         ({"rates": "0"}, "rates"),
@@ -217,6 +219,31 @@ def test_an_option_that_is_wrong_or_has_no_effect_is_refused(options: dict[str, 
     with pytest.raises(RecipeError) as caught:
         make_workload(Recipe(**options))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"max_output_tokens": 32},
+            "max_output_tokens: 32 is below the median, --output-tokens 117, its default; give that as well",
+        ),
+        (
+            {"output_tokens": 600},
+            "output_tokens: a median of 600 is above --max-output-tokens 512, its default",
+        ),
+        (
+            {"prompt_tokens": 40, "max_prompt_tokens": 30},
+            "prompt_tokens: a median of 40 is above --max-prompt-tokens 30",
+        ),
+    ],
+)
+def test_of_two_lengths_that_conflict_the_one_given_is_refused_and_the_other_named(
+    options: dict[str, int], words: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_workload(Recipe(**options))
+    assert str(caught.value) == words
 
 
 def test_a_start_after_the_trace_is_refused(tmp_path: Path) -> None:
