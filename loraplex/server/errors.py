@@ -6,10 +6,9 @@ import logging
 import re
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -34,6 +33,9 @@ from loraplex.core.errors import (
 )
 from loraplex.server.request_log import request_record
 from loraplex.server.responses import ErrorBody, ErrorDetail
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from math import ceil
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +37,6 @@ from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.source import resolve_model
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import GivenAdapter, start_adapters
-from loraplex.server.app import create_app
 from loraplex.server.banner import Announcer
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.connections import (
@@ -185,6 +185,8 @@ async def _run(
     # a third of a second.
     gc.collect()
     gc.freeze()
+    from loraplex.server.app import create_app  # imported while the engine started (`_start`)
+
     front.app = create_app(deps)
     await asyncio.to_thread(flush_logs)  # what the log says of the start stands before the banner
     announcer.ready(
@@ -297,8 +299,11 @@ async def _start(
             show(progress)
 
         # Also for the adapters by themselves: one that cannot be served is told before the model is loaded.
-        _, tokenizer, report = await asyncio.gather(
-            client.start(on_progress, registering), asyncio.to_thread(Tokenizer.load, folder), registering
+        _, tokenizer, report, _ = await asyncio.gather(
+            client.start(on_progress, registering),
+            asyncio.to_thread(Tokenizer.load, folder),
+            registering,
+            asyncio.to_thread(import_module, "loraplex.server.app"),  # FastAPI: not before the engine starts
         )
     assert client.info is not None, "a started engine has said what it can hold"
     announcer.registered(report.num_served)
