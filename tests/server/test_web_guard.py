@@ -217,7 +217,7 @@ def test_the_curl_lines_of_the_banner_work(
         assert host is not None
         assert port is not None
         Announcer().ready(
-            host=host, port=port, base_model="base", adapters=["pirate"], notes=(), needs_key=False,
+            host=host, port=port, base_model="base", adapters=["pirate"], num_skipped=0, needs_key=False,
             has_chat=True,
         )  # fmt: skip
         lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "curl " in line]
