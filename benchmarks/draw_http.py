@@ -22,7 +22,7 @@ from benchmarks.http_tables import LABELS, PICTURE, SATURATED, STEADY, figure, n
 
 RESULTS: Final = Path(__file__).parent / "results"
 _LOG_FROM: Final = 10.0
-"""The largest value over the smallest."""
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 _MARGIN: Final = 1.12
 """The top of a panel over its largest value: marks are not cut."""
 COLORS: Final = {"loraplex": "#3b6fb6", "vllm-lora": "#c0504d", "vllm": "#7f7f7f"}

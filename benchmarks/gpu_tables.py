@@ -171,7 +171,7 @@ def start_table(result: Result) -> str:
             lines.append(("**engine ready, in all**", *(f"**{start['ready_s']:.1f} s**" for start in starts)))
     servers = (f"**{start['ready_s']:.1f} s**" for start in result["server"])
     lines.append(("**`loraplex serve` ready, in all**", *servers))
-    lines.append(("of which, as it says", *(start["said"] for start in result["server"])))
+    lines.append(("phases that `loraplex serve` reports", *(start["said"] for start in result["server"])))
     return table(("phase", *(f"{start['cache']} cache" for start in starts)), lines)
 
 

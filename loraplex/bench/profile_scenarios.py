@@ -64,7 +64,7 @@ _GPU_WEIGHTS: Final = {
     "CPU LoRA": 0.1,
 }
 _CPU_WEIGHTS: Final = {"engine": 0.0, "steps": 1.0, "reads": 0.006, "disk": 0.002, "CPU LoRA": 0.001}
-"""What phases take in relation to the steps of the engine, roughly."""
+"""Rough duration of each phase, relative to that of the engine's steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ app = typer.Typer(help="Measure the engine in-process, with random weights.", no
 _MAX_RANK: Final = 512
 _SERVED_ADAPTERS: Final = 200
 _SERVED_RANK: Final = 64
-"""Of a workload without a header, which does not say."""
+"""Rank of every adapter if the workload has no header."""
 
 
 class Adapters(StrEnum):

@@ -1,4 +1,4 @@
-"""A server that is told to end before it listens to signals."""
+"""Signals that reach a server before it handles them itself."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from types import FrameType
 
 
 @contextmanager
-def ends_with_0_when_told() -> Iterator[None]:
-    """Leave with 0 on SIGINT and SIGTERM, as the server does after its start. Those of the server take the
-    place of these handlers."""
+def exit_0_on_signal() -> Iterator[None]:
+    """Exit with 0 on SIGINT and SIGTERM, as a server does after its start; its own handlers replace these."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def exit_0(number: int, frame: FrameType | None) -> None:
         sys.exit(0)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, exit_0) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

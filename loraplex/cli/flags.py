@@ -1,4 +1,4 @@
-"""How options are shown in --help that take no value."""
+"""Options without a value in --help."""
 
 from __future__ import annotations
 

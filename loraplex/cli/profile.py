@@ -6,13 +6,13 @@ Imports of torch wait until the command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from loraplex.cli.json_out import check_writable
+from loraplex.cli.profile_table import print_costs, warn_of_poor_fits
 from loraplex.core.progress import in_words, shown_progress
 
 if TYPE_CHECKING:
@@ -20,16 +20,10 @@ if TYPE_CHECKING:
 
     from loraplex.bench.profile_scenarios import ProfileOptions
     from loraplex.model.config import ModelConfig
-    from loraplex.perf.cost_model import CostModel
-    from loraplex.perf.least_squares import FitQuality
-    from loraplex.perf.line import Line
-    from loraplex.perf.step_cost import RowCurve
 
-
-_POOR_R_SQUARED: Final = 0.5
 _CPU_S: Final = (10 * 60, 2 * 3600)
 """What two cores take for a tiny model, and for one of 100 million parameters."""
-_STOPPED: Final = 130
+_EXIT_INTERRUPTED: Final = 130
 """The exit code of a command that was interrupted."""
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
 """What is read of a model's folder."""
@@ -84,8 +78,8 @@ def profile(
             found = profile_machine(options, progress)
     except KeyboardInterrupt:
         typer.echo("stopped: nothing was kept of what was measured", err=True)
-        raise typer.Exit(_STOPPED) from None
-    _show(found)
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    print_costs(found)
     warn_of_poor_fits(found, "run this again when the machine is idle")
     path = json_out or profile_path(found.subject)
     write_profile(path, found, environment(ENGINE_PACKAGES))
@@ -151,7 +145,7 @@ def _resolve(
 
 
 def _expected(options: ProfileOptions) -> str:
-    """What it may take, in words: nothing is known of the machine before the first steps."""
+    """Return an estimate in words; nothing is known of the machine before the first steps."""
     from loraplex.bench.profile_scenarios import CPU_REPEATS
 
     follows = "an estimate follows once 1% is measured"
@@ -171,92 +165,3 @@ def _short_name(model: str | None) -> str | None:
     if model is None or not os.path.isdir(model):
         return model
     return Path(model).resolve().name
-
-
-def _show(model: CostModel) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    subject = model.subject
-    console = Console(highlight=False)
-    console.print(f"{subject.model}, {subject.dtype}, on {subject.machine}", soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("cost", "fitted", "samples", "R²", "mean error", "worst"):
-        is_text = heading in ("cost", "fitted")
-        table.add_column(heading, justify="left" if is_text else "right")
-    for name, figures, quality in _rows(model):
-        table.add_row(name, figures, *_quality(quality))
-    console.print(table)
-
-
-def warn_of_poor_fits(model: CostModel, advice: str) -> bool:
-    """Print one line, and return True, if a cost explains little of what was measured. `advice`: what to do
-    about it."""
-    poor = [
-        name.strip()
-        for name, _, quality in _rows(model)
-        if quality is not None and not quality.r_squared >= _POOR_R_SQUARED
-    ]
-    if poor:
-        typer.secho(
-            f"warning: R² of {', '.join(poor)} is under {_POOR_R_SQUARED:g}: other programs were probably "
-            f"running; {advice}",
-            fg=typer.colors.YELLOW,
-            err=True,
-        )
-    return bool(poor)
-
-
-def _rows(model: CostModel) -> Iterator[tuple[str, str, FitQuality | None]]:
-    if model.bus is not None:
-        launch = f", each copy more {model.bus.launch_s * 1e6:.1f} µs"
-        yield "copy to the device", _line(model.bus.copy) + launch, model.bus.copy.quality
-    yield "adapter in the page cache", _line(model.read), model.read.quality
-    yield "file from disk", _line(model.disk), model.disk.quality
-    yield "engine step that decodes", _curve(model.step.decodes), model.step.quality
-    yield "  with prompts", _curve(model.step.prompts), None
-    terms = model.step.terms
-    yield (
-        "  adapters in it",
-        (
-            f"{terms.lora_s * 1e3:.3f} ms for any, {terms.adapter_s * 1e6:.1f} µs each, "
-            f"{terms.adapter_byte_s * 1e12:.1f} ms a GB"
-        ),
-        None,
-    )
-    yield "  1,000 positions", f"{terms.decode_position_s * 1e9:.2f} µs of every decode behind them", None
-    assist = model.assist
-    per_core = (assist.serial_s + assist.shared_s) * 1e12
-    yield (
-        "CPU LoRA product",
-        f"{assist.call_s * 1e6:.1f} µs, {per_core:.1f} µs a million weights and token",
-        assist.quality,
-    )
-    if model.held_out is not None:
-        yield "held out: decode", "random steps that decode", model.held_out.decode
-        yield "held out: prefill", "random prompts", model.held_out.prefill
-        if model.held_out.serving is not None:
-            yield "held out: serving", "steps while requests come and go", model.held_out.serving
-        yield "held out: load", "adapters of other sizes", model.held_out.load
-
-
-def _curve(curve: RowCurve) -> str:
-    first, last = curve.seconds_at[0] * 1e3, curve.seconds_at[-1] * 1e3
-    return f"{first:.2f} ms (rows: {curve.rows[0]}) to {last:.2f} ms ({curve.rows[-1]})"
-
-
-def _line(line: Line) -> str:
-    rate = line.units_per_s
-    speed = "any amount" if rate is None else f"{rate / 1e9:.2f} GB/s"
-    return f"{line.latency_s * 1e6:.1f} µs, then {speed}"
-
-
-def _quality(quality: FitQuality | None) -> tuple[str, str, str, str]:
-    if quality is None:
-        return "", "", "", ""
-    return (
-        str(quality.num_samples),
-        f"{quality.r_squared:.3f}",
-        f"{quality.mean_error:.1%}",
-        f"{quality.worst_error:.0%}",
-    )

@@ -13,7 +13,7 @@ from typing import Final
 
 from loraplex.cli import serve_options as option
 from loraplex.cli.closed_pipe import outlive_the_reader
-from loraplex.cli.early_stop import ends_with_0_when_told
+from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
@@ -22,7 +22,7 @@ _PROGRAM: Final = "loraplex"
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 
 
-@ends_with_0_when_told()
+@exit_0_on_signal()
 def serve(
     model: option.Model,
     adapters: option.AdapterDirs = None,

@@ -28,8 +28,8 @@ Adapters = Annotated[
     typer.Option(
         "--adapter",
         metavar="NAME=SOURCE",
-        help="One adapter that must be served: its folder, or a Hugging Face repository (owner/name or "
-        "owner/name@revision); may be repeated.",
+        help="One adapter; the start fails if it cannot be served. Its folder, or a Hugging Face repository "
+        "(owner/name or owner/name@revision); may be repeated.",
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]

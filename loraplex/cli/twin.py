@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from loraplex.cli.json_out import check_picture, check_writable, write_json
-from loraplex.cli.profile import warn_of_poor_fits
+from loraplex.cli.profile_table import warn_of_poor_fits
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
 from loraplex.core.words import plural

@@ -136,7 +136,10 @@ class AdapterService:
         """Return the adapter that `model` means, as its own name or `base:adapter`; None means the base."""
         if model in (self.base_model, self._alias):
             return None
-        adapter = self._served.get(model) or self._served.get(model.removeprefix(f"{self.base_model}:"))
+        adapter = self._served.get(model)
+        for base in (self.base_model, self._alias):
+            if adapter is None and base is not None:
+                adapter = self._served.get(model.removeprefix(f"{base}:"))
         if adapter is None:
             raise self._unknown(model)
         return adapter

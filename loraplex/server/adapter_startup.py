@@ -8,7 +8,8 @@ repository by what it is now; the registry only saves reading them again, and fo
 more. This server holds in the registry all other names that it serves, whoever else holds them: what others
 unload is still here at the next start.
 Nothing that is wrong with an adapter of a folder or of the API keeps the others from being served; a note
-says what was left out. One that is given by itself (`--adapter`) must be served, or the start fails.
+says what was left out. One that is given by itself (`--adapter`) must be served, or the start fails; unless
+one that the API loaded has its name.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class GivenAdapter:
     source: Path | HubRepo
 
 
-class _Giver(Enum):
-    """Who says that an adapter is to be served."""
+class _RequestedBy(Enum):
+    """Where it comes from that an adapter is to be served."""
 
     API = auto()
     """A call to an earlier server, which the registry remembers."""
@@ -79,7 +80,7 @@ class _Candidate:
 
     name: str
     path: Path
-    giver: _Giver
+    requested_by: _RequestedBy
     spec: AdapterSpec | UserError | None
     registered: RegistryEntry | None
     repo: HubRepo | None = None
@@ -88,7 +89,7 @@ class _Candidate:
     @property
     def is_checked(self) -> bool:
         """Whether it may only be read from folders that are open for loading."""
-        return self.giver is _Giver.API and self.source is None
+        return self.requested_by is _RequestedBy.API and self.source is None
 
     @property
     def origin(self) -> Origin | None:
@@ -96,7 +97,7 @@ class _Candidate:
         entry = self.registered
         if entry is None or entry.origin is Origin.FOLDER:
             return Origin.FOLDER
-        is_same = self.giver is _Giver.API or entry.spec.path == self.path
+        is_same = self.requested_by is _RequestedBy.API or entry.spec.path == self.path
         return Origin.API if is_same else None
 
     @property
@@ -129,14 +130,14 @@ async def start_adapters(
     choice = await asyncio.to_thread(_choose, service, entries, given, folders)
     skipped, notes = [*choice.skipped], [*choice.notes]
     served, failed = await _serve(service, choice.first)
-    instead = [choice.second[name] for name in failed if name in choice.second]
+    instead = [choice.fallback[name] for name in failed if name in choice.fallback]
     served_instead, also_failed = await _serve(service, instead)
     for name, error in failed.items():
-        if name not in choice.second:
+        if name not in choice.fallback:
             skipped.append(f"adapter {name!r} is not served: {error}")
-    for name, candidate in choice.second.items():
+    for name, candidate in choice.fallback.items():
         is_served = name in failed and name not in also_failed
-        note = _note_on_second(candidate, failed.get(name), also_failed.get(name))
+        note = _note_on_fallback(candidate, failed.get(name), also_failed.get(name))
         (notes if is_served else skipped).append(note)
 
     all_served = [*served, *served_instead]
@@ -200,7 +201,7 @@ async def _serve(
 
 
 def _raise_if_given(candidate: _Candidate, error: LoraplexError) -> None:
-    if candidate.giver is _Giver.OPTION:
+    if candidate.requested_by is _RequestedBy.OPTION:
         raise AdapterError(
             f"--adapter {candidate.name}={candidate.where} cannot be served: {error}; mend that, or start "
             "without this option"
@@ -223,11 +224,11 @@ def _other_base_notes(service: AdapterService) -> list[str]:
 class _Choice:
     """The adapters to serve, sorted by name, a note on each that is not, and notes on other things.
 
-    `second` has those given now by name, to be served where the API's of that name cannot be.
+    `fallback` has those given now by name, to be served where the API's of that name cannot be.
     """
 
     first: list[_Candidate]
-    second: dict[str, _Candidate]
+    fallback: dict[str, _Candidate]
     skipped: list[str]
     notes: list[str]
 
@@ -246,7 +247,7 @@ def _choose(
         discovery = discover_adapters(folder)
         notes += discovery.notes
         started_with += [
-            _candidate(name, path.resolve(), _Giver.FOLDER, entries.get(name))
+            _candidate(name, path.resolve(), _RequestedBy.FOLDER, entries.get(name))
             for name, path in discovery.adapters
         ]
     first_given: dict[str, _Candidate] = {}
@@ -259,7 +260,10 @@ def _choose(
     }
     for taken in (first_given.pop(service.base_model, None), remembered.pop(service.base_model, None)):
         if taken is not None:
-            error = InvalidRequestError(f"the base model is called {taken.name!r}")
+            error = InvalidRequestError(
+                f"the base model is called {taken.name!r}; rename the adapter, or name the base model "
+                "with --served-model-name"
+            )
             _raise_if_given(taken, error)
             skipped.append(f"skipped {taken.where}: {error}")
     # What is given now may be read wherever it is, so it is no second choice to the same adapter.
@@ -267,18 +271,21 @@ def _choose(
     for name in same:
         del remembered[name]
     first = first_given | remembered
-    second = {name: each for name, each in first_given.items() if name in remembered}
-    return _Choice(first=[first[name] for name in sorted(first)], second=second, skipped=skipped, notes=notes)
+    fallback = {name: each for name, each in first_given.items() if name in remembered}
+    return _Choice(
+        first=[first[name] for name in sorted(first)], fallback=fallback, skipped=skipped, notes=notes
+    )
 
 
 def _is_same(remembered: _Candidate, given: _Candidate | None) -> bool:
     return given is not None and given.where == remembered.where
 
 
-def _note_on_second(
+def _note_on_fallback(
     candidate: _Candidate, api_error: LoraplexError | None, own_error: LoraplexError | None
 ) -> str:
-    """What became of an adapter whose name the API's has; `api_error` is why that is not served, if so."""
+    """Return the note on a given adapter whose name one that the API loaded has. `api_error`: why that one is
+    not served, if it is not."""
     name, entry = candidate.name, candidate.registered
     assert entry is not None, "the API's is in the registry"
     api_where = entry.source or entry.spec.path
@@ -304,7 +311,7 @@ def _is_of_folder(entry: RegistryEntry) -> bool:
 
 def _remembered(service: AdapterService, entry: RegistryEntry) -> _Candidate:
     """An adapter of the API, with an error in place of its spec where it may not be served."""
-    candidate = _candidate(entry.name, entry.spec.path, _Giver.API, entry)
+    candidate = _candidate(entry.name, entry.spec.path, _RequestedBy.API, entry)
     if entry.source is not None:
         return _remembered_of_hub(service, candidate, entry.source)
     try:
@@ -334,25 +341,25 @@ def _remembered_of_hub(service: AdapterService, candidate: _Candidate, source: H
 
 def _given(given: GivenAdapter, entry: RegistryEntry | None) -> _Candidate:
     if isinstance(given.source, Path):
-        return _candidate(given.name, given.source.resolve(), _Giver.OPTION, entry)
+        return _candidate(given.name, given.source.resolve(), _RequestedBy.OPTION, entry)
     # Where it will be is known when it is here.
     unknown = Path(given.source.repo_id)
     return _Candidate(
         name=given.name,
         path=unknown,
-        giver=_Giver.OPTION,
+        requested_by=_RequestedBy.OPTION,
         spec=None,
         registered=entry,
         repo=given.source,
     )
 
 
-def _candidate(name: str, path: Path, giver: _Giver, entry: RegistryEntry | None) -> _Candidate:
+def _candidate(name: str, path: Path, requested_by: _RequestedBy, entry: RegistryEntry | None) -> _Candidate:
     """Only the registered spec of the same folder, with files that have not changed, is as good as new."""
     spec = (
         entry.spec if entry is not None and entry.spec.path == path and files_unchanged(entry.spec) else None
     )
-    return _Candidate(name=name, path=path, giver=giver, spec=spec, registered=entry)
+    return _Candidate(name=name, path=path, requested_by=requested_by, spec=spec, registered=entry)
 
 
 def _fetch_missing(service: AdapterService, candidates: Sequence[_Candidate]) -> list[_Candidate]:
@@ -364,7 +371,7 @@ def _fetch_missing(service: AdapterService, candidates: Sequence[_Candidate]) ->
 def _fetched(candidate: _Candidate, repo: HubRepo, result: Path | AdapterError) -> _Candidate:
     if isinstance(result, AdapterError):
         return replace(candidate, spec=result)
-    found = _candidate(candidate.name, result, candidate.giver, candidate.registered)
+    found = _candidate(candidate.name, result, candidate.requested_by, candidate.registered)
     return replace(found, source=repo.at(result.name))
 
 

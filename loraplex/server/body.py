@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 
 from loraplex.core.errors import EngineClosedError, InvalidRequestError
+from loraplex.server.engine_status import SHUTTING_DOWN
 from loraplex.server.errors import BodyTimeoutError, BodyTooLargeError, BusyError, ContentEncodingError
 from loraplex.server.json_size import JsonSize, json_size
 from loraplex.server.requests import NOT_SUPPORTED, SUPPORTED_VALUES
@@ -123,7 +124,7 @@ class BodyReader:
                     self._reads.discard(read)
         except TimeoutError:
             if self._is_closed:
-                raise EngineClosedError("the server is shutting down") from None
+                raise EngineClosedError(SHUTTING_DOWN) from None
             raise BodyTimeoutError(f"the request body did not arrive within {timeout_s:g} seconds") from None
 
 

@@ -23,7 +23,7 @@ from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.output_stream import OutputStream
 from loraplex.server.engine_child import EngineChild
-from loraplex.server.engine_status import EngineState, EngineStatus
+from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
 from loraplex.server.protocol_ipc import (
     AdapterAdded,
     AdapterRemoved,
@@ -149,7 +149,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Stop the engine process; requests in flight raise EngineClosedError. Idempotent."""
-        self._set_state(EngineState.CLOSED, "the server is shutting down; send the request again later")
+        self._set_state(EngineState.CLOSED, SHUTTING_DOWN)
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait([self._supervisor])

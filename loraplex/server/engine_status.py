@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+SHUTTING_DOWN: Final = "the server is shutting down; send the request again later"
 
 
 class EngineState(StrEnum):

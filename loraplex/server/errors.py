@@ -184,7 +184,7 @@ def describe(error: Exception) -> HttpError:
             return _http_error(400, message, code="capacity_exceeded")
         case UserError():
             return _http_error(400, message)
-        case DiskFullError():
+        case DiskFullError():  # a 5xx: the same request succeeds when there is room
             return _http_error(507, message, code="disk_full")
         case StorageError():
             # Nothing is wrong with this process, and the message says what to fix: not a 5xx.

@@ -285,12 +285,14 @@ async def _start(
         allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
         hub=HubAdapters(AllowedRepos(options.allow_adapter_repos)),
         known_as=base_names(options.engine.model, base_model),
-        alias=options.engine.model if options.served_model_name is None else None,
+        alias=options.engine.model.rstrip("/") if options.served_model_name is None else None,
     )
     stack.push_async_callback(service.close)
     # Their files are read while the engine starts, which then gets ready for these adapters.
     registering = asyncio.create_task(start_adapters(service, options.adapter_dirs, options.adapters))
-    registering.add_done_callback(lambda task: task.cancelled() or task.exception())  # the engine's is told
+    registering.add_done_callback(
+        lambda task: task.cancelled() or task.exception()
+    )  # the engine's is reported
     stack.callback(registering.cancel)
     with announcer.loading(options.engine.model) as show:
 

@@ -18,7 +18,7 @@ from loraplex.core.errors import InvalidRequestError
 from loraplex.server.errors import QueueFullError
 
 _RATE_WINDOW: Final = 64
-"""First tokens that the pace of progress is taken from."""
+"""First tokens from which the rate of progress is computed."""
 _MAX_RETRY_AFTER_S: Final = 60
 
 
@@ -34,9 +34,9 @@ class WaitingBook:
     def __init__(self, limits: WaitingLimits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
-        self._starts_s: deque[float] = deque(maxlen=_RATE_WINDOW)  # as `_waited_s` counts
+        self._starts_s: deque[float] = deque(maxlen=_RATE_WINDOW)  # on the clock of `_waited_s`
         self._idle_since_s: float | None = clock.now_s()  # None while somebody waits
-        self._idle_s = 0.0  # before that
+        self._idle_s = 0.0  # in all, up to `_idle_since_s`
         self.num_requests = 0
         self.num_tokens = 0
         self.num_refused = 0

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.adapters.spec import CONFIG_FILE
-from loraplex.cli.adapter import app, format_layers, run_check
+from loraplex.cli.adapter import _as_json, app, format_layers, run_check
 from loraplex.core.errors import ModelError
 from loraplex.core.shape import ModelShape
 
@@ -125,17 +125,23 @@ def test_check_as_json_names_the_refused_fields(tmp_path: Path, capsys: pytest.C
 def test_check_as_json_has_values_whole_and_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deep: list[Any] = []
-    for _ in range(900):
-        deep = [deep]
     long = {f"key{number}": [number] for number in range(100)}
-    write_adapter(tmp_path, make_config(runtime_config=long, revision=deep))
+    write_adapter(tmp_path, make_config(runtime_config=long, revision=[[[[4]]]]))
     assert run_check(tmp_path, "base", as_json=True, load_shape=load_shape) == 0
     report = json.loads(capsys.readouterr().out)
     values = {each["field"]: each["value"] for each in (*report["honoured"], *report["no_effect"])}
     assert values["runtime_config"] == long
     assert (values["r"], values["target_modules"]) == (4, ["q_proj", "v_proj"])
-    assert values["revision"] in (deep, "nested too deeply to be shown")
+    assert values["revision"] == [[[[4]]]]
+
+
+def test_a_value_that_cannot_be_written_as_json_is_described() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert _as_json(deep) == "nested too deeply to be shown"
+    while deep:  # taken apart here: Python's own way to free it is as deep
+        deep = deep.pop()
 
 
 def test_check_with_an_unknown_model_is_a_usage_error(

@@ -112,7 +112,11 @@ def test_a_server_out_of_reach_is_named() -> None:
     assert str(caught.value) == no_server(url, reason)
 
 
-def test_a_host_that_is_not_known_is_named() -> None:
+def test_a_host_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: object, **kwargs: object) -> object:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(BenchError, match=r"^no server answers at http://host\.invalid:1 \("):
         find_base("http://host.invalid:1")
 

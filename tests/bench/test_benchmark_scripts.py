@@ -418,5 +418,5 @@ def test_a_start_is_told_by_phase_up_to_ready_and_beyond(tmp_path: Path) -> None
     assert rows[0] == "phase"
     assert rows.index("**engine ready, in all**") == rows.index("capturing graphs") + 1
     assert "| **`loraplex serve` ready, in all** | **21.3 s** | **9.9 s** |\n" in table
-    assert table.endswith("| of which, as it says | 20 s: all | 9 s: all |\n")
+    assert table.endswith("| phases that `loraplex serve` reports | 20 s: all | 9 s: all |\n")
     assert table.count("1 kernel compiled") == 2

@@ -107,6 +107,7 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
     assert torch.get_num_threads() == num_threads
     assert (shares[0], shares[-1]) == (0, pytest.approx(1))
     assert all(0 <= share <= 1 for share in shares)
+    assert len({share for share in shares if 0.1 < share < 0.9}) > 5, "it is said how far it is"
     assert [file.suffix for file in (tmp_path / "profiles").iterdir()] == [".json"], "no other file is left"
 
 
