@@ -490,7 +490,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_server_writes_json_lines_of_all_its_processes_to_stderr(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    command = [*COMMAND, "serve", "--model", str(model_folder), "--port", "0"]
+    command = [*COMMAND, "serve", "--model", f"{model_folder}/", "--port", "0"]
     options = ["--adapters", str(model_folder / "adapters"), "--kv-memory", "4MiB", "--log-format", "json"]
     with (
         open(tmp_path / "log", "w+") as log,
@@ -510,7 +510,8 @@ def test_a_server_writes_json_lines_of_all_its_processes_to_stderr(
             for name in (model_folder.name, str(model_folder)):
                 body = {"model": name, "prompt": "the dog", "max_tokens": 2, "ignore_eos": True}
                 assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
-            assert httpx.post(f"{url}/v1/completions", json=body | {"model": "one"}, timeout=60).is_error
+            body |= {"model": f"{model_folder}:one"}
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).is_error
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         finally:
@@ -521,7 +522,7 @@ def test_a_server_writes_json_lines_of_all_its_processes_to_stderr(
     assert [(line["model"], line["status"]) for line in requests] == [
         (model_folder.name, 200),
         (str(model_folder), 200),
-        ("one", 400),
+        (f"{model_folder}:one", 400),
     ]
     assert [line["completion_tokens"] for line in requests] == [2, 2, 0]
     [left_out] = [line for line in found if "'broken' is not served" in line["message"]]
