@@ -91,6 +91,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing() or self._failure is not None:
             return
+        if not self._is_active and self._places is not None:
+            self._places.began_request(self)
         self._input.add(data)
         if self._next_parse is None:
             self._parse()
@@ -153,6 +155,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_active and self._places is not None and not has_next:
             self._is_active = False
             self._places.became_idle(self)
+            if self._input or self._num_header_bytes:
+                self._places.began_request(self)
             if self._reads_message or self._num_header_bytes:
                 # The rest of a body that was refused before it came, or of the next request's headers: both
                 # are read, but not for ever.
@@ -174,8 +178,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def give_way(self) -> None:
-        """Close an idle connection, as another one needs its place."""
-        self.transport.close()
+        """Close a connection that is not active, as another one needs its place."""
+        if self._awaits_headers and (self._num_header_bytes or self._input):
+            self._refuse(BusyError(_NO_PLACE))
+        else:
+            self.transport.close()
 
     @property
     def _may_parse(self) -> bool:

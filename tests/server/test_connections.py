@@ -16,7 +16,8 @@ from server_fixtures import Served, live
 from serving_fakes import says
 from test_live_server import connect, read_response, request_bytes
 
-from loraplex.server.connections import ConnectionLimits, connections_within
+from loraplex.core.clock import ManualClock
+from loraplex.server.connections import ConnectionLimits, Places, connections_within
 
 ServedFactory = Callable[..., Served]
 
@@ -129,7 +130,7 @@ def test_an_upgrade_to_a_websocket_is_answered_as_if_it_were_not_asked_for(
 def test_idle_connections_make_room_for_new_ones(
     make_served: ServedFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with live(make_served(), ConnectionLimits(max_connections=3)) as url:
+    with live(make_served(), ConnectionLimits(max_connections=3, grace_s=0)) as url:
         idle = [connect(url) for _ in range(3)]
         idle[0].sendall(HEALTH)  # served, and idle from now on: the youngest of the idle ones
         assert read_response(idle[0])[0] == 200
@@ -142,6 +143,67 @@ def test_idle_connections_make_room_for_new_ones(
         for connection in idle:
             connection.close()
     assert any("connections are taken" in record.message for record in caplog.records)
+
+
+def connected(num_places: int, grace_s: float, clock: ManualClock) -> tuple[Places, list[Leaver]]:
+    """Places that are all taken by new connections."""
+    places, connections = Places(num_places, clock, grace_s=grace_s), [Leaver() for _ in range(num_places)]
+    for connection in connections:
+        places.add(connection)
+    return places, connections
+
+
+class Leaver:
+    def give_way(self) -> None:
+        raise AssertionError("only the book asks for it")
+
+
+def test_a_connection_gives_way_when_it_was_answered_or_has_asked_nothing_for_some_time() -> None:
+    clock = ManualClock()
+    places, (first, second, third) = connected(3, 5.0, clock)
+    assert places.are_taken
+    assert places.remove_one_that_gives_way() is None, "all are new"
+    for answered in (second, third):
+        places.became_active(answered)
+        places.became_idle(answered)
+    places.began_request(third)  # which is not complete yet
+    assert places.remove_one_that_gives_way() is second
+    assert places.remove_one_that_gives_way() is None
+    clock.advance(5.0)
+    assert [places.remove_one_that_gives_way() for _ in range(3)] == [first, third, None]
+    for connection in (first, second, third):
+        places.closed(connection, was_active=False)
+    assert not places.are_taken
+
+
+def test_new_connections_are_refused_in_words_while_others_send_their_requests(
+    make_served: ServedFactory,
+) -> None:
+    limits = ConnectionLimits(max_connections=1, max_health_connections=1)
+    with live(make_served(), limits) as url, connect(url) as kept:
+        kept.sendall(HEALTH)
+        assert read_response(kept)[0] == 200
+        with connect(url) as sending, connect(url) as probe:
+            assert kept.recv(1) == b"", "it was answered"
+            sending.sendall(HEALTH[:20])
+            probe.sendall(HEALTH[:20])
+            for _ in range(3):
+                with connect(url) as refused:
+                    assert error_of(refused) == (503, "overloaded")
+            for connection in (sending, probe):
+                connection.sendall(HEALTH[20:])
+                assert read_response(connection)[0] == 200
+
+
+def test_half_a_request_that_gives_way_is_refused_in_words(make_served: ServedFactory) -> None:
+    limits = ConnectionLimits(max_connections=1, max_health_connections=0, grace_s=0)
+    with live(make_served(), limits) as url, connect(url) as slow:
+        slow.sendall(HEALTH + HEALTH[:20])
+        assert read_response(slow)[0] == 200
+        with connect(url) as other:
+            other.sendall(HEALTH)
+            assert read_response(other)[0] == 200
+        assert error_of(slow) == (503, "overloaded")
 
 
 def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(
@@ -160,7 +222,7 @@ def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(
 
 def test_health_can_be_asked_for_when_all_connections_are_in_use(make_served: ServedFactory) -> None:
     served = make_served(says("Hello", pause_after=0))
-    limits = ConnectionLimits(max_connections=1, max_health_connections=2)
+    limits = ConnectionLimits(max_connections=1, max_health_connections=2, health_grace_s=0)
     with live(served, limits) as url, connect(url) as streaming:
         body = {"model": "base", "prompt": "hi", "stream": True}
         streaming.sendall(request_bytes("/v1/completions", body))
@@ -207,7 +269,7 @@ def test_connections_stay_within_open_files(files: int, wanted: int, expected: i
 def test_the_log_says_it_now_and_then_and_not_for_each(
     make_served: ServedFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with live(make_served(), ConnectionLimits(max_connections=1)) as url:
+    with live(make_served(), ConnectionLimits(max_connections=1, grace_s=0)) as url:
         connections = [connect(url) for _ in range(5)]
         with connect(url) as last:
             last.sendall(HEALTH)
