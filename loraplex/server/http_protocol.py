@@ -229,11 +229,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         try:
-            self.parser.feed_data(data)
+            if self._stops_at_upgrade(data) and self._ignores_upgrade:
+                self._feed_head_without_upgrade()
             self._check_header_bytes()
             self._check_chunk_bytes()
-        except httptools.HttpParserUpgrade:
-            self._feed_head_without_upgrade()
         except httptools.HttpParserError as error:
             cause = error.__context__  # what a callback of ours raised
             if not isinstance(cause, UserError):
@@ -241,6 +240,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._fail(cause)
         except UserError as error:
             self._fail(error)
+
+    def _stops_at_upgrade(self, data: bytes) -> bool:
+        """Parse bytes; return whether the parser leaves what follows them to another protocol."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            return True
+        return False
 
     def _check_header_bytes(self) -> None:
         limit = self._book.limits.max_header_bytes
@@ -274,14 +281,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Let another parser begin with the same request and go on with its body. RFC 9110 lets a server
         ignore what a client would like to upgrade to (h2c of `curl --http2` and Java's clients, WebSockets).
         """
-        if not self._ignores_upgrade:
-            return  # CONNECT, which the application refuses
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-        self._feed(b"\r\n".join(lines) + b"\r\n\r\n")
+        self.parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n")
 
     @property
     def _awaits_headers(self) -> bool:

@@ -130,14 +130,36 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-def test_a_request_that_would_like_to_upgrade_keeps_its_body(make_served: ServedFactory, body: bytes) -> None:
+@pytest.mark.parametrize("portion", [7, 1 << 20])
+def test_a_request_that_would_like_to_upgrade_keeps_its_body(
+    make_served: ServedFactory, body: bytes, portion: int
+) -> None:
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+    requests = (head + body) + (head + H2C + body) * 2 + HEALTH
     with live(make_served()) as url, connect(url) as connection:
-        connection.sendall((head + body) + (head + H2C + body) * 2 + HEALTH)
+        for start in range(0, len(requests), portion):
+            connection.sendall(requests[start : start + portion])
         plain, first, second, health = read_responses(connection, 4)
     assert plain[0] == 200
     assert plain == first == second
     assert health[0] == 200
+
+
+REFUSED_UPGRADES = {
+    "no room": (b"", 503),
+    "coding": (b"Transfer-Encoding: gzip\r\n", 501),
+    "large": (b"X: %s\r\n" % (b"x" * 2000), 431),
+}
+
+
+@pytest.mark.parametrize(("header", "status"), REFUSED_UPGRADES.values(), ids=REFUSED_UPGRADES.keys())
+def test_a_request_that_would_like_to_upgrade_is_refused_as_others_are(
+    make_served: ServedFactory, header: bytes, status: int
+) -> None:
+    limits = ConnectionLimits(max_connections=int(status != 503), max_header_bytes=1000)
+    with live(make_served(), limits) as url, connect(url) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\n" + H2C + header + b"\r\n")
+        assert error_of(connection)[0] == status
 
 
 def test_connect_is_refused(make_served: ServedFactory) -> None:
