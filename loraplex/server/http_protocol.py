@@ -141,6 +141,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reads_message = False
         self._num_header_bytes = self._num_body_bytes_left = 0
         self._stop_timer()
+        if not self._is_active:  # the body of a request that was answered before it came
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         has_next = bool(self.pipeline)

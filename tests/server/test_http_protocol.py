@@ -27,10 +27,16 @@ from loraplex.server.http_protocol import BoundedHttpProtocol
 
 @asynccontextmanager
 async def connection_to(
-    app: ASGIApp, limits: ConnectionLimits | None = None
+    app: ASGIApp, limits: ConnectionLimits | None = None, *, keep_alive_s: int = 30
 ) -> AsyncIterator[tuple[BoundedHttpProtocol, socket.socket]]:
     """The server's end of a connection, whose requests `app` answers, and the client's end."""
-    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)  # type: ignore[arg-type]
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=keep_alive_s,
+    )
     book = ConnectionBook(limits or ConnectionLimits(), ManualClock())
     protocol = BoundedHttpProtocol(config=config, server_state=ServerState(), app_state={}, book=book)
     ours, clients = socket.socketpair()
@@ -308,3 +314,17 @@ def test_half_sent_headers_behind_other_requests_end_too(make_served: ServedFact
         *answered, last = read_responses(connection, num_before + 1)
         assert [status for status, _ in answered] == [200] * num_before
         assert last[0] == 408
+
+
+def test_a_connection_ends_after_a_body_that_came_behind_its_answer() -> None:
+    async def run() -> None:
+        app = AnsweredLater()
+        app.may_answer.set()
+        async with connection_to(app, keep_alive_s=0) as (_, client):
+            client.settimeout(30)
+            client.sendall(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\n")
+            assert await asyncio.to_thread(read_responses, client, 1) == [(200, b"here you are")]
+            client.sendall(b"x" * 10)
+            assert await asyncio.to_thread(client.recv, 1) == b""
+
+    asyncio.run(run())
