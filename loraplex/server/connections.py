@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from loraplex.core.clock import Clock
+from loraplex.server.pacing import SlicedWork
 
 logger = logging.getLogger(__name__)
 
@@ -134,10 +135,12 @@ class Places:
 
 
 class ConnectionBook:
-    """The connections of one server. Outcomes that anybody can cause are counted for its log."""
+    """The connections of one server. Outcomes that anybody can cause are counted for its log.
+    `parsing` divides the time to parse what they send between them."""
 
     def __init__(self, limits: ConnectionLimits, clock: Clock) -> None:
         self.limits = limits
+        self.parsing = SlicedWork(clock)
         self._clock = clock
         self._places = (
             Places(limits.max_connections, clock, grace_s=limits.grace_s),

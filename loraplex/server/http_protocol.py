@@ -5,18 +5,17 @@
                          ▼
                        closed
 
-What a client sends is parsed in small portions, and no further than a few requests beyond the one that is
-being answered. While the rest waits nothing more is read, so that TCP holds the client back.
+What clients send is parsed in slices, in turns with other connections, and no further than a few requests
+beyond the one that is being answered. While the rest waits nothing more is read, so that TCP holds the client
+back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, Final
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from loraplex.core.errors import InvalidRequestError, UserError
@@ -31,33 +30,15 @@ from loraplex.server.errors import (
     describe,
 )
 from loraplex.server.health import LIVE_PATH, READY_PATHS
-from loraplex.server.http_input import HttpInput
+from loraplex.server.http_input import HttpInput, InputFlow
 from loraplex.server.http_output import refusal_bytes, send_until_close
 from loraplex.server.request_log import logger as request_logger
 from loraplex.server.request_log import new_request_id
 
-_SLICES_PER_TURN: Final = 4
-"""Slices of one connection's input that are parsed in one turn of the event loop."""
 _MAX_PIPELINED: Final = 4
 """Requests of one connection that may stand behind the one that is being answered."""
 _HEALTH_PATHS: Final = frozenset(path.encode() for path in (LIVE_PATH, *READY_PATHS))
 _NO_PLACE: Final = "the server has as many connections as it takes; try again"
-
-
-class InputFlow(FlowControl):
-    """uvicorn's flow control for input that may be in this process already: `on_resume` goes on with it."""
-
-    def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
-        super().__init__(transport)
-        self._on_resume = on_resume
-
-    def pause_reading(self) -> None:
-        self.read_paused = True
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self.read_paused = False
-            self._on_resume()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -74,13 +55,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_body_bytes_left = 0  # of a body whose length is known
         self._input = HttpInput()
         self._failure: Exception | None = None  # of what came behind requests that are being answered
-        self._next_parse: asyncio.Handle | None = None
+        self._waits_to_parse = False  # until it is this connection's turn
         self._timer: asyncio.TimerHandle | None = None
         self._places: Places | None = None  # which it has one of
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = InputFlow(transport, self._schedule_parse)
+        self.flow = InputFlow(transport, self._parse_later)
         set_write_timeout(transport.get_extra_info("socket"), self._book.limits.write_timeout_s)
         self._places = self._book.opened(self)
         if self._places is None:
@@ -94,11 +75,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._is_active and self._places is not None:
             self._places.began_request(self)
         self._input.add(data)
-        if self._next_parse is None:
-            self._parse()
+        if not self._waits_to_parse:
+            self._waits_to_parse = True
+            self._book.parsing.do(self._parse)
 
     def eof_received(self) -> None:
         """The client sends no more. Its connection is closed: half of it looks like a client that left."""
+        if self._may_parse:
+            self._parse_slice()  # what came with the end
         if self._reads_message or self._num_header_bytes:
             self._fail(InvalidRequestError("the request ended before all of it was sent"))
 
@@ -167,7 +151,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._unset_keepalive_if_required()
                 self._start_timer()
         if self._input:
-            self._schedule_parse()
+            self._parse_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -197,25 +181,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             and not self.transport.is_closing()
         )
 
-    def _schedule_parse(self) -> None:
-        if self._next_parse is None:
-            self._next_parse = self.loop.call_soon(self._parse)
+    def _parse_later(self) -> None:
+        if not self._waits_to_parse:
+            self._waits_to_parse = True
+            self._book.parsing.do_later(self._parse)
 
-    def _parse(self) -> None:
-        """Parse as much as may be now; the rest waits for its turn, and only then more is read."""
-        self._next_parse = None
-        for _ in range(_SLICES_PER_TURN):
-            if not self._may_parse:
-                break
-            self._parse_slice()
-        if self.transport.is_closing():
-            return
+    def _parse(self) -> bool:
+        """Parse a slice if that may be now; returns whether there is more. Only behind that more is read."""
         if self._may_parse:
-            self._schedule_parse()
+            self._parse_slice()
+        self._waits_to_parse = self._may_parse
+        if self.transport.is_closing():
+            return False
         if self._input or self.flow.read_paused:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
+        return self._waits_to_parse
 
     def _parse_slice(self) -> None:
         self._unset_keepalive_if_required()

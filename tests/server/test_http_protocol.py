@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import uvicorn
@@ -19,7 +19,7 @@ from test_connections import CHUNKED, HEALTH, ServedFactory, error_of
 from test_live_server import connect, request_bytes
 from uvicorn.server import ServerState
 
-from loraplex.core.clock import ManualClock
+from loraplex.core.clock import Clock, ManualClock
 from loraplex.server.connections import ConnectionBook, ConnectionLimits
 from loraplex.server.http_input import SLICE_BYTES, HttpInput
 from loraplex.server.http_protocol import BoundedHttpProtocol
@@ -27,7 +27,12 @@ from loraplex.server.http_protocol import BoundedHttpProtocol
 
 @asynccontextmanager
 async def connection_to(
-    app: ASGIApp, limits: ConnectionLimits | None = None, *, keep_alive_s: int = 30
+    app: ASGIApp,
+    limits: ConnectionLimits | None = None,
+    *,
+    clock: Clock | None = None,
+    book: ConnectionBook | None = None,
+    keep_alive_s: int = 30,
 ) -> AsyncIterator[tuple[BoundedHttpProtocol, socket.socket]]:
     """The server's end of a connection, whose requests `app` answers, and the client's end."""
     config = uvicorn.Config(
@@ -37,7 +42,7 @@ async def connection_to(
         log_config=None,
         timeout_keep_alive=keep_alive_s,
     )
-    book = ConnectionBook(limits or ConnectionLimits(), ManualClock())
+    book = book or ConnectionBook(limits or ConnectionLimits(), clock or ManualClock())
     protocol = BoundedHttpProtocol(config=config, server_state=ServerState(), app_state={}, book=book)
     ours, clients = socket.socketpair()
     with clients:
@@ -270,24 +275,72 @@ def test_a_request_with_another_one_behind_it_learns_that_its_client_has_left() 
     asyncio.run(run())
 
 
+class TickingClock:
+    """A clock on which a millisecond passes whenever somebody looks at it."""
+
+    def __init__(self) -> None:
+        self._num_looks = 0
+
+    def now_s(self) -> float:
+        self._num_looks += 1
+        return self._num_looks / 1000
+
+
+async def receive_body(receive: Receive) -> list[bytes]:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message["body"])
+        more = message["more_body"]
+    return parts
+
+
 def test_small_chunks_are_parsed_in_several_turns_of_the_loop() -> None:
     async def run() -> None:
-        parts: list[int] = []
+        parts: list[bytes] = []
         is_complete = asyncio.Event()
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            message = {"more_body": True}
-            while message["more_body"]:
-                message = await receive()
-                parts.append(len(message["body"]))
+            parts.extend(await receive_body(receive))
             is_complete.set()
-            await Response()(scope, receive, send)
 
-        async with connection_to(app) as (protocol, _):
+        async with connection_to(app, clock=TickingClock()) as (protocol, _):
             protocol.data_received(CHUNKED + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n")
             await asyncio.wait_for(is_complete.wait(), 30)
-        assert sum(parts) == 20_000
-        assert max(parts) < 10_000
+        assert b"".join(parts) == b"x" * 20_000
+        assert max(map(len, parts)) < 5000
+
+    asyncio.run(run())
+
+
+def test_connections_share_the_time_to_parse_of_each_turn() -> None:
+    num_connections, num_chunks = 20, 5000
+
+    async def run() -> None:
+        app = AnsweredLater()
+        book = ConnectionBook(ConnectionLimits(), TickingClock())
+        async with AsyncExitStack() as stack:
+            opened = [
+                await stack.enter_async_context(connection_to(app, book=book)) for _ in range(num_connections)
+            ]
+            protocols = [protocol for protocol, _ in opened]
+            for protocol in protocols:
+                protocol.data_received(CHUNKED)
+                await asyncio.sleep(0)
+            for protocol in protocols:
+                protocol.data_received(b"1\r\nx\r\n" * num_chunks)
+            per_turn = [num_parsed(protocols)]
+            while sum(per_turn) < num_connections * num_chunks:
+                await asyncio.sleep(0)
+                per_turn.append(num_parsed(protocols))
+            assert max(per_turn) < num_chunks
+
+    def num_parsed(protocols: list[BoundedHttpProtocol]) -> int:
+        """Bytes of bodies that were parsed since this was asked before."""
+        count = sum(len(protocol.cycle.body) for protocol in protocols)
+        for protocol in protocols:
+            protocol.cycle.body.clear()
+        return count
 
     asyncio.run(run())
 
