@@ -26,8 +26,8 @@ class HttpInput:
         self._unparsed = bytearray()
         self._tail = b""  # the last bytes that were taken, where a blank line may have begun
 
-    def __bool__(self) -> bool:
-        return bool(self._unparsed)
+    def __len__(self) -> int:
+        return len(self._unparsed)
 
     def add(self, data: bytes) -> None:
         self._unparsed += data

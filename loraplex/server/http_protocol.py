@@ -6,7 +6,7 @@
                        closed
 
 What clients send is parsed in slices, in turns with other connections, and no further than a few requests
-beyond the one that is being answered. While the rest waits nothing more is read, so that TCP holds the client
+beyond the one that is being answered. A little more is read to notice a client that leaves; then TCP holds it
 back.
 """
 
@@ -37,6 +37,8 @@ from loraplex.server.request_log import new_request_id
 
 _MAX_PIPELINED: Final = 4
 """Requests of one connection that may stand behind the one that is being answered."""
+_MAX_HELD_BYTES: Final = 64 * 2**10
+"""Unparsed bytes of one connection with which no more is read."""
 _HEALTH_PATHS: Final = frozenset(path.encode() for path in (LIVE_PATH, *READY_PATHS))
 _NO_PLACE: Final = "the server has as many connections as it takes; try again"
 
@@ -187,16 +189,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._book.parsing.do_later(self._parse)
 
     def _parse(self) -> bool:
-        """Parse a slice if that may be now; returns whether there is more. Only behind that more is read."""
+        """Parse a slice if that may be now; returns whether there is more."""
         if self._may_parse:
             self._parse_slice()
         self._waits_to_parse = self._may_parse
         if self.transport.is_closing():
             return False
-        if self._input or self.flow.read_paused:
-            self.transport.pause_reading()
-        else:
+        if len(self._input) < _MAX_HELD_BYTES:
             self.transport.resume_reading()
+        elif self._waits_to_parse or not self._reads_message or not self.pipeline:
+            self.transport.pause_reading()
+        else:  # to hold it back would hide whether its client is still there
+            self._fail(BusyError("a large body came behind a request that is not answered yet; send it then"))
         return self._waits_to_parse
 
     def _parse_slice(self) -> None:

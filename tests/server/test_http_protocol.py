@@ -73,7 +73,7 @@ def test_a_burst_of_requests_is_parsed_as_it_is_answered() -> None:
     async def run() -> None:
         app = Unanswered()
         async with connection_to(app) as (protocol, _):
-            protocol.data_received(HEALTH * 1000)
+            protocol.data_received(HEALTH * 3000)
             await asyncio.wait_for(app.asked.wait(), 30)
             for _ in range(100):  # turns of the loop, in which it could go on
                 await asyncio.sleep(0)
@@ -262,15 +262,35 @@ def test_a_stream_to_a_client_of_http_1_0_is_not_in_chunks(make_served: ServedFa
             assert read_responses(connection, 1) == [(200, b'{"status":"ok"}')]
 
 
-def test_a_request_with_another_one_behind_it_learns_that_its_client_has_left() -> None:
+BEHIND = {
+    "another": HEALTH,
+    "many": HEALTH * 50,
+    "large body": b"POST / HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 900_000,
+    "half of one": HEALTH[:-1],
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND.values(), ids=BEHIND.keys())
+def test_a_request_with_something_behind_it_learns_that_its_client_has_left(behind: bytes) -> None:
     async def run() -> None:
         app = Unanswered()
         async with connection_to(app) as (_, client):
-            client.sendall(HEALTH * 2)
+            await asyncio.to_thread(client.sendall, HEALTH + behind)
             await asyncio.wait_for(app.asked.wait(), 30)
             client.close()
             await asyncio.wait_for(app.was_left.wait(), 30)
             assert app.num_asked == 1
+
+    asyncio.run(run())
+
+
+def test_a_large_body_behind_a_request_that_is_not_answered_is_refused() -> None:
+    async def run() -> None:
+        app = AnsweredLater()
+        async with connection_to(app) as (_, client):
+            await asyncio.to_thread(client.sendall, HEALTH + BEHIND["large body"])
+            app.may_answer.set()
+            assert [status for status, _ in await asyncio.to_thread(read_responses, client, 2)] == [200, 503]
 
     asyncio.run(run())
 
