@@ -57,6 +57,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_body_bytes_left = 0  # of a body whose length is known
         self._input = HttpInput()
         self._failure: Exception | None = None  # of what came behind requests that are being answered
+        self._needs_parser = False  # as this one takes no more requests
         self._waits_to_parse = False  # until it is this connection's turn
         self._timer: asyncio.TimerHandle | None = None
         self._places: Places | None = None  # which it has one of
@@ -124,6 +125,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._ignores_upgrade:
             return
         super().on_message_complete()
+        # `Connection: close` behind a body in chunks, which the parser would obey without a word.
+        self._needs_parser = self.cycle.keep_alive and not self.parser.should_keep_alive()
         self._reads_message = False
         self._num_header_bytes = self._num_body_bytes_left = 0
         self._stop_timer()
@@ -221,6 +224,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         try:
             if self._stops_at_upgrade(data) and self._ignores_upgrade:
                 self._feed_head_without_upgrade()
+            if self._needs_parser:
+                self._renew_parser()
             self._check_header_bytes()
             self._check_chunk_bytes()
         except httptools.HttpParserError as error:
@@ -274,9 +279,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self._renew_parser()
+        self.parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n")
+
+    def _renew_parser(self) -> None:
+        self._needs_parser = False
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-        self.parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n")
 
     @property
     def _awaits_headers(self) -> bool:

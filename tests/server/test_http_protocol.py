@@ -173,6 +173,16 @@ def test_a_request_that_would_like_to_upgrade_is_refused_as_others_are(
         assert error_of(connection)[0] == status
 
 
+@pytest.mark.parametrize("portion", [7, 1 << 20])
+def test_close_behind_a_body_in_chunks_loses_no_request(make_served: ServedFactory, portion: int) -> None:
+    chunked = BODIES["chunked"][:-2] + b"Connection: close\r\n\r\n"
+    requests = (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n" + chunked) * 2 + HEALTH
+    with live(make_served()) as url, connect(url) as connection:
+        for start in range(0, len(requests), portion):
+            connection.sendall(requests[start : start + portion])
+        assert [status for status, _ in read_responses(connection, 3)] == [200, 200, 200]
+
+
 def test_connect_is_refused(make_served: ServedFactory) -> None:
     with live(make_served()) as url, connect(url) as connection:
         connection.sendall(b"CONNECT example.com:443 HTTP/1.1\r\nHost: example.com:443\r\n\r\n")
