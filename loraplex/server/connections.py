@@ -15,6 +15,7 @@ else is refused there with 503.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 import socket
@@ -138,16 +139,18 @@ class ConnectionBook:
     """The connections of one server. Outcomes that anybody can cause are counted for its log.
     `parsing` divides the time to parse what they send between them."""
 
-    def __init__(self, limits: ConnectionLimits, clock: Clock) -> None:
+    def __init__(
+        self, limits: ConnectionLimits, clock: Clock, *, log_interval_s: float = _LOG_INTERVAL_S
+    ) -> None:
         self.limits = limits
         self.parsing = SlicedWork(clock)
-        self._clock = clock
         self._places = (
             Places(limits.max_connections, clock, grace_s=limits.grace_s),
             Places(limits.max_health_connections, clock, grace_s=limits.health_grace_s, only_health=True),
         )
         self._outcomes: Counter[str] = Counter()  # since the last line of the log
-        self._logged_s = float("-inf")
+        self._log_interval_s = log_interval_s
+        self._logging: asyncio.Task[None] | None = None  # while lines are held back
 
     def opened(self, connection: Connection) -> Places | None:
         """Count a new connection; None if there is no room for it."""
@@ -174,10 +177,25 @@ class ConnectionBook:
         self._log(f"closed, as nothing that was sent was taken for {self.limits.write_timeout_s:g} s")
 
     def _log(self, outcome: str) -> None:
-        """Write a line now and then, however many connections are closed or refused."""
+        """Write a line at once, and then one for each interval in which there was something to say."""
         self._outcomes[outcome] += 1
-        if self._clock.now_s() - self._logged_s >= _LOG_INTERVAL_S:
-            self._logged_s = self._clock.now_s()
-            counts = "; ".join(f"{count} {outcome}" for outcome, count in self._outcomes.items())
-            logger.warning("connections: %s", counts)
-            self._outcomes.clear()
+        if self._logging is None:
+            self._write_line()
+            self._logging = asyncio.create_task(self._log_rest(), name="connection log")
+
+    async def _log_rest(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._log_interval_s)
+                if not self._outcomes:
+                    break
+                self._write_line()
+        finally:  # also when the event loop ends
+            self._logging = None
+            if self._outcomes:
+                self._write_line()
+
+    def _write_line(self) -> None:
+        counts = "; ".join(f"{count} {outcome}" for outcome, count in self._outcomes.items())
+        logger.warning("connections: %s", counts)
+        self._outcomes.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -17,7 +18,7 @@ from serving_fakes import says
 from test_live_server import connect, read_response, request_bytes
 
 from loraplex.core.clock import ManualClock
-from loraplex.server.connections import ConnectionLimits, Places, connections_within
+from loraplex.server.connections import ConnectionBook, ConnectionLimits, Places, connections_within
 
 ServedFactory = Callable[..., Served]
 
@@ -266,15 +267,33 @@ def test_connections_stay_within_open_files(files: int, wanted: int, expected: i
     assert connections_within(files, wanted) == expected
 
 
-def test_the_log_says_it_now_and_then_and_not_for_each(
-    make_served: ServedFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    with live(make_served(), ConnectionLimits(max_connections=1, grace_s=0)) as url:
-        connections = [connect(url) for _ in range(5)]
-        with connect(url) as last:
-            last.sendall(HEALTH)
-            assert read_response(last)[0] == 200
-        for connection in connections:
-            connection.close()
-    lines = [r for r in caplog.records if r.levelno == logging.WARNING and "connections" in r.message]
-    assert len(lines) == 1
+def num_logged(caplog: pytest.LogCaptureFixture) -> list[list[int]]:
+    """The counts in each line of the log."""
+    lines = [message.removeprefix("connections: ").split("; ") for message in caplog.messages]
+    return [[int(part.split()[0]) for part in parts] for parts in lines]
+
+
+def test_the_log_says_the_first_at_once_and_others_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        book = ConnectionBook(ConnectionLimits(), ManualClock(), log_interval_s=0.001)
+        for _ in range(3):
+            book.refused()
+        book.stalled()
+        assert num_logged(caplog) == [[1]]
+        while len(caplog.messages) < 2:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert num_logged(caplog) == [[1], [2, 1]]
+
+
+def test_the_log_says_what_is_left_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        book = ConnectionBook(ConnectionLimits(), ManualClock())
+        for _ in range(3):
+            book.refused()
+        book.stalled()
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert num_logged(caplog) == [[1], [2, 1]]
