@@ -21,17 +21,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import fields
 from loraplex.server.connections import ConnectionBook, Places, set_write_timeout
-from loraplex.server.errors import (
-    BodyTooLargeError,
-    BusyError,
-    HeadersTooLargeError,
-    HeaderTimeoutError,
-    TransferCodingError,
-    describe,
+from loraplex.server.errors import BusyError, HeaderTimeoutError, describe
+from loraplex.server.http_checks import (
+    asks_for_health,
+    check_chunk_bytes,
+    check_header_bytes,
+    check_transfer_coding,
+    check_version,
 )
-from loraplex.server.health import LIVE_PATH, READY_PATHS
 from loraplex.server.http_input import HttpInput, InputFlow
-from loraplex.server.http_output import refusal_bytes, send_until_close
+from loraplex.server.http_output import close_unless_continued, refusal_bytes, send_until_close
 from loraplex.server.request_log import logger as request_logger
 from loraplex.server.request_log import new_request_id
 
@@ -39,7 +38,6 @@ _MAX_PIPELINED: Final = 4
 """Requests of one connection that may stand behind the one that is being answered."""
 _MAX_HELD_BYTES: Final = 64 * 2**10
 """Unparsed bytes of one connection with which no more is read."""
-_HEALTH_PATHS: Final = frozenset(path.encode() for path in (LIVE_PATH, *READY_PATHS))
 _NO_PLACE: Final = "the server has as many connections as it takes; try again"
 
 
@@ -99,12 +97,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._ignores_upgrade:
             return
         assert self._places is not None
-        self._check_header_bytes()
+        check_header_bytes(self._num_header_bytes, self._book.limits)
+        check_version(self.parser.get_http_version())
         self._check_place(self._places)
-        self._check_transfer_coding()
+        check_transfer_coding(self.headers)
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             send_until_close(self.cycle)
+        if self.expect_100_continue:
+            close_unless_continued(self.cycle)
         if self._places.only_health:
             self.cycle.keep_alive = False
         self._reads_message = True
@@ -124,6 +125,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._ignores_upgrade:
             return
+        check_header_bytes(self._num_header_bytes, self._book.limits)
         super().on_message_complete()
         # `Connection: close` behind a body in chunks, which the parser would obey without a word.
         self._needs_parser = self.cycle.keep_alive and not self.parser.should_keep_alive()
@@ -207,13 +209,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self._waits_to_parse
 
     def _parse_slice(self) -> None:
-        self._unset_keepalive_if_required()
-        if self._awaits_headers:
-            self._start_timer()
         if self._num_body_bytes_left > 0:
             data = self._input.take_body(self._num_body_bytes_left)
         else:
             data = self._input.take_lines()
+        if not self._reads_message and self._num_header_bytes == 0:
+            data = data.lstrip(b"\r\n")  # blank lines between requests, which ask for nothing
+            if not data:
+                return
+        self._unset_keepalive_if_required()
+        if self._awaits_headers:
+            self._start_timer()
         if not self._reads_message:  # headers, also those of a request behind the one that is answered
             self._num_header_bytes += len(data)
         else:
@@ -226,8 +232,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._feed_head_without_upgrade()
             if self._needs_parser:
                 self._renew_parser()
-            self._check_header_bytes()
-            self._check_chunk_bytes()
+            check_header_bytes(self._num_header_bytes, self._book.limits)
+            check_chunk_bytes(self._num_chunk_bytes, self._book.limits)
         except httptools.HttpParserError as error:
             cause = error.__context__  # what a callback of ours raised
             if not isinstance(cause, UserError):
@@ -244,28 +250,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return True
         return False
 
-    def _check_header_bytes(self) -> None:
-        limit = self._book.limits.max_header_bytes
-        if self._num_header_bytes > limit:
-            raise HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes")
-
-    def _check_chunk_bytes(self) -> None:
-        limit = self._book.limits.max_chunk_bytes
-        if self._num_chunk_bytes > limit:
-            raise BodyTooLargeError(
-                f"the sizes and extensions of the body's chunks have more than {limit:,} bytes; send it in "
-                "larger chunks, or with a Content-Length"
-            )
-
     def _check_place(self, places: Places) -> None:
-        if places.only_health and self.url.partition(b"?")[0] not in _HEALTH_PATHS:
+        if places.only_health and not asks_for_health(self.url):
             self._book.refused()
             raise BusyError(_NO_PLACE)
-
-    def _check_transfer_coding(self) -> None:
-        codings = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
-        if codings and codings.strip().lower() != b"chunked":
-            raise TransferCodingError("the only Transfer-Encoding that this server decodes is chunked")
 
     @property
     def _ignores_upgrade(self) -> bool:

@@ -89,6 +89,9 @@ def test_headers_behind_a_chunked_body_are_bounded_in_size(make_served: ServedFa
         with connect(url) as endless:
             endless.sendall(CHUNKED + b"0\r\n" + b"X: yyyyyyyyyyyyyyyy\r\n" * 100)
             assert error_of(endless) == (431, "headers_too_large")
+        with connect(url) as long:
+            long.sendall(CHUNKED + b"0\r\nX: %s\r\n\r\n" % (b"y" * 2000))
+            assert error_of(long) == (431, "headers_too_large")
         with connect(url) as short:
             body = b'{"model": "base", "prompt": "hi"}'
             short.sendall(CHUNKED + b"%x\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(body), body))
@@ -229,7 +232,7 @@ def test_health_can_be_asked_for_when_all_connections_are_in_use(make_served: Se
         streaming.sendall(request_bytes("/v1/completions", body))
         assert streaming.recv(12) == b"HTTP/1.1 200"
         with connect(url) as first, connect(url) as second:  # ask for nothing, and make room
-            for path in (b"/health", b"/health/live", b"/health/ready?probe=1"):
+            for path in (b"/health", b"http://localhost/health/live", b"/health/ready?probe=1"):
                 with connect(url) as probe:
                     probe.sendall(HEALTH.replace(b"/health", path))
                     assert read_response(probe)[0] == 200

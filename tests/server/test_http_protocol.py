@@ -247,6 +247,13 @@ def test_transfer_codings_other_than_chunked_are_not_implemented(
         assert error_of(connection) == (501, "unsupported_transfer_encoding")
 
 
+@pytest.mark.parametrize("version", [b"HTTP/2.0", b"HTTP/0.9"])
+def test_other_versions_of_http_are_refused(make_served: ServedFactory, version: bytes) -> None:
+    with live(make_served()) as url, connect(url) as connection:
+        connection.sendall(HEALTH.replace(b"HTTP/1.1", version))
+        assert error_of(connection) == (505, "unsupported_http_version")
+
+
 @pytest.mark.parametrize("sent", [HEALTH[:-2], request_bytes("/tokenize", {"prompt": "Hello"})[:-1]])
 def test_a_request_that_ends_too_early_is_answered(make_served: ServedFactory, sent: bytes) -> None:
     with live(make_served()) as url, connect(url) as connection:
@@ -411,3 +418,32 @@ def test_a_connection_ends_after_a_body_that_came_behind_its_answer() -> None:
             assert await asyncio.to_thread(client.recv, 1) == b""
 
     asyncio.run(run())
+
+
+def test_a_blank_line_on_a_kept_connection_asks_for_nothing() -> None:
+    async def run() -> None:
+        app = AnsweredLater()
+        app.may_answer.set()
+        limits = ConnectionLimits(header_timeout_s=0.1)
+        async with connection_to(app, limits, keep_alive_s=1) as (_, client):
+            client.settimeout(30)
+            client.sendall(HEALTH + b"\r\n" + HEALTH + b"\r\n")
+            assert [status for status, _ in await asyncio.to_thread(read_responses, client, 2)] == [200, 200]
+            assert await asyncio.to_thread(client.recv, 1) == b""
+
+    asyncio.run(run())
+
+
+def test_an_answer_without_the_body_that_a_client_holds_back_is_the_last(make_served: ServedFactory) -> None:
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    with live(make_served()) as url:
+        with connect(url) as refused:
+            refused.sendall(head % (b"/nope", len(PROMPT)))
+            response = http.client.HTTPResponse(refused)
+            response.begin()
+            assert (response.status, response.headers["connection"]) == (404, "close")
+        with connect(url) as continued:
+            continued.sendall(head % (b"/tokenize", len(PROMPT)))
+            assert continued.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            continued.sendall(PROMPT + HEALTH)
+            assert [status for status, _ in read_responses(continued, 2)] == [200, 200]
