@@ -197,16 +197,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Parse a slice if that may be now; returns whether there is more."""
         if self._may_parse:
             self._parse_slice()
+        if self._holds_back_body:
+            self._fail(BusyError("a large body came behind a request that is not answered yet; send it then"))
         self._waits_to_parse = self._may_parse
         if self.transport.is_closing():
             return False
         if len(self._input) < _MAX_HELD_BYTES:
             self.transport.resume_reading()
-        elif self._waits_to_parse or not self._reads_message or not self.pipeline:
+        else:
             self.transport.pause_reading()
-        else:  # to hold it back would hide whether its client is still there
-            self._fail(BusyError("a large body came behind a request that is not answered yet; send it then"))
         return self._waits_to_parse
+
+    @property
+    def _holds_back_body(self) -> bool:
+        """Whether so much of a body waits behind other requests that its client could leave unnoticed."""
+        is_behind = self._reads_message and bool(self.pipeline)
+        return is_behind and len(self._input) >= _MAX_HELD_BYTES and not self._may_parse
 
     def _parse_slice(self) -> None:
         if self._num_body_bytes_left > 0:

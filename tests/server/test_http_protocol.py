@@ -279,10 +279,11 @@ def test_a_stream_to_a_client_of_http_1_0_is_not_in_chunks(make_served: ServedFa
             assert read_responses(connection, 1) == [(200, b'{"status":"ok"}')]
 
 
+LARGE = b"POST / HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 900_000
 BEHIND = {
     "another": HEALTH,
     "many": HEALTH * 50,
-    "large body": b"POST / HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 900_000,
+    "large body": LARGE,
     "half of one": HEALTH[:-1],
 }
 
@@ -305,7 +306,7 @@ def test_a_large_body_behind_a_request_that_is_not_answered_is_refused() -> None
     async def run() -> None:
         app = AnsweredLater()
         async with connection_to(app) as (_, client):
-            await asyncio.to_thread(client.sendall, HEALTH + BEHIND["large body"])
+            await asyncio.to_thread(client.sendall, HEALTH + LARGE)
             app.may_answer.set()
             assert [status for status, _ in await asyncio.to_thread(read_responses, client, 2)] == [200, 503]
 
