@@ -47,7 +47,7 @@ class ConnectionLimits:
     """
 
     max_connections: int = 8192
-    max_health_connections: int = 8
+    max_health_connections: int = 32
     grace_s: float = 5.0
     health_grace_s: float = 1.0
     header_timeout_s: float = 60.0
