@@ -1,12 +1,21 @@
 """How many connections there may be, and which of them makes room for another one.
 
-At the limit, the connection that has been idle for longest is closed to make room for a new one, so that
-connections which ask for nothing lock nobody out. If all are being answered, a new one gets one of a few
-places in which only /health may be asked for, once; everything else is refused there with 503.
+At the limit, a connection that asks for nothing is closed to make room for a new one, so that such ones lock
+nobody out. A request may be under way on one that was opened a moment ago, so these have some seconds:
+
+    opened ──▶ NEW ──headers complete──▶ ACTIVE ──response complete──▶ KEPT (alive)
+                │                                                       │ │
+                │ ◀──────────── first bytes of the next request ────────┘ │
+                ▼ after a grace period                                    ▼
+              gives way, the oldest first                               gives way if there is none of these
+
+If none gives way, a new one gets one of a few places in which only /health may be asked for, once; everything
+else is refused there with 503.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 import socket
@@ -16,6 +25,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from loraplex.core.clock import Clock
+from loraplex.server.pacing import SlicedWork
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +37,19 @@ _LOG_INTERVAL_S: Final = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """`max_health_connections`: beyond the others, to ask how the server is when these are all in use.
-    `write_timeout_s`: how long a client may take nothing of what is sent to it. `max_chunk_bytes`: of a body
-    in chunks, what is not in them but around them (sizes, extensions, line ends)."""
+    """Bounds of connections.
+
+    max_health_connections   beyond the others, to ask how the server is when these are all in use
+    grace_s, health_grace_s  how long a new connection of either kind keeps its place without the headers of a
+                             request when another one needs it; health checks send theirs at once
+    write_timeout_s          how long a client may take nothing of what is sent to it
+    max_chunk_bytes          of a body in chunks, what is around them (sizes, extensions, line ends)
+    """
 
     max_connections: int = 8192
-    max_health_connections: int = 8
+    max_health_connections: int = 32
+    grace_s: float = 5.0
+    health_grace_s: float = 1.0
     header_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     max_header_bytes: int = 64 * 2**10
@@ -63,66 +80,84 @@ def set_write_timeout(connection: socket.socket, timeout_s: float) -> None:
 
 class Connection(Protocol):
     def give_way(self) -> None:
-        """Close an idle connection, as another one needs its place."""
+        """Close a connection that is not active, as another one needs its place."""
 
 
 class Places:
-    """Connections that share a limit, and which of them ask for nothing."""
+    """Connections that share a limit, and which of them give way."""
 
-    def __init__(self, num_places: int, *, only_health: bool = False) -> None:
+    def __init__(self, num_places: int, clock: Clock, *, grace_s: float, only_health: bool = False) -> None:
         self._num_places = num_places
+        self._clock = clock
+        self._grace_s = grace_s
         self.only_health = only_health
-        self._idle: dict[Connection, None] = {}  # in the order in which they became idle
+        self._new: dict[Connection, float] = {}  # since when; the oldest first
+        self._kept: dict[Connection, None] = {}  # the oldest first
         self._num_active = 0
 
     @property
     def are_taken(self) -> bool:
-        return len(self._idle) + self._num_active >= self._num_places
+        return len(self._new) + len(self._kept) + self._num_active >= self._num_places
 
     def add(self, connection: Connection) -> None:
-        self._idle[connection] = None
+        self._new[connection] = self._clock.now_s()
 
-    def remove_oldest_idle(self) -> Connection | None:
-        oldest = next(iter(self._idle), None)
+    def remove_one_that_gives_way(self) -> Connection | None:
+        oldest, since_s = next(iter(self._new.items()), (None, 0.0))
+        if oldest is not None and self._clock.now_s() - since_s >= self._grace_s:
+            del self._new[oldest]
+            return oldest
+        oldest = next(iter(self._kept), None)
         if oldest is not None:
-            del self._idle[oldest]
+            del self._kept[oldest]
         return oldest
 
+    def began_request(self, connection: Connection) -> None:
+        """Bytes have come on a connection that is not active."""
+        if connection in self._kept:
+            del self._kept[connection]
+            self.add(connection)
+
     def became_active(self, connection: Connection) -> None:
-        if connection in self._idle:
-            del self._idle[connection]
+        if connection in self._new:
+            del self._new[connection]
             self._num_active += 1
 
     def became_idle(self, connection: Connection) -> None:
         self._num_active -= 1
-        self._idle[connection] = None
+        self._kept[connection] = None
 
     def closed(self, connection: Connection, *, was_active: bool) -> None:
         if was_active:
             self._num_active -= 1
         else:
-            self._idle.pop(connection, None)
+            self._new.pop(connection, None)
+            self._kept.pop(connection, None)
 
 
 class ConnectionBook:
-    """The connections of one server. Outcomes that anybody can cause are counted for its log."""
+    """The connections of one server. Outcomes that anybody can cause are counted for its log.
+    `parsing` divides the time to parse what they send between them."""
 
-    def __init__(self, limits: ConnectionLimits, clock: Clock) -> None:
+    def __init__(
+        self, limits: ConnectionLimits, clock: Clock, *, log_interval_s: float = _LOG_INTERVAL_S
+    ) -> None:
         self.limits = limits
-        self._clock = clock
+        self.parsing = SlicedWork(clock)
         self._places = (
-            Places(limits.max_connections),
-            Places(limits.max_health_connections, only_health=True),
+            Places(limits.max_connections, clock, grace_s=limits.grace_s),
+            Places(limits.max_health_connections, clock, grace_s=limits.health_grace_s, only_health=True),
         )
         self._outcomes: Counter[str] = Counter()  # since the last line of the log
-        self._logged_s = float("-inf")
+        self._log_interval_s = log_interval_s
+        self._logging: asyncio.Task[None] | None = None  # while lines are held back
 
     def opened(self, connection: Connection) -> Places | None:
         """Count a new connection; None if there is no room for it."""
         for places in self._places:
-            if places.are_taken and (oldest := places.remove_oldest_idle()) is not None:
+            if places.are_taken and (leaver := places.remove_one_that_gives_way()) is not None:
                 self._log(f"closed while idle, as all {self.limits.max_connections} connections are taken")
-                oldest.give_way()
+                leaver.give_way()
             if not places.are_taken:
                 places.add(connection)
                 return places
@@ -142,10 +177,25 @@ class ConnectionBook:
         self._log(f"closed, as nothing that was sent was taken for {self.limits.write_timeout_s:g} s")
 
     def _log(self, outcome: str) -> None:
-        """Write a line now and then, however many connections are closed or refused."""
+        """Write a line at once, and then one for each interval in which there was something to say."""
         self._outcomes[outcome] += 1
-        if self._clock.now_s() - self._logged_s >= _LOG_INTERVAL_S:
-            self._logged_s = self._clock.now_s()
-            counts = "; ".join(f"{count} {outcome}" for outcome, count in self._outcomes.items())
-            logger.warning("connections: %s", counts)
-            self._outcomes.clear()
+        if self._logging is None:
+            self._write_line()
+            self._logging = asyncio.create_task(self._log_rest(), name="connection log")
+
+    async def _log_rest(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._log_interval_s)
+                if not self._outcomes:
+                    break
+                self._write_line()
+        finally:  # also when the event loop ends
+            self._logging = None
+            if self._outcomes:
+                self._write_line()
+
+    def _write_line(self) -> None:
+        counts = "; ".join(f"{count} {outcome}" for outcome, count in self._outcomes.items())
+        logger.warning("connections: %s", counts)
+        self._outcomes.clear()

@@ -61,6 +61,10 @@ class HeadersTooLargeError(UserError):
     """The request's headers are over the limit."""
 
 
+class HttpVersionError(UserError):
+    """The request is of a version of HTTP that the server does not speak."""
+
+
 class TransferCodingError(UserError):
     """The request body is sent in a way that the server does not decode."""
 
@@ -162,6 +166,8 @@ def describe(error: Exception) -> HttpError:
             return _http_error(408, message, code="header_timeout")
         case HeadersTooLargeError():
             return _http_error(431, message, code="headers_too_large")
+        case HttpVersionError():
+            return _http_error(505, message, code="unsupported_http_version", kind=INVALID_REQUEST)
         case TransferCodingError():
             return _http_error(501, message, code="unsupported_transfer_encoding", kind=INVALID_REQUEST)
         case ContentEncodingError():

@@ -1,4 +1,4 @@
-"""Bytes that a connection has received and the parser has not seen yet, in slices.
+"""Bytes that a connection has received and the parser has not seen yet, in slices, and when more may come.
 
 The parser calls back for everything in the bytes that it is given: for thousands of requests in one read, or
 for tens of thousands of chunks of one byte. A slice ends where a request may end, so that at most one does:
@@ -9,7 +9,11 @@ for tens of thousands of chunks of one byte. A slice ends where a request may en
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Final
+
+from uvicorn.protocols.http.flow_control import FlowControl
 
 SLICE_BYTES: Final = 4096
 _BLANK_LINE: Final = b"\r\n\r\n"
@@ -22,8 +26,8 @@ class HttpInput:
         self._unparsed = bytearray()
         self._tail = b""  # the last bytes that were taken, where a blank line may have begun
 
-    def __bool__(self) -> bool:
-        return bool(self._unparsed)
+    def __len__(self) -> int:
+        return len(self._unparsed)
 
     def add(self, data: bytes) -> None:
         self._unparsed += data
@@ -49,3 +53,19 @@ class HttpInput:
             taken = bytes(part)
         del self._unparsed[:num_bytes]
         return taken
+
+
+class InputFlow(FlowControl):
+    """uvicorn's flow control for input that may be in this process already: `on_resume` goes on with it."""
+
+    def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._on_resume = on_resume
+
+    def pause_reading(self) -> None:
+        self.read_paused = True
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._on_resume()

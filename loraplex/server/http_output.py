@@ -1,4 +1,5 @@
-"""What is written to a connection in other ways than uvicorn's: refusals, and streams to HTTP/1.0 clients."""
+"""What is written to a connection in other ways than uvicorn's: refusals, streams to HTTP/1.0 clients, and
+answers to clients that wait before they send a body."""
 
 from __future__ import annotations
 
@@ -40,3 +41,16 @@ def send_until_close(cycle: RequestResponseCycle) -> None:
         await send(message)
 
     cycle.send = send_plainly  # type: ignore[method-assign]
+
+
+def close_unless_continued(cycle: RequestResponseCycle) -> None:
+    """Let a response be the connection's last if its client was never told to send the body (100 Continue):
+    whether the body comes after all cannot be known, and so not where the next request begins."""
+    send = cycle.send
+
+    async def send_and_close(message: Any) -> None:
+        if cycle.waiting_for_100_continue and cycle.more_body:
+            cycle.keep_alive = False
+        await send(message)
+
+    cycle.send = send_and_close  # type: ignore[method-assign]

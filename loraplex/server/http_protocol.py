@@ -5,59 +5,40 @@
                          ▼
                        closed
 
-What a client sends is parsed in small portions, and no further than a few requests beyond the one that is
-being answered. While the rest waits nothing more is read, so that TCP holds the client back.
+What clients send is parsed in slices, in turns with other connections, and no further than a few requests
+beyond the one that is being answered. A little more is read to notice a client that leaves; then TCP holds it
+back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, Final
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import fields
 from loraplex.server.connections import ConnectionBook, Places, set_write_timeout
-from loraplex.server.errors import (
-    BodyTooLargeError,
-    BusyError,
-    HeadersTooLargeError,
-    HeaderTimeoutError,
-    TransferCodingError,
-    describe,
+from loraplex.server.errors import BusyError, HeaderTimeoutError, describe
+from loraplex.server.http_checks import (
+    asks_for_health,
+    check_chunk_bytes,
+    check_header_bytes,
+    check_transfer_coding,
+    check_version,
 )
-from loraplex.server.health import LIVE_PATH, READY_PATHS
-from loraplex.server.http_input import HttpInput
-from loraplex.server.http_output import refusal_bytes, send_until_close
+from loraplex.server.http_input import HttpInput, InputFlow
+from loraplex.server.http_output import close_unless_continued, refusal_bytes, send_until_close
 from loraplex.server.request_log import logger as request_logger
 from loraplex.server.request_log import new_request_id
 
-_SLICES_PER_TURN: Final = 4
-"""Slices of one connection's input that are parsed in one turn of the event loop."""
 _MAX_PIPELINED: Final = 4
 """Requests of one connection that may stand behind the one that is being answered."""
-_HEALTH_PATHS: Final = frozenset(path.encode() for path in (LIVE_PATH, *READY_PATHS))
+_MAX_HELD_BYTES: Final = 64 * 2**10
+"""Unparsed bytes of one connection with which no more is read."""
 _NO_PLACE: Final = "the server has as many connections as it takes; try again"
-
-
-class InputFlow(FlowControl):
-    """uvicorn's flow control for input that may be in this process already: `on_resume` goes on with it."""
-
-    def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
-        super().__init__(transport)
-        self._on_resume = on_resume
-
-    def pause_reading(self) -> None:
-        self.read_paused = True
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self.read_paused = False
-            self._on_resume()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -74,13 +55,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_body_bytes_left = 0  # of a body whose length is known
         self._input = HttpInput()
         self._failure: Exception | None = None  # of what came behind requests that are being answered
-        self._next_parse: asyncio.Handle | None = None
+        self._needs_parser = False  # as this one takes no more requests
+        self._waits_to_parse = False  # until it is this connection's turn
         self._timer: asyncio.TimerHandle | None = None
         self._places: Places | None = None  # which it has one of
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = InputFlow(transport, self._schedule_parse)
+        self.flow = InputFlow(transport, self._parse_later)
         set_write_timeout(transport.get_extra_info("socket"), self._book.limits.write_timeout_s)
         self._places = self._book.opened(self)
         if self._places is None:
@@ -91,12 +73,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing() or self._failure is not None:
             return
+        if not self._is_active and self._places is not None:
+            self._places.began_request(self)
         self._input.add(data)
-        if self._next_parse is None:
-            self._parse()
+        if not self._waits_to_parse:
+            self._waits_to_parse = True
+            self._book.parsing.do(self._parse)
 
     def eof_received(self) -> None:
         """The client sends no more. Its connection is closed: half of it looks like a client that left."""
+        if self._may_parse:
+            self._parse_slice()  # what came with the end
         if self._reads_message or self._num_header_bytes:
             self._fail(InvalidRequestError("the request ended before all of it was sent"))
 
@@ -110,12 +97,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._ignores_upgrade:
             return
         assert self._places is not None
-        self._check_header_bytes()
+        check_header_bytes(self._num_header_bytes, self._book.limits)
+        check_version(self.parser.get_http_version())
         self._check_place(self._places)
-        self._check_transfer_coding()
+        check_transfer_coding(self.headers)
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             send_until_close(self.cycle)
+        if self.expect_100_continue:
+            close_unless_continued(self.cycle)
         if self._places.only_health:
             self.cycle.keep_alive = False
         self._reads_message = True
@@ -135,10 +125,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._ignores_upgrade:
             return
+        check_header_bytes(self._num_header_bytes, self._book.limits)
         super().on_message_complete()
+        # `Connection: close` behind a body in chunks, which the parser would obey without a word.
+        self._needs_parser = self.cycle.keep_alive and not self.parser.should_keep_alive()
         self._reads_message = False
         self._num_header_bytes = self._num_body_bytes_left = 0
         self._stop_timer()
+        if not self._is_active:  # the body of a request that was answered before it came
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         has_next = bool(self.pipeline)
@@ -153,13 +150,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_active and self._places is not None and not has_next:
             self._is_active = False
             self._places.became_idle(self)
+            if self._input or self._num_header_bytes:
+                self._places.began_request(self)
             if self._reads_message or self._num_header_bytes:
                 # The rest of a body that was refused before it came, or of the next request's headers: both
                 # are read, but not for ever.
                 self._unset_keepalive_if_required()
                 self._start_timer()
         if self._input:
-            self._schedule_parse()
+            self._parse_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -174,8 +173,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def give_way(self) -> None:
-        """Close an idle connection, as another one needs its place."""
-        self.transport.close()
+        """Close a connection that is not active, as another one needs its place."""
+        if self._awaits_headers and (self._num_header_bytes or self._input):
+            self._refuse(BusyError(_NO_PLACE))
+        else:
+            self.transport.close()
 
     @property
     def _may_parse(self) -> bool:
@@ -186,34 +188,44 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             and not self.transport.is_closing()
         )
 
-    def _schedule_parse(self) -> None:
-        if self._next_parse is None:
-            self._next_parse = self.loop.call_soon(self._parse)
+    def _parse_later(self) -> None:
+        if not self._waits_to_parse:
+            self._waits_to_parse = True
+            self._book.parsing.do_later(self._parse)
 
-    def _parse(self) -> None:
-        """Parse as much as may be now; the rest waits for its turn, and only then more is read."""
-        self._next_parse = None
-        for _ in range(_SLICES_PER_TURN):
-            if not self._may_parse:
-                break
-            self._parse_slice()
-        if self.transport.is_closing():
-            return
+    def _parse(self) -> bool:
+        """Parse a slice if that may be now; returns whether there is more."""
         if self._may_parse:
-            self._schedule_parse()
-        if self._input or self.flow.read_paused:
-            self.transport.pause_reading()
-        else:
+            self._parse_slice()
+        if self._holds_back_body:
+            self._fail(BusyError("a large body came behind a request that is not answered yet; send it then"))
+        self._waits_to_parse = self._may_parse
+        if self.transport.is_closing():
+            return False
+        if len(self._input) < _MAX_HELD_BYTES:
             self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
+        return self._waits_to_parse
+
+    @property
+    def _holds_back_body(self) -> bool:
+        """Whether so much of a body waits behind other requests that its client could leave unnoticed."""
+        is_behind = self._reads_message and bool(self.pipeline)
+        return is_behind and len(self._input) >= _MAX_HELD_BYTES and not self._may_parse
 
     def _parse_slice(self) -> None:
-        self._unset_keepalive_if_required()
-        if self._awaits_headers:
-            self._start_timer()
         if self._num_body_bytes_left > 0:
             data = self._input.take_body(self._num_body_bytes_left)
         else:
             data = self._input.take_lines()
+        if not self._reads_message and self._num_header_bytes == 0:
+            data = data.lstrip(b"\r\n")  # blank lines between requests, which ask for nothing
+            if not data:
+                return
+        self._unset_keepalive_if_required()
+        if self._awaits_headers:
+            self._start_timer()
         if not self._reads_message:  # headers, also those of a request behind the one that is answered
             self._num_header_bytes += len(data)
         else:
@@ -222,11 +234,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         try:
-            self.parser.feed_data(data)
-            self._check_header_bytes()
-            self._check_chunk_bytes()
-        except httptools.HttpParserUpgrade:
-            self._feed_head_without_upgrade()
+            if self._stops_at_upgrade(data) and self._ignores_upgrade:
+                self._feed_head_without_upgrade()
+            if self._needs_parser:
+                self._renew_parser()
+            check_header_bytes(self._num_header_bytes, self._book.limits)
+            check_chunk_bytes(self._num_chunk_bytes, self._book.limits)
         except httptools.HttpParserError as error:
             cause = error.__context__  # what a callback of ours raised
             if not isinstance(cause, UserError):
@@ -235,28 +248,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         except UserError as error:
             self._fail(error)
 
-    def _check_header_bytes(self) -> None:
-        limit = self._book.limits.max_header_bytes
-        if self._num_header_bytes > limit:
-            raise HeadersTooLargeError(f"the request's headers are larger than {limit:,} bytes")
-
-    def _check_chunk_bytes(self) -> None:
-        limit = self._book.limits.max_chunk_bytes
-        if self._num_chunk_bytes > limit:
-            raise BodyTooLargeError(
-                f"the sizes and extensions of the body's chunks have more than {limit:,} bytes; send it in "
-                "larger chunks, or with a Content-Length"
-            )
+    def _stops_at_upgrade(self, data: bytes) -> bool:
+        """Parse bytes; return whether the parser leaves what follows them to another protocol."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            return True
+        return False
 
     def _check_place(self, places: Places) -> None:
-        if places.only_health and self.url.partition(b"?")[0] not in _HEALTH_PATHS:
+        if places.only_health and not asks_for_health(self.url):
             self._book.refused()
             raise BusyError(_NO_PLACE)
-
-    def _check_transfer_coding(self) -> None:
-        codings = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
-        if codings and codings.strip().lower() != b"chunked":
-            raise TransferCodingError("the only Transfer-Encoding that this server decodes is chunked")
 
     @property
     def _ignores_upgrade(self) -> bool:
@@ -267,14 +270,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Let another parser begin with the same request and go on with its body. RFC 9110 lets a server
         ignore what a client would like to upgrade to (h2c of `curl --http2` and Java's clients, WebSockets).
         """
-        if not self._ignores_upgrade:
-            return  # CONNECT, which the application refuses
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self._renew_parser()
+        self.parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n")
+
+    def _renew_parser(self) -> None:
+        self._needs_parser = False
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-        self._feed(b"\r\n".join(lines) + b"\r\n\r\n")
 
     @property
     def _awaits_headers(self) -> bool:

@@ -1,8 +1,9 @@
 """Bursts in small portions: what many clients do at once leaves the event loop a turn for everybody else.
 
 Two thousand requests in one moment are seconds of work, and no stream gets a token meanwhile. So only a few
-connections are accepted, and only a few requests begin or are torn down, in each turn of the loop; between
-two turns the loop looks at its sockets and timers. Health checks do not queue.
+connections are accepted, only a few requests begin or are torn down, and input is parsed for only a few
+milliseconds in each turn of the loop; between two turns the loop looks at its sockets and timers. Health
+checks do not queue.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from loraplex.core.clock import Clock
+
 logger = logging.getLogger(__name__)
 
 _PER_TURN: Final = 4
 """Requests that begin or are torn down in one turn of the loop; each takes up to a millisecond."""
 _ACCEPTED_PER_TURN: Final = 16
+_WORK_PER_TURN_S: Final = 0.002
 _RETRY_ACCEPT_S: Final = 0.1
 
 
@@ -57,6 +61,57 @@ class Pacer:
         self._is_counting = self._num_passed > 0
         if self._is_counting:
             loop.call_soon(self._next_turn, loop)
+
+
+class SlicedWork:
+    """Does the work of many in slices, for a short time in each turn of the event loop.
+
+    Work is a callable that does one slice and returns whether there is more. First slices go first, so that
+    whoever has little to do does not wait behind those who have much; these take turns.
+    """
+
+    def __init__(self, clock: Clock, *, per_turn_s: float = _WORK_PER_TURN_S) -> None:
+        self._clock = clock
+        self._per_turn_s = per_turn_s
+        self._left_s = per_turn_s  # of this turn
+        self._is_counting = False
+        self._first: deque[Callable[[], bool]] = deque()
+        self._rest: deque[Callable[[], bool]] = deque()
+
+    def do(self, work: Callable[[], bool]) -> None:
+        """Begin at once if there is time left in this turn, and go on in the turns to come."""
+        self._first.append(work)
+        self._do_slices()
+        self._count()
+
+    def do_later(self, work: Callable[[], bool]) -> None:
+        """Begin in the next turn at the earliest."""
+        self._rest.append(work)
+        self._count()
+
+    def _count(self) -> None:
+        if not self._is_counting:
+            self._is_counting = True
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._is_counting = False
+        self._left_s = self._per_turn_s
+        if self._rest:  # which first slices without end must not hold up
+            self._do_slice(self._rest)
+        self._do_slices()
+        if self._first or self._rest:
+            self._count()
+
+    def _do_slices(self) -> None:
+        while self._left_s > 0 and (waiting := self._first or self._rest):
+            self._do_slice(waiting)
+
+    def _do_slice(self, waiting: deque[Callable[[], bool]]) -> None:
+        work, began_s = waiting.popleft(), self._clock.now_s()
+        if work():
+            self._rest.append(work)
+        self._left_s -= self._clock.now_s() - began_s
 
 
 class PacingMiddleware:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -16,7 +17,8 @@ from server_fixtures import Served, live
 from serving_fakes import says
 from test_live_server import connect, read_response, request_bytes
 
-from loraplex.server.connections import ConnectionLimits, connections_within
+from loraplex.core.clock import ManualClock
+from loraplex.server.connections import ConnectionBook, ConnectionLimits, Places, connections_within
 
 ServedFactory = Callable[..., Served]
 
@@ -87,6 +89,9 @@ def test_headers_behind_a_chunked_body_are_bounded_in_size(make_served: ServedFa
         with connect(url) as endless:
             endless.sendall(CHUNKED + b"0\r\n" + b"X: yyyyyyyyyyyyyyyy\r\n" * 100)
             assert error_of(endless) == (431, "headers_too_large")
+        with connect(url) as long:
+            long.sendall(CHUNKED + b"0\r\nX: %s\r\n\r\n" % (b"y" * 2000))
+            assert error_of(long) == (431, "headers_too_large")
         with connect(url) as short:
             body = b'{"model": "base", "prompt": "hi"}'
             short.sendall(CHUNKED + b"%x\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(body), body))
@@ -129,7 +134,7 @@ def test_an_upgrade_to_a_websocket_is_answered_as_if_it_were_not_asked_for(
 def test_idle_connections_make_room_for_new_ones(
     make_served: ServedFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with live(make_served(), ConnectionLimits(max_connections=3)) as url:
+    with live(make_served(), ConnectionLimits(max_connections=3, grace_s=0)) as url:
         idle = [connect(url) for _ in range(3)]
         idle[0].sendall(HEALTH)  # served, and idle from now on: the youngest of the idle ones
         assert read_response(idle[0])[0] == 200
@@ -142,6 +147,67 @@ def test_idle_connections_make_room_for_new_ones(
         for connection in idle:
             connection.close()
     assert any("connections are taken" in record.message for record in caplog.records)
+
+
+def connected(num_places: int, grace_s: float, clock: ManualClock) -> tuple[Places, list[Leaver]]:
+    """Places that are all taken by new connections."""
+    places, connections = Places(num_places, clock, grace_s=grace_s), [Leaver() for _ in range(num_places)]
+    for connection in connections:
+        places.add(connection)
+    return places, connections
+
+
+class Leaver:
+    def give_way(self) -> None:
+        raise AssertionError("only the book asks for it")
+
+
+def test_a_connection_gives_way_when_it_was_answered_or_has_asked_nothing_for_some_time() -> None:
+    clock = ManualClock()
+    places, (first, second, third) = connected(3, 5.0, clock)
+    assert places.are_taken
+    assert places.remove_one_that_gives_way() is None, "all are new"
+    for answered in (second, third):
+        places.became_active(answered)
+        places.became_idle(answered)
+    places.began_request(third)  # which is not complete yet
+    assert places.remove_one_that_gives_way() is second
+    assert places.remove_one_that_gives_way() is None
+    clock.advance(5.0)
+    assert [places.remove_one_that_gives_way() for _ in range(3)] == [first, third, None]
+    for connection in (first, second, third):
+        places.closed(connection, was_active=False)
+    assert not places.are_taken
+
+
+def test_new_connections_are_refused_in_words_while_others_send_their_requests(
+    make_served: ServedFactory,
+) -> None:
+    limits = ConnectionLimits(max_connections=1, max_health_connections=1)
+    with live(make_served(), limits) as url, connect(url) as kept:
+        kept.sendall(HEALTH)
+        assert read_response(kept)[0] == 200
+        with connect(url) as sending, connect(url) as probe:
+            assert kept.recv(1) == b"", "it was answered"
+            sending.sendall(HEALTH[:20])
+            probe.sendall(HEALTH[:20])
+            for _ in range(3):
+                with connect(url) as refused:
+                    assert error_of(refused) == (503, "overloaded")
+            for connection in (sending, probe):
+                connection.sendall(HEALTH[20:])
+                assert read_response(connection)[0] == 200
+
+
+def test_half_a_request_that_gives_way_is_refused_in_words(make_served: ServedFactory) -> None:
+    limits = ConnectionLimits(max_connections=1, max_health_connections=0, grace_s=0)
+    with live(make_served(), limits) as url, connect(url) as slow:
+        slow.sendall(HEALTH + HEALTH[:20])
+        assert read_response(slow)[0] == 200
+        with connect(url) as other:
+            other.sendall(HEALTH)
+            assert read_response(other)[0] == 200
+        assert error_of(slow) == (503, "overloaded")
 
 
 def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(
@@ -160,13 +226,13 @@ def test_connections_in_use_are_kept_and_a_new_one_is_refused_in_words(
 
 def test_health_can_be_asked_for_when_all_connections_are_in_use(make_served: ServedFactory) -> None:
     served = make_served(says("Hello", pause_after=0))
-    limits = ConnectionLimits(max_connections=1, max_health_connections=2)
+    limits = ConnectionLimits(max_connections=1, max_health_connections=2, health_grace_s=0)
     with live(served, limits) as url, connect(url) as streaming:
         body = {"model": "base", "prompt": "hi", "stream": True}
         streaming.sendall(request_bytes("/v1/completions", body))
         assert streaming.recv(12) == b"HTTP/1.1 200"
         with connect(url) as first, connect(url) as second:  # ask for nothing, and make room
-            for path in (b"/health", b"/health/live", b"/health/ready?probe=1"):
+            for path in (b"/health", b"http://localhost/health/live", b"/health/ready?probe=1"):
                 with connect(url) as probe:
                     probe.sendall(HEALTH.replace(b"/health", path))
                     assert read_response(probe)[0] == 200
@@ -204,15 +270,33 @@ def test_connections_stay_within_open_files(files: int, wanted: int, expected: i
     assert connections_within(files, wanted) == expected
 
 
-def test_the_log_says_it_now_and_then_and_not_for_each(
-    make_served: ServedFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    with live(make_served(), ConnectionLimits(max_connections=1)) as url:
-        connections = [connect(url) for _ in range(5)]
-        with connect(url) as last:
-            last.sendall(HEALTH)
-            assert read_response(last)[0] == 200
-        for connection in connections:
-            connection.close()
-    lines = [r for r in caplog.records if r.levelno == logging.WARNING and "connections" in r.message]
-    assert len(lines) == 1
+def num_logged(caplog: pytest.LogCaptureFixture) -> list[list[int]]:
+    """The counts in each line of the log."""
+    lines = [message.removeprefix("connections: ").split("; ") for message in caplog.messages]
+    return [[int(part.split()[0]) for part in parts] for parts in lines]
+
+
+def test_the_log_says_the_first_at_once_and_others_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        book = ConnectionBook(ConnectionLimits(), ManualClock(), log_interval_s=0.001)
+        for _ in range(3):
+            book.refused()
+        book.stalled()
+        assert num_logged(caplog) == [[1]]
+        while len(caplog.messages) < 2:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert num_logged(caplog) == [[1], [2, 1]]
+
+
+def test_the_log_says_what_is_left_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        book = ConnectionBook(ConnectionLimits(), ManualClock())
+        for _ in range(3):
+            book.refused()
+        book.stalled()
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert num_logged(caplog) == [[1], [2, 1]]

@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import uvicorn
@@ -19,7 +19,7 @@ from test_connections import CHUNKED, HEALTH, ServedFactory, error_of
 from test_live_server import connect, request_bytes
 from uvicorn.server import ServerState
 
-from loraplex.core.clock import ManualClock
+from loraplex.core.clock import Clock, ManualClock
 from loraplex.server.connections import ConnectionBook, ConnectionLimits
 from loraplex.server.http_input import SLICE_BYTES, HttpInput
 from loraplex.server.http_protocol import BoundedHttpProtocol
@@ -27,11 +27,22 @@ from loraplex.server.http_protocol import BoundedHttpProtocol
 
 @asynccontextmanager
 async def connection_to(
-    app: ASGIApp, limits: ConnectionLimits | None = None
+    app: ASGIApp,
+    limits: ConnectionLimits | None = None,
+    *,
+    clock: Clock | None = None,
+    book: ConnectionBook | None = None,
+    keep_alive_s: int = 30,
 ) -> AsyncIterator[tuple[BoundedHttpProtocol, socket.socket]]:
     """The server's end of a connection, whose requests `app` answers, and the client's end."""
-    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)  # type: ignore[arg-type]
-    book = ConnectionBook(limits or ConnectionLimits(), ManualClock())
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=keep_alive_s,
+    )
+    book = book or ConnectionBook(limits or ConnectionLimits(), clock or ManualClock())
     protocol = BoundedHttpProtocol(config=config, server_state=ServerState(), app_state={}, book=book)
     ours, clients = socket.socketpair()
     with clients:
@@ -62,7 +73,7 @@ def test_a_burst_of_requests_is_parsed_as_it_is_answered() -> None:
     async def run() -> None:
         app = Unanswered()
         async with connection_to(app) as (protocol, _):
-            protocol.data_received(HEALTH * 1000)
+            protocol.data_received(HEALTH * 3000)
             await asyncio.wait_for(app.asked.wait(), 30)
             for _ in range(100):  # turns of the loop, in which it could go on
                 await asyncio.sleep(0)
@@ -130,14 +141,46 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-def test_a_request_that_would_like_to_upgrade_keeps_its_body(make_served: ServedFactory, body: bytes) -> None:
+@pytest.mark.parametrize("portion", [7, 1 << 20])
+def test_a_request_that_would_like_to_upgrade_keeps_its_body(
+    make_served: ServedFactory, body: bytes, portion: int
+) -> None:
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+    requests = (head + body) + (head + H2C + body) * 2 + HEALTH
     with live(make_served()) as url, connect(url) as connection:
-        connection.sendall((head + body) + (head + H2C + body) * 2 + HEALTH)
+        for start in range(0, len(requests), portion):
+            connection.sendall(requests[start : start + portion])
         plain, first, second, health = read_responses(connection, 4)
     assert plain[0] == 200
     assert plain == first == second
     assert health[0] == 200
+
+
+REFUSED_UPGRADES = {
+    "no room": (b"", 503),
+    "coding": (b"Transfer-Encoding: gzip\r\n", 501),
+    "large": (b"X: %s\r\n" % (b"x" * 2000), 431),
+}
+
+
+@pytest.mark.parametrize(("header", "status"), REFUSED_UPGRADES.values(), ids=REFUSED_UPGRADES.keys())
+def test_a_request_that_would_like_to_upgrade_is_refused_as_others_are(
+    make_served: ServedFactory, header: bytes, status: int
+) -> None:
+    limits = ConnectionLimits(max_connections=int(status != 503), max_header_bytes=1000)
+    with live(make_served(), limits) as url, connect(url) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\n" + H2C + header + b"\r\n")
+        assert error_of(connection)[0] == status
+
+
+@pytest.mark.parametrize("portion", [7, 1 << 20])
+def test_close_behind_a_body_in_chunks_loses_no_request(make_served: ServedFactory, portion: int) -> None:
+    chunked = BODIES["chunked"][:-2] + b"Connection: close\r\n\r\n"
+    requests = (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n" + chunked) * 2 + HEALTH
+    with live(make_served()) as url, connect(url) as connection:
+        for start in range(0, len(requests), portion):
+            connection.sendall(requests[start : start + portion])
+        assert [status for status, _ in read_responses(connection, 3)] == [200, 200, 200]
 
 
 def test_connect_is_refused(make_served: ServedFactory) -> None:
@@ -204,6 +247,13 @@ def test_transfer_codings_other_than_chunked_are_not_implemented(
         assert error_of(connection) == (501, "unsupported_transfer_encoding")
 
 
+@pytest.mark.parametrize("version", [b"HTTP/2.0", b"HTTP/0.9"])
+def test_other_versions_of_http_are_refused(make_served: ServedFactory, version: bytes) -> None:
+    with live(make_served()) as url, connect(url) as connection:
+        connection.sendall(HEALTH.replace(b"HTTP/1.1", version))
+        assert error_of(connection) == (505, "unsupported_http_version")
+
+
 @pytest.mark.parametrize("sent", [HEALTH[:-2], request_bytes("/tokenize", {"prompt": "Hello"})[:-1]])
 def test_a_request_that_ends_too_early_is_answered(make_served: ServedFactory, sent: bytes) -> None:
     with live(make_served()) as url, connect(url) as connection:
@@ -229,11 +279,21 @@ def test_a_stream_to_a_client_of_http_1_0_is_not_in_chunks(make_served: ServedFa
             assert read_responses(connection, 1) == [(200, b'{"status":"ok"}')]
 
 
-def test_a_request_with_another_one_behind_it_learns_that_its_client_has_left() -> None:
+LARGE = b"POST / HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 900_000
+BEHIND = {
+    "another": HEALTH,
+    "many": HEALTH * 50,
+    "large body": LARGE,
+    "half of one": HEALTH[:-1],
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND.values(), ids=BEHIND.keys())
+def test_a_request_with_something_behind_it_learns_that_its_client_has_left(behind: bytes) -> None:
     async def run() -> None:
         app = Unanswered()
         async with connection_to(app) as (_, client):
-            client.sendall(HEALTH * 2)
+            await asyncio.to_thread(client.sendall, HEALTH + behind)
             await asyncio.wait_for(app.asked.wait(), 30)
             client.close()
             await asyncio.wait_for(app.was_left.wait(), 30)
@@ -242,24 +302,83 @@ def test_a_request_with_another_one_behind_it_learns_that_its_client_has_left() 
     asyncio.run(run())
 
 
+def test_a_large_body_behind_a_request_that_is_not_answered_is_refused() -> None:
+    async def run() -> None:
+        app = AnsweredLater()
+        async with connection_to(app) as (_, client):
+            await asyncio.to_thread(client.sendall, HEALTH + LARGE)
+            app.may_answer.set()
+            assert [status for status, _ in await asyncio.to_thread(read_responses, client, 2)] == [200, 503]
+
+    asyncio.run(run())
+
+
+class TickingClock:
+    """A clock on which a millisecond passes whenever somebody looks at it."""
+
+    def __init__(self) -> None:
+        self._num_looks = 0
+
+    def now_s(self) -> float:
+        self._num_looks += 1
+        return self._num_looks / 1000
+
+
+async def receive_body(receive: Receive) -> list[bytes]:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message["body"])
+        more = message["more_body"]
+    return parts
+
+
 def test_small_chunks_are_parsed_in_several_turns_of_the_loop() -> None:
     async def run() -> None:
-        parts: list[int] = []
+        parts: list[bytes] = []
         is_complete = asyncio.Event()
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            message = {"more_body": True}
-            while message["more_body"]:
-                message = await receive()
-                parts.append(len(message["body"]))
+            parts.extend(await receive_body(receive))
             is_complete.set()
-            await Response()(scope, receive, send)
 
-        async with connection_to(app) as (protocol, _):
+        async with connection_to(app, clock=TickingClock()) as (protocol, _):
             protocol.data_received(CHUNKED + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n")
             await asyncio.wait_for(is_complete.wait(), 30)
-        assert sum(parts) == 20_000
-        assert max(parts) < 10_000
+        assert b"".join(parts) == b"x" * 20_000
+        assert max(map(len, parts)) < 5000
+
+    asyncio.run(run())
+
+
+def test_connections_share_the_time_to_parse_of_each_turn() -> None:
+    num_connections, num_chunks = 20, 5000
+
+    async def run() -> None:
+        app = AnsweredLater()
+        book = ConnectionBook(ConnectionLimits(), TickingClock())
+        async with AsyncExitStack() as stack:
+            opened = [
+                await stack.enter_async_context(connection_to(app, book=book)) for _ in range(num_connections)
+            ]
+            protocols = [protocol for protocol, _ in opened]
+            for protocol in protocols:
+                protocol.data_received(CHUNKED)
+                await asyncio.sleep(0)
+            for protocol in protocols:
+                protocol.data_received(b"1\r\nx\r\n" * num_chunks)
+            per_turn = [num_parsed(protocols)]
+            while sum(per_turn) < num_connections * num_chunks:
+                await asyncio.sleep(0)
+                per_turn.append(num_parsed(protocols))
+            assert max(per_turn) < num_chunks
+
+    def num_parsed(protocols: list[BoundedHttpProtocol]) -> int:
+        """Bytes of bodies that were parsed since this was asked before."""
+        count = sum(len(protocol.cycle.body) for protocol in protocols)
+        for protocol in protocols:
+            protocol.cycle.body.clear()
+        return count
 
     asyncio.run(run())
 
@@ -286,3 +405,46 @@ def test_half_sent_headers_behind_other_requests_end_too(make_served: ServedFact
         *answered, last = read_responses(connection, num_before + 1)
         assert [status for status, _ in answered] == [200] * num_before
         assert last[0] == 408
+
+
+def test_a_connection_ends_after_a_body_that_came_behind_its_answer() -> None:
+    async def run() -> None:
+        app = AnsweredLater()
+        app.may_answer.set()
+        async with connection_to(app, keep_alive_s=0) as (_, client):
+            client.settimeout(30)
+            client.sendall(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\n")
+            assert await asyncio.to_thread(read_responses, client, 1) == [(200, b"here you are")]
+            client.sendall(b"x" * 10)
+            assert await asyncio.to_thread(client.recv, 1) == b""
+
+    asyncio.run(run())
+
+
+def test_a_blank_line_on_a_kept_connection_asks_for_nothing() -> None:
+    async def run() -> None:
+        app = AnsweredLater()
+        app.may_answer.set()
+        limits = ConnectionLimits(header_timeout_s=0.1)
+        async with connection_to(app, limits, keep_alive_s=1) as (_, client):
+            client.settimeout(30)
+            client.sendall(HEALTH + b"\r\n" + HEALTH + b"\r\n")
+            assert [status for status, _ in await asyncio.to_thread(read_responses, client, 2)] == [200, 200]
+            assert await asyncio.to_thread(client.recv, 1) == b""
+
+    asyncio.run(run())
+
+
+def test_an_answer_without_the_body_that_a_client_holds_back_is_the_last(make_served: ServedFactory) -> None:
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    with live(make_served()) as url:
+        with connect(url) as refused:
+            refused.sendall(head % (b"/nope", len(PROMPT)))
+            response = http.client.HTTPResponse(refused)
+            response.begin()
+            assert (response.status, response.headers["connection"]) == (404, "close")
+        with connect(url) as continued:
+            continued.sendall(head % (b"/tokenize", len(PROMPT)))
+            assert continued.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            continued.sendall(PROMPT + HEALTH)
+            assert [status for status, _ in read_responses(continued, 2)] == [200, 200]

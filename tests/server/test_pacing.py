@@ -17,7 +17,8 @@ from engine_client_harness import both_loops, run
 from server_fixtures import Served, live
 from test_live_server import connect, request_bytes
 
-from loraplex.server.pacing import PacedListener, Pacer
+from loraplex.core.clock import ManualClock
+from loraplex.server.pacing import PacedListener, Pacer, SlicedWork
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
@@ -77,6 +78,38 @@ def test_callers_that_gave_up_take_nobodys_turn() -> None:
         return passed
 
     assert asyncio.run(go()) == [0, 2, 3]
+
+
+def test_work_takes_turns_and_what_is_short_goes_first() -> None:
+    clock, done = ManualClock(), []
+
+    def work(name: str, num_slices: int) -> Callable[[], bool]:
+        def do_slice() -> bool:
+            clock.advance(1.0)
+            done.append(name)
+            return done.count(name) < num_slices
+
+        return do_slice
+
+    async def go() -> None:
+        sliced = SlicedWork(clock, per_turn_s=2.0)
+        sliced.do(work("a", 5))
+        assert done == ["a", "a"], "as long as there is time in this turn"
+        sliced.do(work("b", 3))
+        assert done == ["a", "a"]
+        await asyncio.sleep(0)
+        assert done[2:] == ["a", "b"]
+        sliced.do(work("c", 1))
+        sliced.do_later(work("d", 1))
+        await asyncio.sleep(0)
+        assert done[4:] == ["a", "c"], "one of those that wait, and then who comes first"
+        for _ in range(3):
+            num_done = len(done)
+            await asyncio.sleep(0)
+            assert len(done) <= num_done + 2
+        assert done[6:] == ["b", "d", "a", "b"]
+
+    asyncio.run(go())
 
 
 class Greeter(asyncio.Protocol):

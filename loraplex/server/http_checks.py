@@ -1,0 +1,51 @@
+"""What a request must be like before the application sees it; each check raises the error that refuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import httptools
+
+from loraplex.server.connections import ConnectionLimits
+from loraplex.server.errors import (
+    BodyTooLargeError,
+    HeadersTooLargeError,
+    HttpVersionError,
+    TransferCodingError,
+)
+from loraplex.server.health import LIVE_PATH, READY_PATHS
+
+_HEALTH_PATHS: Final = frozenset(path.encode() for path in (LIVE_PATH, *READY_PATHS))
+
+
+def check_header_bytes(num_bytes: int, limits: ConnectionLimits) -> None:
+    if num_bytes > limits.max_header_bytes:
+        raise HeadersTooLargeError(f"the request's headers are larger than {limits.max_header_bytes:,} bytes")
+
+
+def check_chunk_bytes(num_bytes: int, limits: ConnectionLimits) -> None:
+    if num_bytes > limits.max_chunk_bytes:
+        raise BodyTooLargeError(
+            f"the sizes and extensions of the body's chunks have more than {limits.max_chunk_bytes:,} bytes; "
+            "send it in larger chunks, or with a Content-Length"
+        )
+
+
+def check_version(version: str) -> None:
+    if version not in ("1.1", "1.0"):
+        raise HttpVersionError(f"this server speaks HTTP/1.1 and HTTP/1.0, not HTTP/{version}")
+
+
+def check_transfer_coding(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    codings = b", ".join(value for name, value in headers if name == b"transfer-encoding")
+    if codings and codings.strip().lower() != b"chunked":
+        raise TransferCodingError("the only Transfer-Encoding that this server decodes is chunked")
+
+
+def asks_for_health(url: bytes) -> bool:
+    """Return whether a path or an absolute URL is one that is answered when all connections are in use."""
+    try:
+        return httptools.parse_url(url).path in _HEALTH_PATHS
+    except httptools.HttpParserInvalidURLError:
+        return False
