@@ -43,7 +43,7 @@ class ConnectionLimits:
     grace_s, health_grace_s  how long a new connection of either kind keeps its place without the headers of a
                              request when another one needs it; health checks send theirs at once
     write_timeout_s          how long a client may take nothing of what is sent to it
-    max_chunk_bytes          of a body in chunks, what is around them (sizes, extensions, line ends)
+    max_chunk_overhead_bytes of a body in chunks, what is around them (sizes, extensions, line ends)
     """
 
     max_connections: int = 8192
@@ -53,7 +53,7 @@ class ConnectionLimits:
     header_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     max_header_bytes: int = 64 * 2**10
-    max_chunk_bytes: int = 2**20
+    max_chunk_overhead_bytes: int = 2**20
 
 
 def raise_descriptor_limit() -> int:

@@ -33,11 +33,13 @@ def send_until_close(cycle: RequestResponseCycle) -> None:
     async def send_plainly(message: Any) -> None:
         nonlocal has_length
         if message["type"] == "http.response.start":
-            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if not has_length:
                 cycle.chunked_encoding = False
         elif not has_length:
-            cycle.expected_content_length = len(message["body"])  # uvicorn checks each part against it
+            cycle.expected_content_length = len(
+                message.get("body", b"")
+            )  # uvicorn checks each part against it
         await send(message)
 
     cycle.send = send_plainly  # type: ignore[method-assign]

@@ -51,7 +51,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._answered: RequestResponseCycle | None = None  # that request, or the last one that was
         self._reads_message = False  # its body is not complete, or of one that was answered before that
         self._num_header_bytes = 0
-        self._num_chunk_bytes = 0  # of a body in chunks, without what is in them
+        self._num_chunk_overhead_bytes = 0  # of a body in chunks, without what is in them
         self._num_body_bytes_left = 0  # of a body whose length is known
         self._input = HttpInput()
         self._failure: Exception | None = None  # of what came behind requests that are being answered
@@ -109,7 +109,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._places.only_health:
             self.cycle.keep_alive = False
         self._reads_message = True
-        self._num_header_bytes = self._num_chunk_bytes = 0
+        self._num_header_bytes = self._num_chunk_overhead_bytes = 0
         self._num_body_bytes_left = int(dict(self.headers).get(b"content-length", 0))
         self._stop_timer()
         if not self._is_active:
@@ -119,7 +119,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes_left -= len(body)
-        self._num_chunk_bytes -= len(body)
+        self._num_chunk_overhead_bytes -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -229,7 +229,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._reads_message:  # headers, also those of a request behind the one that is answered
             self._num_header_bytes += len(data)
         else:
-            self._num_chunk_bytes += len(data)
+            self._num_chunk_overhead_bytes += len(data)
         self._feed(data)
 
     def _feed(self, data: bytes) -> None:
@@ -239,11 +239,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._needs_parser:
                 self._renew_parser()
             check_header_bytes(self._num_header_bytes, self._book.limits)
-            check_chunk_bytes(self._num_chunk_bytes, self._book.limits)
+            check_chunk_bytes(self._num_chunk_overhead_bytes, self._book.limits)
         except httptools.HttpParserError as error:
             cause = error.__context__  # what a callback of ours raised
             if not isinstance(cause, UserError):
-                cause = InvalidRequestError("Invalid HTTP request received.")
+                cause = InvalidRequestError(
+                    "this is not a valid HTTP/1.1 request; is it meant for another port?"
+                )
             self._fail(cause)
         except UserError as error:
             self._fail(error)

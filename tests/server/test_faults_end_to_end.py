@@ -247,13 +247,18 @@ def test_a_server_that_is_told_to_end_cancels_what_it_does_not_finish(folder: Pa
 
 
 def test_a_server_that_is_told_to_end_waits_for_no_upload(folder: Path, tmp_path: Path) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n"
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "host: localhost",
+        "content-length: 100",
+        "expect: 100-continue",
+    )
     with (
         started(folder, tmp_path, "--shutdown-grace", "0") as (process, url),
         socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=PATIENCE_S) as client,
     ):
-        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + head)
-        assert b" 200 " in client.recv(4096), "the server has read as far as the upload"
+        client.sendall("\r\n".join((*lines, "", "")).encode())
+        assert client.recv(4096).startswith(b"HTTP/1.1 100 "), "it waits for the upload"
         process.send_signal(signal.SIGTERM)
         answer = b""
         while part := client.recv(4096):

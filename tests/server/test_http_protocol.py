@@ -393,7 +393,10 @@ AROUND_CHUNKS = {
 
 @pytest.mark.parametrize("chunks", AROUND_CHUNKS.values(), ids=AROUND_CHUNKS.keys())
 def test_what_is_around_chunks_is_bounded(make_served: ServedFactory, chunks: bytes) -> None:
-    with live(make_served(), ConnectionLimits(max_chunk_bytes=3000)) as url, connect(url) as connection:
+    with (
+        live(make_served(), ConnectionLimits(max_chunk_overhead_bytes=3000)) as url,
+        connect(url) as connection,
+    ):
         connection.sendall(CHUNKED + chunks)
         assert error_of(connection) == (413, "body_too_large")
 
