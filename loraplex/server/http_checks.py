@@ -28,8 +28,8 @@ def check_chunk_bytes(num_bytes: int, limits: ConnectionLimits) -> None:
     limit = limits.max_chunk_overhead_bytes
     if num_bytes > limit:
         raise BodyTooLargeError(
-            f"the sizes and extensions of the body's chunks have more than {limit:,} bytes; send it in larger "
-            "chunks, or with a Content-Length"
+            f"the sizes and extensions of the body's chunks have more than {limit:,} bytes; send it in "
+            "larger chunks, or with a Content-Length"
         )
 
 
