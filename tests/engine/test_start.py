@@ -45,11 +45,15 @@ def test_a_context_is_created_as_far_as_there_is_a_device(
 
 
 def test_a_machine_without_a_driver_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for = []
+
     def absent(name: str) -> object:
+        asked_for.append(name)
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
     start.create_context()
+    assert asked_for == ["libcuda.so.1"]
 
 
 @pytest.mark.parametrize(("device", "begun"), [("cuda", True), ("auto", True), ("cpu", False)])
