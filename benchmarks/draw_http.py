@@ -35,7 +35,7 @@ def draw(result: dict[str, Any], picture: Path) -> None:
     loads = next(iter(servers(result).values()))["parameters"]["loads"]
     _draw(throughput, result, SATURATED, "output_tokens_per_s")
     throughput.set_title(f"output tokens/s, {loads[SATURATED]['concurrency']} requests at a time", fontsize=9)
-    throughput.legend(fontsize=8)
+    throughput.legend(loc="lower left", fontsize=8)
     _draw(ttft, result, STEADY, "ttft_ms_p95")
     rate = loads[STEADY]["requests_per_s"]
     ttft.set_title(f"time to the first token, ms, p95, {rate:g} requests/s", fontsize=9)

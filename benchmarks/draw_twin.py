@@ -35,7 +35,7 @@ def draw(results: dict[str, dict[str, Any]], picture: Path) -> None:
         for axis, (measure, label) in zip(row, MEASURES.items(), strict=True):
             _draw_measure(axis, mean_workloads(result), measure)
             axis.set_title(f"{machine}: {label}", fontsize=9)
-    axes[0][0].legend(fontsize=8)
+    axes[0][0].legend(loc="upper left", fontsize=8)
     figure.savefig(picture, dpi=_DPI)
 
 

@@ -50,6 +50,6 @@ def _draw_cdf(axes: plt.Axes, values_ms: Sequence[float]) -> None:
     for percentile in _MARKED_PERCENTILES:
         at_ms = float(np.percentile(ordered_ms, percentile))
         axes.plot(at_ms, percentile / 100, "o", markersize=5, label=f"p{percentile}  {at_ms:,.1f}")
-    axes.legend(loc="best", fontsize=9, frameon=False)
+    axes.legend(loc="lower right", fontsize=9, frameon=False)
     # Zero on the axis keeps a narrow spread from looking like a wide one.
     axes.set_xlim(left=0, right=float(ordered_ms[-1]) * 1.05 or 1.0)

@@ -46,7 +46,14 @@ def plot_policies(figures: Mapping[ColdStart, PolicyFigures], path: Path, *, tit
     for axes in (bars, curves):
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=9, frameon=False)
+    # A fixed place: matplotlib's search for the best one warns when a busy machine makes it slow.
+    figure.legend(
+        *curves.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(figures),
+        fontsize=9,
+        frameon=False,
+    )
     figure.suptitle(title, fontsize=12)
     try:
         figure.savefig(path, dpi=150, format="png")

@@ -52,7 +52,7 @@ def _draw_lengths(axes: plt.Axes, seen: dict[str, Counter[int]]) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("share of requests")
     axes.set_ylim(0, 1.02)
-    axes.legend(fontsize=9, frameon=False)
+    axes.legend(loc="lower right", fontsize=9, frameon=False)
 
 
 def _draw_popularity(axes: plt.Axes, adapters: Counter[int]) -> None:

@@ -31,7 +31,7 @@ def draw_outcome(outcome: Outcome, *, workload: str, profile: str) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, edges_s[-1] or 1.0)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside upper right", ncols=2, frameon=False)
     return figure
 
 
