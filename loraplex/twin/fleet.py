@@ -1,111 +1,62 @@
-"""Many engines under one stream of requests, each a twin of its own, behind a router.
+"""A simulated fleet: many engines behind the fleet's own controller, on one virtual clock.
 
-Engines have nothing in common but the clock, so that each is simulated by itself. A router that wants to know
-how an engine is doing has it brought up to the time of its request by looking at it; one that nobody looks at
-is simulated in one go.
+Each engine is a twin of its own. It is simulated when a request is sent to it and when something becomes
+visible from outside (a first token, an end, an adapter that moves), never because a router looks: what
+routers see is kept by the controller.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
-from loraplex.core.errors import UserError
-from loraplex.perf.slot_profile import SlotProfile
-from loraplex.twin.outcome import Outcome
-from loraplex.twin.replay import OwnEngines, Profile, ReplayOptions, check_options, check_workload, longest_of
-from loraplex.twin.simulator import Simulator
+from loraplex.fleet.controller import Controller
+from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome
+from loraplex.twin.simulator import AdapterEvent, Simulator
 from loraplex.workload.jsonl import WorkloadRequest
 
 
-class Routing(StrEnum):
-    """Routers that have a name."""
+class Engines(Protocol):
+    """Makes engines that are all alike, and makes adapters known to them."""
 
-    ADAPTER = "adapter"
-    """Each adapter belongs to one engine: its number modulo theirs."""
-    ROUND_ROBIN = "round-robin"
-    """Engines take turns."""
+    def make(self) -> Simulator: ...
+
+    def register(self, simulator: Simulator, adapter: int) -> None: ...
+
+    def adapter_number(self, version: str) -> int: ...
 
 
-class Engine:
-    """One of a fleet. What is sent to it waits until somebody looks: an engine is quickest to simulate if it
-    is not left for another one all the time."""
+class _Replica:
+    """One engine of the fleet. `wake_s`: nothing can be seen of it before this time. `numbers`: of the
+    requests that it was sent, in the order of the workload."""
 
-    def __init__(self, maker: OwnEngines, until_s: float) -> None:
-        self._maker = maker
-        self._until_s = until_s
-        self._simulator = maker.make()
-        self._sent: list[WorkloadRequest] = []
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self.simulator = engines.make()
+        self.request_events: list[RequestEvent] = []
+        self.adapter_events: list[AdapterEvent] = []
+        self.simulator.recorder.events = self.request_events
+        self.simulator.adapter_events = self.adapter_events
         self.adapters: set[int] = set()
-        """Those it was ever sent requests on; it knows no others."""
+        self.numbers: list[int] = []
+        self.wake_s = math.inf
 
-    def send(self, request: WorkloadRequest) -> None:
-        self._sent.append(request)
-
-    def at(self, now_s: float) -> Simulator:
-        """As it is at this time, or at the end of the step that is under way then; to be looked at only."""
-        simulator, sent = self._simulator, self._sent
-        for request in sent:
-            simulator.advance(request.arrival_s)
-            if simulator.now_s >= self._until_s:
-                break
-            if request.adapter not in self.adapters:
-                self.adapters.add(request.adapter)
-                self._maker.register(simulator, request.adapter)
-            simulator.offer(request)
-        sent.clear()
-        simulator.advance(now_s)
-        return simulator
-
-
-class Router(Protocol):
-    """Which engine a request goes to."""
-
-    def choose(self, request: WorkloadRequest, engines: Sequence[Engine]) -> int:
-        """Its number. Requests come in the order of their arrival; `engines[i].at(request.arrival_s)` is the
-        engine as it is then, to be looked at only."""
-        ...
-
-
-class AdapterRouter:
-    """`Routing.ADAPTER`."""
-
-    def choose(self, request: WorkloadRequest, engines: Sequence[Engine]) -> int:
-        return request.adapter % len(engines)
-
-
-class RoundRobinRouter:
-    """`Routing.ROUND_ROBIN`."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def choose(self, request: WorkloadRequest, engines: Sequence[Engine]) -> int:
-        chosen = self._next % len(engines)
-        self._next = chosen + 1
-        return chosen
-
-
-ROUTERS: dict[Routing, Callable[[], Router]] = {
-    Routing.ADAPTER: AdapterRouter,
-    Routing.ROUND_ROBIN: RoundRobinRouter,
-}
-
-
-def routing_of(name: str) -> Routing:
-    """By its name. Raises UserError for one that nobody has."""
-    try:
-        return Routing(name)
-    except ValueError:
-        raise UserError(f"there is no routing {name!r}; there are {', '.join(Routing)}") from None
+    def send(self, number: int, request: WorkloadRequest) -> RequestOutcome:
+        simulator = self.simulator
+        simulator.advance(request.arrival_s)
+        if request.adapter not in self.adapters:
+            self.adapters.add(request.adapter)
+            self._engines.register(simulator, request.adapter)
+        self.numbers.append(number)
+        return simulator.offer(request)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineFigures:
-    """`num_adapters`: that it was sent requests on. `num_loads`: of adapters to the device."""
+class ReplicaFigures:
+    """One replica's share. `num_adapters`: those it was sent requests for. `num_loads`: to its device."""
 
     num_requests: int
     num_served: int
@@ -118,41 +69,96 @@ class EngineFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
-    """What became of all requests, as of one engine's; and the share of each engine."""
+    """What became of all requests, in the order of their arrival, and each replica's share."""
 
     all: Outcome
-    engines: Sequence[EngineFigures]
+    replicas: Sequence[ReplicaFigures]
 
 
-class Fleet:
-    """Engines that are all alike. An adapter is made known to an engine with its first request there."""
+class SimulatedFleet:
+    """Runs a workload once, on as many engines as the controller has replicas."""
 
-    def __init__(
-        self, maker: OwnEngines, num_engines: int, router: Router, until_s: float = math.inf
-    ) -> None:
-        if num_engines < 1:
-            raise UserError(f"a fleet has at least one engine, not {num_engines}")
-        self._router = router
+    def __init__(self, engines: Engines, controller: Controller, until_s: float = math.inf) -> None:
+        self._engines = engines
+        self._controller = controller
         self._until_s = until_s
-        self._engines = [Engine(maker, until_s) for _ in range(num_engines)]
+        self._replicas = [_Replica(engines) for _ in range(controller.view.load.num_replicas)]
+        self._outcomes: list[RequestOutcome] = []
+        self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
+        self._events: list[tuple[float, int, bool]] = []  # a heap: when, which request, whether it has ended
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetOutcome:
-        """All of it, or as far as it comes by then."""
-        chosen: list[int] = []
+        """Simulate the whole workload, or as much of it as comes before the end."""
         for request in workload:
             if request.arrival_s >= self._until_s:
                 break
-            chosen.append(self._router.choose(request, self._engines))
-            self._engines[chosen[-1]].send(request)
-        simulators = [engine.at(self._until_s) for engine in self._engines]
+            self._advance(request.arrival_s)
+            self._send(request)
+        while self._controller.next_tick_s < self._until_s and any(
+            not each.simulator.is_idle() for each in self._replicas
+        ):
+            self._advance(self._controller.next_tick_s)
+        for replica in self._replicas:
+            replica.simulator.advance(self._until_s)
+        return self._outcome()
+
+    def _send(self, request: WorkloadRequest) -> None:
+        number = len(self._outcomes)
+        chosen = self._controller.route(number, request.adapter, request.prompt_tokens)
+        replica = self._replicas[chosen]
+        self._outcomes.append(replica.send(number, request))
+        self._collect(chosen, replica.simulator.quiet_until_s())
+
+    def _advance(self, now_s: float) -> None:
+        """Bring all that can be seen from outside up to this time."""
+        controller = self._controller
+        while controller.next_tick_s <= now_s:
+            tick_s = controller.next_tick_s
+            self._run_to(tick_s)
+            controller.tick(tick_s)
+        self._run_to(now_s)
+
+    def _run_to(self, now_s: float) -> None:
+        wakes, events, controller = self._wakes, self._events, self._controller
+        while wakes and wakes[0][0] < now_s:
+            wake_s, chosen = heapq.heappop(wakes)
+            replica = self._replicas[chosen]
+            if wake_s == replica.wake_s:  # it was sent nothing since then
+                self._collect(chosen, replica.simulator.run_to(now_s))
+        while events and events[0][0] <= now_s:
+            _, number, has_ended = heapq.heappop(events)
+            if has_ended:
+                outcome = self._outcomes[number]
+                controller.ended(number, None if outcome.failed else outcome.request.output_tokens)
+            else:
+                controller.first_token(number)
+
+    def _collect(self, chosen: int, wake_s: float) -> None:
+        """Take over what a replica did, part of which may lie ahead: the step that is under way."""
+        replica, tiers = self._replicas[chosen], self._controller.view.tiers
+        for at_s, request_id, reason in replica.request_events:
+            heapq.heappush(self._events, (at_s, replica.numbers[int(request_id)], reason is not None))
+        replica.request_events.clear()
+        for kind, version in replica.adapter_events:
+            adapter = self._engines.adapter_number(version)
+            if kind == "load":
+                tiers.loaded(chosen, adapter)
+            elif kind == "read":
+                tiers.staged(chosen, adapter)
+            else:
+                tiers.evicted(chosen, adapter)
+        replica.adapter_events.clear()
+        replica.wake_s = wake_s
+        if wake_s < math.inf:
+            heapq.heappush(self._wakes, (wake_s, chosen))
+
+    def _outcome(self) -> FleetOutcome:
+        simulators = [replica.simulator for replica in self._replicas]
         end_s = max(simulator.now_s for simulator in simulators)
         duration_s = end_s if self._until_s == math.inf else self._until_s
         parts = [simulator.outcome(duration_s) for simulator in simulators]
-        of_engine = [iter(part.requests) for part in parts]
-        # One that came when its engine was beyond the end already is in no engine's books.
-        found = (next(of_engine[number], None) for number in chosen)
         whole = Outcome(
-            requests=[outcome for outcome in found if outcome is not None],
+            requests=self._outcomes,
             duration_s=duration_s,
             num_steps=sum(part.num_steps for part in parts),
             num_loads=sum(part.num_loads for part in parts),
@@ -162,36 +168,18 @@ class Fleet:
             gaps=[gap for part in parts for gap in part.gaps],
         )
         figures = [
-            _figures(engine, simulator, part)
-            for engine, simulator, part in zip(self._engines, simulators, parts, strict=True)
+            _figures(replica, part) for replica, part in zip(self._replicas, parts, strict=True)
         ]
-        return FleetOutcome(all=whole, engines=figures)
+        return FleetOutcome(all=whole, replicas=figures)
 
 
-def _figures(engine: Engine, simulator: Simulator, outcome: Outcome) -> EngineFigures:
-    return EngineFigures(
+def _figures(replica: _Replica, outcome: Outcome) -> ReplicaFigures:
+    return ReplicaFigures(
         num_requests=len(outcome.requests),
         num_served=sum(each.finish_s is not None and not each.failed for each in outcome.requests),
-        num_adapters=len(engine.adapters),
+        num_adapters=len(replica.adapters),
         num_loads=outcome.num_loads,
         num_steps=outcome.num_steps,
         mean_running=outcome.mean_running,
         mean_waiting=outcome.mean_waiting,
     )
-
-
-def replay_fleet(
-    profile: Profile,
-    workload: Sequence[WorkloadRequest],
-    options: ReplayOptions,
-    *,
-    num_engines: int,
-    routing: Routing = Routing.ADAPTER,
-) -> FleetOutcome:
-    """What would become of a workload on so many engines."""
-    check_workload(workload, options)
-    check_options(profile, options)
-    if isinstance(profile, SlotProfile):
-        raise UserError("a fleet is of our own engines; the profile is of an engine with slots for adapters")
-    maker = OwnEngines(profile, options, longest=longest_of(workload))
-    return Fleet(maker, num_engines, ROUTERS[routing](), options.until_s).run(workload)

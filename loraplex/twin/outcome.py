@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,14 @@ much longer each is than the one before it, how many steps these are, and how ma
 were not a request's first."""
 
 
+class RequestEvent(NamedTuple):
+    """A request's first token, or its end. `reason`: None while it goes on."""
+
+    at_s: float
+    request_id: str
+    reason: FinishReason | None
+
+
 class Recorder:
     """Takes notes while a workload runs."""
 
@@ -51,6 +59,7 @@ class Recorder:
         self._gaps: list[Gaps] = []
         self._last_s = 0.0
         self.num_steps = 0
+        self.events: list[RequestEvent] | None = None  # kept if a list is put here
         self.running_s = 0.0
         self.waiting_s = 0.0
 
@@ -74,9 +83,12 @@ class Recorder:
                 del self._open[update.request_id]
                 outcome.finish_s = now_s
                 outcome.failed = reason is FinishReason.ERROR
-            if outcome.first_token_s is None and not outcome.failed:
+            is_first = outcome.first_token_s is None and not outcome.failed
+            if is_first:
                 outcome.first_token_s = now_s
                 num_first += 1
+            if self.events is not None and (is_first or reason is not None):
+                self.events.append(RequestEvent(now_s, update.request_id, reason))
         return num_first
 
     def passed(self, now_s: float, num_running: int) -> float:

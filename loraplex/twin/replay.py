@@ -141,6 +141,7 @@ class OwnEngines:
             )
         self._has = profile.memory
         self._versions = [f"adapter-{number}" for number in range(options.num_adapters)]
+        self._numbers = {version: number for number, version in enumerate(self._versions)}
         of_rank = {rank: self._bytes_of_rank(rank) for rank in set(options.ranks)}
         self.adapter_bytes = {
             version: of_rank[options.ranks[number % len(options.ranks)]]
@@ -179,6 +180,9 @@ class OwnEngines:
             adapters=self._versions,
             costs=DriftWatch(self._profile),
         )
+
+    def adapter_number(self, version: str) -> int:
+        return self._numbers[version]
 
     def register(self, simulator: Simulator, adapter: int) -> None:
         version = self._versions[adapter]

@@ -1,0 +1,73 @@
+"""The fleet's controller: it keeps the view up to date, routes requests, and places adapters every period.
+
+Backends (a simulation, processes, servers elsewhere) report what happens and carry out what is decided. The
+controller has no clock of its own: every call says what time it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Protocol
+
+from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.plan import Plan
+from loraplex.fleet.request import RoutedRequest
+from loraplex.fleet.routers.router import Router
+from loraplex.fleet.view import FleetView
+
+
+class Planner(Protocol):
+    """Decides where adapters live, again and again."""
+
+    period_s: float
+
+    def count(self, adapter: int, num_tokens: int) -> None:
+        """Record that a request brought so many tokens to an adapter."""
+        ...
+
+    def place(self, previous: Plan | None) -> Plan | None:
+        """Return the plan for the next period; None for every adapter everywhere."""
+        ...
+
+
+class Controller:
+    """`planner`: None to serve every adapter everywhere."""
+
+    def __init__(
+        self, *, adapters: AdapterTable, view: FleetView, router: Router, planner: Planner | None = None
+    ) -> None:
+        self.view = view
+        self._ranks: list[int] = adapters.ranks.tolist()
+        self._router = router
+        self._planner = planner
+        self.next_tick_s = math.inf
+        if planner is not None:
+            view.plan = planner.place(None)
+            self.next_tick_s = planner.period_s
+
+    def route(self, request_id: Hashable, adapter: int | None, prompt_tokens: int) -> int:
+        """Return the replica that serves a request, which counts as its load from now on."""
+        rank = 0 if adapter is None else self._ranks[adapter]
+        request = RoutedRequest(adapter, rank, prompt_tokens)
+        replica = self._router.choose(request, self.view)
+        self.view.load.sent(request_id, request, replica)
+        if self._planner is not None and adapter is not None:
+            self._planner.count(adapter, prompt_tokens)
+        return replica
+
+    def first_token(self, request_id: Hashable) -> None:
+        self.view.load.first_token(request_id)
+
+    def ended(self, request_id: Hashable, output_tokens: int | None) -> None:
+        """Record the end of a request. `output_tokens`: None if it failed."""
+        request = self.view.load.ended(request_id, output_tokens)
+        if self._planner is not None and request.adapter is not None and output_tokens is not None:
+            self._planner.count(request.adapter, output_tokens)
+
+    def tick(self, now_s: float) -> None:
+        """Place adapters again if a period has ended."""
+        assert self._planner is not None, "nobody asked for ticks"
+        while self.next_tick_s <= now_s:
+            self.view.plan = self._planner.place(self.view.plan)
+            self.next_tick_s += self._planner.period_s

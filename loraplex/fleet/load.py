@@ -1,0 +1,201 @@
+"""The load of every replica, as seen from in front of the fleet.
+
+`FleetLoad` is updated when a request is sent, has its first token and ends, each time in constant time; it
+counts a request from the moment it is sent. Routers read columns with one value per replica: none of them
+walks over requests, and looking changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.fleet.answer_length import AnswerLength
+from loraplex.fleet.request import RoutedRequest
+from loraplex.perf.set_costs import RequestSets
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaLimits:
+    """What one replica can hold: requests in a step, KV tokens, and adapters at a time (None: any number)."""
+
+    max_running: int
+    kv_tokens: int
+    max_adapters: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaLoad:
+    """One replica's load at one moment, for tests and for people; routers read the columns of `FleetLoad`."""
+
+    num_running: int
+    num_waiting: int
+    sum_ranks: int
+    max_rank: int
+    waiting_tokens: int
+    kv_tokens_left: float
+    adapters: frozenset[int]
+
+
+class _Open(NamedTuple):
+    """A request that was sent and has not ended. `kv_tokens`: what it was counted with."""
+
+    request: RoutedRequest
+    replica: int
+    kv_tokens: float
+    is_running: bool
+
+
+class _RequestColumns:
+    """Counts, sums and maxima over a set of requests per replica."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_requests: Ints = np.zeros(num_replicas, np.int64)
+        self.sum_ranks: Ints = np.zeros(num_replicas, np.int64)
+        self.max_rank: Ints = np.zeros(num_replicas, np.int64)
+        self.prompt_tokens: Ints = np.zeros(num_replicas, np.int64)
+        self.kv_tokens: Floats = np.zeros(num_replicas)
+        self.num_adapters: Ints = np.zeros(num_replicas, np.int64)
+        self.by_adapter: list[dict[int, int]] = [{} for _ in range(num_replicas)]
+        self._by_rank: list[dict[int, int]] = [{} for _ in range(num_replicas)]
+
+    def add(self, replica: int, request: RoutedRequest, kv_tokens: float) -> None:
+        adapter, rank, prompt_tokens = request
+        self.num_requests[replica] += 1
+        self.prompt_tokens[replica] += prompt_tokens
+        self.kv_tokens[replica] += kv_tokens
+        if adapter is None:
+            return
+        self.sum_ranks[replica] += rank
+        ranks, adapters = self._by_rank[replica], self.by_adapter[replica]
+        ranks[rank] = ranks.get(rank, 0) + 1
+        if rank > self.max_rank[replica]:
+            self.max_rank[replica] = rank
+        adapters[adapter] = adapters.get(adapter, 0) + 1
+        self.num_adapters[replica] = len(adapters)
+
+    def remove(self, replica: int, request: RoutedRequest, kv_tokens: float) -> None:
+        adapter, rank, prompt_tokens = request
+        self.num_requests[replica] -= 1
+        self.prompt_tokens[replica] -= prompt_tokens
+        # An empty replica holds exactly nothing, whatever was rounded on the way.
+        self.kv_tokens[replica] = self.kv_tokens[replica] - kv_tokens if self.num_requests[replica] else 0.0
+        if adapter is None:
+            return
+        self.sum_ranks[replica] -= rank
+        ranks, adapters = self._by_rank[replica], self.by_adapter[replica]
+        _count_down(adapters, adapter)
+        self.num_adapters[replica] = len(adapters)
+        _count_down(ranks, rank)
+        if rank not in ranks and rank == self.max_rank[replica]:
+            self.max_rank[replica] = max(ranks, default=0)
+
+    def sets(self) -> RequestSets:
+        return RequestSets(
+            num_requests=self.num_requests,
+            sum_ranks=self.sum_ranks,
+            max_rank=self.max_rank,
+            prompt_tokens=self.prompt_tokens,
+            kv_tokens=self.kv_tokens,
+            num_adapters=self.num_adapters,
+        )
+
+
+def _count_down(counts: dict[int, int], key: int) -> None:
+    left = counts[key] - 1
+    if left:
+        counts[key] = left
+    else:
+        del counts[key]
+
+
+class FleetLoad:
+    """The requests that each replica was sent and has not finished.
+
+    `everything` and `waiting` are columns over replicas, kept up to date: all requests, and those without a
+    first token. A request counts with its prompt and an answer of the mean length as KV tokens. `accepts`:
+    False for a replica that is down or drains.
+    """
+
+    def __init__(self, limits: Sequence[ReplicaLimits], answers: AnswerLength | None = None) -> None:
+        num_replicas = len(limits)
+        self.limits: Final = tuple(limits)
+        self.max_running: Final[Ints] = np.array([each.max_running for each in limits], np.int64)
+        self.kv_capacity: Final[Ints] = np.array([each.kv_tokens for each in limits], np.int64)
+        self.accepts = np.ones(num_replicas, np.bool_)
+        self.answers: Final = AnswerLength() if answers is None else answers
+        self._all = _RequestColumns(num_replicas)
+        self._waiting = _RequestColumns(num_replicas)
+        self._open: dict[Hashable, _Open] = {}
+        self.everything: Final = self._all.sets()
+        self.waiting: Final = self._waiting.sets()
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.limits)
+
+    def sent(self, request_id: Hashable, request: RoutedRequest, replica: int) -> None:
+        """Count a request that was sent to a replica just now."""
+        assert request_id not in self._open, f"request {request_id} was sent before"
+        kv_tokens = request.prompt_tokens + self.answers.mean_tokens
+        self._open[request_id] = _Open(request, replica, kv_tokens, False)
+        self._all.add(replica, request, kv_tokens)
+        self._waiting.add(replica, request, kv_tokens)
+
+    def first_token(self, request_id: Hashable) -> None:
+        """Count a request as running from now on."""
+        found = self._open[request_id]
+        if not found.is_running:
+            self._open[request_id] = found._replace(is_running=True)
+            self._waiting.remove(found.replica, found.request, found.kv_tokens)
+
+    def ended(self, request_id: Hashable, output_tokens: int | None = None) -> RoutedRequest:
+        """Forget a request, and return it. `output_tokens`: of a whole answer, from which the length of later
+        ones is estimated."""
+        found = self._open.pop(request_id)
+        self._all.remove(found.replica, found.request, found.kv_tokens)
+        if not found.is_running:
+            self._waiting.remove(found.replica, found.request, found.kv_tokens)
+        if output_tokens is not None:
+            self.answers.observe(output_tokens)
+        return found.request
+
+    def in_flight(self, replica: int, adapter: int) -> int:
+        """The number of this adapter's requests at a replica."""
+        return self._all.by_adapter[replica].get(adapter, 0)
+
+    def waiting_on(self, replica: int, adapter: int) -> int:
+        """The number of this adapter's requests at a replica that have no token yet."""
+        return self._waiting.by_adapter[replica].get(adapter, 0)
+
+    def replica(self, number: int) -> ReplicaLoad:
+        everything, waiting = self._all, self._waiting
+        num_waiting = int(waiting.num_requests[number])
+        return ReplicaLoad(
+            num_running=int(everything.num_requests[number]) - num_waiting,
+            num_waiting=num_waiting,
+            sum_ranks=int(everything.sum_ranks[number]),
+            max_rank=int(everything.max_rank[number]),
+            waiting_tokens=int(waiting.prompt_tokens[number]),
+            kv_tokens_left=float(self.kv_capacity[number] - everything.kv_tokens[number]),
+            adapters=frozenset(everything.by_adapter[number]),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that the columns say what the open requests add up to."""
+        fresh = FleetLoad(self.limits)
+        for request_id, each in self._open.items():
+            fresh._open[request_id] = each
+            fresh._all.add(each.replica, each.request, each.kv_tokens)
+            if not each.is_running:
+                fresh._waiting.add(each.replica, each.request, each.kv_tokens)
+        for kept, counted in ((self.everything, fresh.everything), (self.waiting, fresh.waiting)):
+            for column, expected in zip(kept, counted, strict=True):
+                assert np.allclose(column, expected), (column, expected)

@@ -1,0 +1,39 @@
+"""CaraServe's and Toppings' way (Algorithm 1): the replica whose requests a new one slows down least.
+
+A request makes every request of its replica slower: those that wait by its prompt, all by what a decode step
+takes longer with its rank in it. A replica where a decode step would then take longer than promised is chosen
+only if all others would break the promise too.
+
+Points that the papers leave open: a replica without requests costs nothing, though zero times an infinite
+penalty is not a number; where all break the promise, the cheapest of them is taken; equal costs go to fewer
+requests, then in turn.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loraplex.fleet.load import Ints
+from loraplex.fleet.request import RoutedRequest
+from loraplex.fleet.routers.router import Turns
+from loraplex.fleet.view import FleetView
+
+
+class RankAwareRouter:
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
+        candidates, load, costs = view.candidates(request), view.load, view.costs
+        exists, queue = load.everything.at(candidates), load.waiting.at(candidates)
+        kv_tokens = request.prompt_tokens + load.answers.mean_tokens
+        joined = exists.joined_by(rank=request.rank, prompt_tokens=request.prompt_tokens, kv_tokens=kv_tokens)
+        longer = queue.joined_by(rank=request.rank, prompt_tokens=request.prompt_tokens, kv_tokens=kv_tokens)
+        decode_s = costs.decode_s(joined)
+        added_prefill_s = costs.prefill_s(longer) - costs.prefill_s(queue)
+        added_decode_s = decode_s - costs.decode_s(exists)
+        per_request_s = added_prefill_s / load.answers.mean_tokens + added_decode_s
+        num_requests: Ints = exists.num_requests
+        total_s = per_request_s * num_requests
+        breaks = np.zeros(len(candidates), np.bool_) if view.slo_s is None else decode_s > view.slo_s
+        return self._turns.pick(candidates, breaks, total_s, num_requests)

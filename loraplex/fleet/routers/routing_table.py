@@ -1,0 +1,59 @@
+"""LoRAServe's way: each adapter's requests are divided over its replicas by the shares of the placement.
+
+`random`: each request is sent with these probabilities. `stride`: each goes where the share is least used so
+far, so that any run of requests is divided as evenly as it can be.
+"""
+
+from __future__ import annotations
+
+import random
+from enum import StrEnum
+
+import numpy as np
+
+from loraplex.fleet.load import Ints
+from loraplex.fleet.plan import Plan
+from loraplex.fleet.request import RoutedRequest
+from loraplex.fleet.routers.router import Turns
+from loraplex.fleet.view import FleetView
+
+
+class Division(StrEnum):
+    """How shares are kept."""
+
+    RANDOM = "random"
+    STRIDE = "stride"
+
+
+class RoutingTableRouter:
+    def __init__(self, division: Division = Division.STRIDE, seed: int = 0) -> None:
+        self._division = division
+        self._random = random.Random(seed)
+        self._turns = Turns()
+        self._plan: Plan | None = None
+        self._sent: dict[int, list[int]] = {}  # by adapter, how many each of its replicas was sent
+
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
+        """Without a plan, for the base model, and where a replica is down, the others share evenly."""
+        candidates, plan, adapter = view.candidates(request), view.plan, request.adapter
+        if plan is not self._plan:
+            self._plan = plan
+            self._sent.clear()
+        if plan is None or adapter is None or len(candidates) != len(plan.replicas[adapter]):
+            return self._among_equals(candidates)
+        return int(candidates[self._place(adapter, plan.shares[adapter])])
+
+    def _among_equals(self, candidates: Ints) -> int:
+        if self._division is Division.RANDOM:
+            return int(candidates[self._random.randrange(len(candidates))])
+        return self._turns.pick(candidates)
+
+    def _place(self, adapter: int, shares: tuple[float, ...]) -> int:
+        if len(shares) == 1:
+            return 0
+        if self._division is Division.RANDOM:
+            return self._random.choices(range(len(shares)), shares)[0]
+        sent = self._sent.setdefault(adapter, [0] * len(shares))
+        place = int(np.argmin((np.array(sent) + 1) / np.maximum(shares, 1e-12)))
+        sent[place] += 1
+        return place
