@@ -1,0 +1,1 @@
+"""Decisions about many replicas: plain Python and numpy over plain data, no clock, no I/O, no tensors."""
