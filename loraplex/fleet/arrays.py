@@ -1,0 +1,9 @@
+"""The two kinds of arrays that a fleet is described by."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
