@@ -41,8 +41,8 @@ class Columns:
     """The columns of a problem.
 
     `adapter_N` is -1 for the base model, as an index must be a number. `load_KR`: seconds that it costs a
-    replica to have requests of an adapter, eta included. `max_adapters_R`: a replica that has requests of more
-    adapters than it may hold keeps them, so that staying is always possible; it takes no further ones.
+    replica to have requests of an adapter, eta included. `max_adapters_R`: a replica that has requests of
+    more adapters than it may hold keeps them, so that staying is always possible; it takes no further ones.
     """
 
     source_N: Ints

@@ -55,8 +55,8 @@ class MigrationReplica:
 
     `kv_capacity_tokens` (M^G): the KV tokens its device holds, together with adapters that have `kv_tokens`.
     `host_kv_tokens` (M^H): the KV tokens its host has room for, None for any number; only the exact program
-    asks. `adapters`: those whose weights are there. `max_adapters`: how many adapters it may have requests of,
-    None for any number. `gives` and `receives`: whether requests may leave it, and may be sent to it.
+    asks. `adapters`: those whose weights are there. `max_adapters`: how many adapters it may have requests
+    of, None for any number. `gives` and `receives`: whether requests may leave it, and may be sent to it.
     """
 
     replica: int
