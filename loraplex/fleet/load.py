@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from loraplex.fleet.answer_length import AnswerLength
+from loraplex.fleet.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.perf.set_costs import RequestSets
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaLimits:
@@ -57,12 +53,12 @@ class _RequestColumns:
     """Counts, sums and maxima over a set of requests per replica."""
 
     def __init__(self, num_replicas: int) -> None:
-        self.num_requests: Ints = np.zeros(num_replicas, np.int64)
-        self.sum_ranks: Ints = np.zeros(num_replicas, np.int64)
-        self.max_rank: Ints = np.zeros(num_replicas, np.int64)
-        self.prompt_tokens: Ints = np.zeros(num_replicas, np.int64)
-        self.kv_tokens: Floats = np.zeros(num_replicas)
-        self.num_adapters: Ints = np.zeros(num_replicas, np.int64)
+        self.num_requests: IntArray = np.zeros(num_replicas, np.int64)
+        self.sum_ranks: IntArray = np.zeros(num_replicas, np.int64)
+        self.max_rank: IntArray = np.zeros(num_replicas, np.int64)
+        self.prompt_tokens: IntArray = np.zeros(num_replicas, np.int64)
+        self.kv_tokens: FloatArray = np.zeros(num_replicas)
+        self.num_adapters: IntArray = np.zeros(num_replicas, np.int64)
         self.by_adapter: list[dict[int, int]] = [{} for _ in range(num_replicas)]
         self._by_rank: list[dict[int, int]] = [{} for _ in range(num_replicas)]
 
@@ -127,8 +123,8 @@ class FleetLoad:
     def __init__(self, limits: Sequence[ReplicaLimits], answers: AnswerLength | None = None) -> None:
         num_replicas = len(limits)
         self.limits: Final = tuple(limits)
-        self.max_running: Final[Ints] = np.array([each.max_running for each in limits], np.int64)
-        self.kv_capacity: Final[Ints] = np.array([each.kv_tokens for each in limits], np.int64)
+        self.max_running: Final[IntArray] = np.array([each.max_running for each in limits], np.int64)
+        self.kv_capacity: Final[IntArray] = np.array([each.kv_tokens for each in limits], np.int64)
         self.accepts = np.ones(num_replicas, np.bool_)
         self.answers: Final = AnswerLength() if answers is None else answers
         self._all = _RequestColumns(num_replicas)

@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from loraplex.core.errors import CapacityError
-from loraplex.fleet.load import FleetLoad, Floats, Ints
+from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.tiers import AdapterTiers
@@ -42,7 +43,7 @@ class FleetView:
     plan: Plan | None = None
     slo_s: float | None = None
 
-    def candidates(self, request: RoutedRequest) -> Ints:
+    def candidates(self, request: RoutedRequest) -> IntArray:
         """Return the replicas that may serve a request, in ascending order.
 
         These are the ones that its adapter is placed on. If none of them accepts requests now, it is any that
@@ -54,12 +55,12 @@ class FleetView:
             placed = placed[accepts[placed]]
             if len(placed):
                 return placed
-        everyone: Ints = np.flatnonzero(accepts)
+        everyone: IntArray = np.flatnonzero(accepts)
         if not len(everyone):
             raise CapacityError("no replica of the fleet accepts requests now; wait until one is ready again")
         return everyone
 
-    def load_s(self, request: RoutedRequest, candidates: Ints) -> Floats:
+    def load_s(self, request: RoutedRequest, candidates: IntArray) -> FloatArray:
         """Return the seconds until each candidate has the request's adapter on its device."""
         adapter = request.adapter
         if adapter is None:

@@ -11,7 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.fleet.load import FleetLoad, Floats, Ints
+from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
@@ -36,7 +37,7 @@ class AffinityRouter:
         return self._turns.pick(candidates, -score)
 
 
-def _affinity(adapter: int | None, candidates: Ints, load: FleetLoad) -> Floats:
+def _affinity(adapter: int | None, candidates: IntArray, load: FleetLoad) -> FloatArray:
     if adapter is None:
         return np.zeros(len(candidates))
     scores = np.full(len(candidates), ROOM)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from loraplex.fleet.load import Floats, Ints
+from loraplex.fleet.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.view import FleetView
 
@@ -25,7 +25,7 @@ class Turns:
     def __init__(self) -> None:
         self._next = 0
 
-    def pick(self, candidates: Ints, *costs: Floats | Ints) -> int:
+    def pick(self, candidates: IntArray, *costs: FloatArray | IntArray) -> int:
         """Return the candidate with the lowest first cost; among equals the second decides, and so on."""
         left = np.arange(len(candidates))
         for cost in costs:

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from loraplex.fleet.load import Ints
+from loraplex.fleet.arrays import IntArray
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns
@@ -43,7 +43,7 @@ class RoutingTableRouter:
             return self._among_equals(candidates)
         return int(candidates[self._place(adapter, plan.shares[adapter])])
 
-    def _among_equals(self, candidates: Ints) -> int:
+    def _among_equals(self, candidates: IntArray) -> int:
         if self._division is Division.RANDOM:
             return int(candidates[self._random.randrange(len(candidates))])
         return self._turns.pick(candidates)
