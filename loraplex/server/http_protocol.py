@@ -99,7 +99,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         assert self._places is not None
         check_header_bytes(self._num_header_bytes, self._book.limits)
         check_version(self.parser.get_http_version())
-        self._check_place(self._places)
+        if self._places.only_health and not asks_for_health(self.url):
+            self._places = self._ordinary_place()
         check_transfer_coding(self.headers)
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
@@ -210,7 +211,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _holds_back_body(self) -> bool:
-        """Whether so much of a body waits behind other requests that its client could leave unnoticed."""
+        """True if so much of a body waits behind other requests that its client could leave unnoticed."""
         is_behind = self._reads_message and bool(self.pipeline)
         return is_behind and len(self._input) >= _MAX_HELD_BYTES and not self._may_parse
 
@@ -258,14 +259,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return True
         return False
 
-    def _check_place(self, places: Places) -> None:
-        if places.only_health and not asks_for_health(self.url):
-            self._book.refused()
+    def _ordinary_place(self) -> Places:
+        """Leave the places for health checks. Raises BusyError if there is no other, or if the connection is
+        answering a health check: that answer is its last."""
+        places = None if self._is_active else self._book.move_to_ordinary(self)
+        if places is None:
             raise BusyError(_NO_PLACE)
+        return places
 
     @property
     def _ignores_upgrade(self) -> bool:
-        """Whether the parser leaves a request's body out, as it takes what follows for another protocol."""
+        """True if the parser leaves a request's body out, as it takes what follows for another protocol."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _feed_head_without_upgrade(self) -> None:

@@ -242,9 +242,30 @@ def test_health_can_be_asked_for_when_all_connections_are_in_use(make_served: Se
             assert error_of(second) == (503, "overloaded")
 
 
+def test_a_connection_leaves_the_places_for_health_checks_when_there_is_an_ordinary_one() -> None:
+    async def run() -> None:
+        limits = ConnectionLimits(max_connections=1, max_health_connections=1)
+        book = ConnectionBook(limits, ManualClock())
+        first, second, third = Leaver(), Leaver(), Leaver()
+        ordinary, for_health = book.opened(first), book.opened(second)
+        assert ordinary is not None
+        assert for_health is not None
+        assert (ordinary.only_health, for_health.only_health) == (False, True)
+        assert book.move_to_ordinary(second) is None, "the only ordinary place is taken"
+        assert book.opened(third) is None, "so the other connection has kept its own"
+        ordinary.closed(first, was_active=False)
+        assert book.move_to_ordinary(second) is ordinary
+        assert book.opened(third) is for_health
+        ordinary.became_active(second)
+        ordinary.closed(second, was_active=True)
+        assert not ordinary.are_taken
+
+    asyncio.run(run())
+
+
 @pytest.fixture
 def logged() -> Iterator[queue.SimpleQueue[logging.LogRecord]]:
-    """What is logged of connections, when it is."""
+    """The records that are logged of connections, as they come."""
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     handler = QueueHandler(records)
     logger = logging.getLogger("loraplex.server.connections")

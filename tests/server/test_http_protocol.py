@@ -383,6 +383,32 @@ def test_connections_share_the_time_to_parse_of_each_turn() -> None:
     asyncio.run(run())
 
 
+async def ask(connection: socket.socket, path: bytes) -> int:
+    """Send a request and return the status of its answer."""
+    connection.sendall(HEALTH.replace(b"/health", path))
+    ((status, _),) = await asyncio.to_thread(read_responses, connection, 1)
+    return status
+
+
+def test_a_connection_that_asks_for_more_than_health_takes_an_ordinary_place() -> None:
+    limits = ConnectionLimits(max_connections=1, max_health_connections=1)
+
+    async def run() -> None:
+        app = AnsweredLater()
+        app.may_answer.set()
+        book = ConnectionBook(limits, ManualClock())
+        async with (
+            connection_to(app, book=book) as (_, ordinary),
+            connection_to(app, book=book) as (_, other),
+        ):
+            assert await ask(ordinary, b"/health") == 200  # from now on it gives way
+            for path in (b"/v1/models", b"/health", b"/v1/models"):
+                assert await ask(other, path) == 200  # and kept alive as any other
+            assert await asyncio.to_thread(ordinary.recv, 1) == b""
+
+    asyncio.run(run())
+
+
 AROUND_CHUNKS = {
     "small chunks": b"1\r\n \r\n" * 1000,
     "an extension": b"1;" + b"x" * 5000,
