@@ -44,6 +44,7 @@ class ConnectionLimits:
     grace_s, health_grace_s  how long a new connection of either kind keeps its place without the headers of a
                              request when another one needs it; health checks send theirs at once
     write_timeout_s          how long a client may take nothing of what is sent to it
+    max_header_fields        of one request, those behind a body in chunks included
     max_chunk_overhead_bytes of a body in chunks, what is around them (sizes, extensions, line ends)
     """
 
@@ -54,6 +55,7 @@ class ConnectionLimits:
     header_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     max_header_bytes: int = 64 * 2**10
+    max_header_fields: int = 100
     max_chunk_overhead_bytes: int = 2**20
 
 

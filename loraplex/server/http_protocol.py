@@ -1,7 +1,8 @@
-"""HTTP connections within bounds: time for headers, their size, and how much is parsed before it is answered.
+"""HTTP connections within bounds: time for headers, their size and number, and how much is parsed before it
+is answered.
 
     connection_made ──▶ IDLE ──headers complete──▶ ACTIVE ──response complete──▶ IDLE (kept alive)
-                         │ no complete headers within header_timeout_s, or beyond max_header_bytes
+                         │ no complete headers within header_timeout_s, or beyond max_header_*
                          ▼
                        closed
 
@@ -26,6 +27,7 @@ from loraplex.server.http_checks import (
     asks_for_health,
     check_chunk_bytes,
     check_header_bytes,
+    check_header_fields,
     check_transfer_coding,
     check_version,
 )
@@ -51,6 +53,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._answered: RequestResponseCycle | None = None  # that request, or the last one that was
         self._reads_message = False  # its body is not complete, or of one that was answered before that
         self._num_header_bytes = 0
+        self._num_header_fields = 0  # of the request that is being read
         self._num_chunk_overhead_bytes = 0  # of a body in chunks, without what is in them
         self._num_body_bytes_left = 0  # of a body whose length is known
         self._input = HttpInput()
@@ -87,7 +90,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._reads_message or self._num_header_bytes:
             self._fail(InvalidRequestError("the request ended before all of it was sent"))
 
+    def on_message_begin(self) -> None:
+        self._num_header_fields = 0
+        super().on_message_begin()
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_header_fields += 1
+        check_header_fields(self._num_header_fields, self._book.limits)
         if self._reads_message:  # behind a body in chunks: nobody asks for it, but it counts
             self._num_header_bytes += len(name) + len(value)
         else:
