@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_writable
 from loraplex.cli.profile_table import print_costs, warn_of_poor_fits
 from loraplex.core.progress import in_words, shown_progress
@@ -28,7 +29,7 @@ _EXIT_INTERRUPTED: Final = 130
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
 """What is read of a model's folder."""
 
-app = typer.Typer(help="What things cost: measured on this machine, or fitted to recorded runs.")
+app = App(help="What things cost: measured on this machine, or fitted to recorded runs.")
 
 
 @app.callback(invoke_without_command=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.cli.profile_table import warn_of_poor_fits
 from loraplex.core.errors import UserError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from loraplex.twin.replay import Profile, ReplayOptions
     from loraplex.workload.jsonl import WorkloadRequest
 
-app = typer.Typer(help="What an engine would do, simulated in seconds.", no_args_is_help=True)
+app = App(help="What an engine would do, simulated in seconds.", no_args_is_help=True)
 
 _Profile = Annotated[Path, typer.Option("--profile", help="From `loraplex profile` or `profile fit`.")]
 _Workload = Annotated[Path, typer.Option("--workload", help="A .jsonl file, one request a line.")]
