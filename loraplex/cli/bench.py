@@ -223,7 +223,7 @@ async def _run_plan(plan: _Plan) -> list[RequestRecord]:
 
 
 def _parameters(plan: _Plan, workload: Path | None) -> dict[str, Any]:
-    """What the JSON says of the run. File names only: results are published, folders are private."""
+    """Describe the run for the JSON. File names only: results are published, folders are private."""
     shape: dict[str, Any] = (
         {"loop": "open", "workload": workload.name, "requests": len(plan.workload or ())}
         if workload is not None

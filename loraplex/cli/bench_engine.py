@@ -343,7 +343,7 @@ def use_threads(num_threads: int | None, device: str) -> None:
 
 
 def resolved(options: dict[str, Any]) -> dict[str, str]:
-    """What `auto` stands for on this machine."""
+    """Return the shape, dtype and device that `auto` stands for on this machine."""
     import torch
 
     device = options["device"]

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from loraplex.model.config import ModelConfig
 
 _CPU_S: Final = (10 * 60, 2 * 3600)
-"""What two cores take for a tiny model, and for one of 100 million parameters."""
+"""Seconds that two cores take for a tiny model, and for one of 100 million parameters."""
 _EXIT_INTERRUPTED: Final = 130
 """The exit code of a command that was interrupted."""
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
-"""What is read of a model's folder."""
+"""The files that are read of a model's folder."""
 
 app = App(help="What things cost: measured on this machine, or fitted to recorded runs.")
 
@@ -123,7 +123,7 @@ def fit(
 def _resolve(
     model: str | None, shape: str | None, device: str, dtype: str, threads: int | None
 ) -> tuple[ModelConfig, str, torch.dtype]:
-    """What is measured: options that stand for something else, as `serve` understands them."""
+    """Return the model, device and dtype to measure; options have the defaults that `serve` gives them."""
     import torch
 
     from loraplex.bench.random_engine import check_shape

@@ -75,7 +75,7 @@ _POOR_ERROR = 0.15
 
 
 class _Options(NamedTuple):
-    """What both commands that simulate are told."""
+    """The options that both commands that simulate have."""
 
     adapters: int | None
     ranks: str | None
@@ -239,7 +239,7 @@ def validate(
 
 @contextmanager
 def _of_file(path: Path) -> Iterator[None]:
-    """What is wrong is wrong in this one."""
+    """Name the file in the errors that the block raises."""
     try:
         yield
     except UserError as error:
@@ -247,7 +247,7 @@ def _of_file(path: Path) -> Iterator[None]:
 
 
 def _read_profile(path: Path, model: str | None) -> Profile:
-    """With a warning if it was measured badly: what comes of it is no better."""
+    """Read a profile, with a warning if it was measured badly: what comes of it is no better."""
     from loraplex.perf.cost_model import CostModel
     from loraplex.twin.replay import read_any_profile
 

@@ -301,7 +301,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return not self._is_active and not self._reads_message
 
     def _start_timer(self) -> None:
-        """Time runs from the first moment on, not from the last byte: a drip of headers ends as well."""
+        """Start the time for headers, unless it runs: no byte starts it anew, so a drip ends as well."""
         if self._timer is None:
             self._timer = self.loop.call_later(self._book.limits.header_timeout_s, self._on_timeout)
 

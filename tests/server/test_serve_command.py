@@ -49,7 +49,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def last_words(process: subprocess.Popen[str]) -> list[str]:
-    """What a server said at the end, after its banner."""
+    """The lines that a server printed at its end, after its banner."""
     assert process.stdout is not None
     return process.stdout.read().splitlines()[-2:]
 
