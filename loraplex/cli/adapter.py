@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
-from loraplex.cli.flags import NO_VALUE
+from loraplex.cli.flags import App
 from loraplex.cli.sizes import format_size
 from loraplex.cli.table import Column, number_column, print_table, printable, text_column
 from loraplex.core.words import no_server, plural
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from loraplex.adapters.peft_reader import AdapterReport
     from loraplex.core.shape import ModelShape
 
-app = typer.Typer(help="Check LoRA adapters, and list those of a server.", no_args_is_help=True)
+app = App(help="Check LoRA adapters, and list those of a server.", no_args_is_help=True)
 
 EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
@@ -36,7 +36,7 @@ EXIT_USAGE: Final = 2
 _SERVER_TIMEOUT_S: Final = 10.0
 _SHOWN_VERSION_CHARS: Final = 8
 
-_AsJson = Annotated[bool, typer.Option("--json", metavar=NO_VALUE, help="Print JSON for machines.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
 @app.command()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex.cli import bench_cold, bench_engine, bench_kernels
+from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.core.words import plural
 
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from loraplex.bench.records import RequestRecord
     from loraplex.workload.jsonl import WorkloadRequest
 
-app = typer.Typer(
-    help="Measure a running server, the engine itself, or its GPU kernels.", no_args_is_help=True
-)
+app = App(help="Measure a running server, the engine itself, or its GPU kernels.", no_args_is_help=True)
 bench_engine.app.command()(bench_cold.cold)
 app.add_typer(bench_engine.app, name="engine")
 app.command()(bench_kernels.kernels)
@@ -224,7 +223,7 @@ async def _run_plan(plan: _Plan) -> list[RequestRecord]:
 
 
 def _parameters(plan: _Plan, workload: Path | None) -> dict[str, Any]:
-    """What the JSON says of the run. File names only: results are published, folders are private."""
+    """Describe the run for the JSON. File names only: results are published, folders are private."""
     shape: dict[str, Any] = (
         {"loop": "open", "workload": workload.name, "requests": len(plan.workload or ())}
         if workload is not None

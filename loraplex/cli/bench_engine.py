@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
+from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_writable, write_json
 from loraplex.core.words import plural
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from loraplex.engine.core import Engine
     from loraplex.workload.jsonl import WorkloadFile, WorkloadRequest
 
-app = typer.Typer(help="Measure the engine in-process, with random weights.", no_args_is_help=True)
+app = App(help="Measure the engine in-process, with random weights.", no_args_is_help=True)
 
 _MAX_RANK: Final = 512
 _SERVED_ADAPTERS: Final = 200
@@ -342,7 +343,7 @@ def use_threads(num_threads: int | None, device: str) -> None:
 
 
 def resolved(options: dict[str, Any]) -> dict[str, str]:
-    """What `auto` stands for on this machine."""
+    """Return the shape, dtype and device that `auto` stands for on this machine."""
     import torch
 
     device = options["device"]

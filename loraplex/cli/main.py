@@ -10,12 +10,12 @@ import typer
 import loraplex
 from loraplex.cli import adapter, bench, profile, twin, workload
 from loraplex.cli.closed_pipe import end_with_the_reader
-from loraplex.cli.flags import NO_VALUE
+from loraplex.cli.flags import App
 from loraplex.cli.serve import demo, serve
 from loraplex.core.errors import EngineFailedError, LoraplexError
 from loraplex.core.exits import EXIT_ENGINE_FAILED
 
-app = typer.Typer(
+app = App(
     help="Many LoRA adapters on one base LLM, at little more than the price of the base model.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -32,9 +32,7 @@ app.add_typer(twin.app, name="twin")
 
 @app.callback(invoke_without_command=True)
 def _options(
-    version: Annotated[
-        bool, typer.Option("--version", metavar=NO_VALUE, help="Show the version and exit.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
         typer.echo(loraplex.__version__)

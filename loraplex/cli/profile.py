@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_writable
 from loraplex.cli.profile_table import print_costs, warn_of_poor_fits
 from loraplex.core.progress import in_words, shown_progress
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
     from loraplex.model.config import ModelConfig
 
 _CPU_S: Final = (10 * 60, 2 * 3600)
-"""What two cores take for a tiny model, and for one of 100 million parameters."""
+"""Seconds that two cores take for a tiny model, and for one of 100 million parameters."""
 _EXIT_INTERRUPTED: Final = 130
 """The exit code of a command that was interrupted."""
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
-"""What is read of a model's folder."""
+"""The files that are read of a model's folder."""
 
-app = typer.Typer(help="What things cost: measured on this machine, or fitted to recorded runs.")
+app = App(help="What things cost: measured on this machine, or fitted to recorded runs.")
 
 
 @app.callback(invoke_without_command=True)
@@ -122,7 +123,7 @@ def fit(
 def _resolve(
     model: str | None, shape: str | None, device: str, dtype: str, threads: int | None
 ) -> tuple[ModelConfig, str, torch.dtype]:
-    """What is measured: options that stand for something else, as `serve` understands them."""
+    """Return the model, device and dtype to measure; options have the defaults that `serve` gives them."""
     import torch
 
     from loraplex.bench.random_engine import check_shape

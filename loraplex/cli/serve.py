@@ -122,7 +122,8 @@ def demo(
     from loraplex.demo.base import ensure_demo_base
     from loraplex.engine.options import EngineOptions
     from loraplex.server.banner import Announcer
-    from loraplex.server.run import AddressError, ServeOptions
+    from loraplex.server.listening import AddressError
+    from loraplex.server.run import ServeOptions
     from loraplex.server.run import serve as run_server
 
     outlive_the_reader()

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from loraplex.adapters.names import validate_adapter_name
-from loraplex.cli.flags import NO_VALUE
 from loraplex.cli.sizes import parse_size
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import InvalidRequestError, UserError
@@ -80,7 +79,6 @@ LoadPopular = Annotated[
     bool,
     typer.Option(
         "--load-popular",
-        metavar=NO_VALUE,
         help="Bring adapters that are often asked for into spare memory before their next request.",
     ),
 ]

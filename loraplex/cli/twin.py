@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.cli.profile_table import warn_of_poor_fits
 from loraplex.core.errors import UserError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from loraplex.twin.replay import Profile, ReplayOptions
     from loraplex.workload.jsonl import WorkloadRequest
 
-app = typer.Typer(help="What an engine would do, simulated in seconds.", no_args_is_help=True)
+app = App(help="What an engine would do, simulated in seconds.", no_args_is_help=True)
 
 _Profile = Annotated[Path, typer.Option("--profile", help="From `loraplex profile` or `profile fit`.")]
 _Workload = Annotated[Path, typer.Option("--workload", help="A .jsonl file, one request a line.")]
@@ -74,7 +75,7 @@ _POOR_ERROR = 0.15
 
 
 class _Options(NamedTuple):
-    """What both commands that simulate are told."""
+    """The options that both commands that simulate have."""
 
     adapters: int | None
     ranks: str | None
@@ -238,7 +239,7 @@ def validate(
 
 @contextmanager
 def _of_file(path: Path) -> Iterator[None]:
-    """What is wrong is wrong in this one."""
+    """Name the file in the errors that the block raises."""
     try:
         yield
     except UserError as error:
@@ -246,7 +247,7 @@ def _of_file(path: Path) -> Iterator[None]:
 
 
 def _read_profile(path: Path, model: str | None) -> Profile:
-    """With a warning if it was measured badly: what comes of it is no better."""
+    """Read a profile, with a warning if it was measured badly: what comes of it is no better."""
     from loraplex.perf.cost_model import CostModel
     from loraplex.twin.replay import read_any_profile
 

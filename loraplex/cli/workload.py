@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from loraplex.cli import workload_options as options
+from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.core.words import plural
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from loraplex.workload.request import Workload, WorkloadRequest
     from loraplex.workload.summary import WorkloadCounts, WorkloadSummary
 
-app = typer.Typer(help="Make workload files, say what is in them, draw them.", no_args_is_help=True)
+app = App(help="Make workload files, say what is in them, draw them.", no_args_is_help=True)
 
 _File = Annotated[Path, typer.Argument(help="A workload file, .jsonl or .jsonl.gz.", show_default=False)]
 _SHOW_EVERY: Final = 10_000

@@ -9,8 +9,9 @@ nobody out. A request may be under way on one that was opened a moment ago, so t
                 ▼ after a grace period                                    ▼
               gives way, the oldest first                               gives way if there is none of these
 
-If none gives way, a new one gets one of a few places in which only /health may be asked for, once; everything
-else is refused there with 503.
+If none gives way, a new one gets one of a few places in which only /health may be asked for, once. When it
+asks for something else, it moves to an ordinary place as a new connection would get one, or is refused with
+503.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class ConnectionLimits:
     grace_s, health_grace_s  how long a new connection of either kind keeps its place without the headers of a
                              request when another one needs it; health checks send theirs at once
     write_timeout_s          how long a client may take nothing of what is sent to it
+    max_header_fields        of one request, those behind a body in chunks included
     max_chunk_overhead_bytes of a body in chunks, what is around them (sizes, extensions, line ends)
     """
 
@@ -53,6 +55,7 @@ class ConnectionLimits:
     header_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     max_header_bytes: int = 64 * 2**10
+    max_header_fields: int = 100
     max_chunk_overhead_bytes: int = 2**20
 
 
@@ -113,7 +116,7 @@ class Places:
         return oldest
 
     def began_request(self, connection: Connection) -> None:
-        """Bytes have come on a connection that is not active."""
+        """Note that bytes have come on a connection that is not active."""
         if connection in self._kept:
             del self._kept[connection]
             self.add(connection)
@@ -144,9 +147,9 @@ class ConnectionBook:
     ) -> None:
         self.limits = limits
         self.parsing = SlicedWork(clock)
-        self._places = (
-            Places(limits.max_connections, clock, grace_s=limits.grace_s),
-            Places(limits.max_health_connections, clock, grace_s=limits.health_grace_s, only_health=True),
+        self._ordinary = Places(limits.max_connections, clock, grace_s=limits.grace_s)
+        self._for_health = Places(
+            limits.max_health_connections, clock, grace_s=limits.health_grace_s, only_health=True
         )
         self._outcomes: Counter[str] = Counter()  # since the last line of the log
         self._log_interval_s = log_interval_s
@@ -154,26 +157,40 @@ class ConnectionBook:
 
     def opened(self, connection: Connection) -> Places | None:
         """Count a new connection; None if there is no room for it."""
-        for places in self._places:
-            if places.are_taken and (leaver := places.remove_one_that_gives_way()) is not None:
-                self._log(f"closed while idle, as all {self.limits.max_connections} connections are taken")
-                leaver.give_way()
-            if not places.are_taken:
+        for places in (self._ordinary, self._for_health):
+            if self._make_room(places):
                 places.add(connection)
                 return places
         self.refused()
         return None
 
+    def move_to_ordinary(self, connection: Connection) -> Places | None:
+        """Move a connection that is not active out of the places for health checks, as it asks for something
+        else; None if there is no room for it, and it must be refused."""
+        if not self._make_room(self._ordinary):
+            self.refused()
+            return None
+        self._for_health.closed(connection, was_active=False)
+        self._ordinary.add(connection)
+        return self._ordinary
+
+    def _make_room(self, places: Places) -> bool:
+        """Return whether a place is free, after one that gives way was closed if need be."""
+        if places.are_taken and (leaver := places.remove_one_that_gives_way()) is not None:
+            self._log(f"closed while idle, as all {self.limits.max_connections} connections are taken")
+            leaver.give_way()
+        return not places.are_taken
+
     def refused(self) -> None:
-        """A connection was closed because there is no room for it, or none for what it asked."""
+        """Count a connection that is closed because there is no room for it, or none for what it asks."""
         self._log(f"refused, as all {self.limits.max_connections} are in use")
 
     def timed_out(self) -> None:
-        """A connection was closed because its headers did not come."""
+        """Count a connection that is closed because its headers did not come."""
         self._log(f"closed, as headers did not arrive within {self.limits.header_timeout_s:g} s")
 
     def stalled(self) -> None:
-        """A connection was closed because its client did not take what was sent to it."""
+        """Count a connection that is closed because its client did not take what was sent to it."""
         self._log(f"closed, as nothing that was sent was taken for {self.limits.write_timeout_s:g} s")
 
     def _log(self, outcome: str) -> None:

@@ -1,4 +1,4 @@
-"""What a request must be like before the application sees it; each check raises the error that refuses it."""
+"""Checks of a request before the application sees it; each raises the error that refuses it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ _HEALTH_PATHS: Final = frozenset(path.encode() for path in (LIVE_PATH, *READY_PA
 def check_header_bytes(num_bytes: int, limits: ConnectionLimits) -> None:
     if num_bytes > limits.max_header_bytes:
         raise HeadersTooLargeError(f"the request's headers are larger than {limits.max_header_bytes:,} bytes")
+
+
+def check_header_fields(num_fields: int, limits: ConnectionLimits) -> None:
+    if num_fields > limits.max_header_fields:
+        limit = limits.max_header_fields
+        raise HeadersTooLargeError(f"the request has more than the {limit:,} header fields it may have")
 
 
 def check_chunk_bytes(num_bytes: int, limits: ConnectionLimits) -> None:

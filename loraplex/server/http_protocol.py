@@ -1,7 +1,8 @@
-"""HTTP connections within bounds: time for headers, their size, and how much is parsed before it is answered.
+"""HTTP connections within bounds: time for headers, their size and number, and how much is parsed before it
+is answered.
 
     connection_made ──▶ IDLE ──headers complete──▶ ACTIVE ──response complete──▶ IDLE (kept alive)
-                         │ no complete headers within header_timeout_s, or beyond max_header_bytes
+                         │ no complete headers within header_timeout_s, or beyond max_header_*
                          ▼
                        closed
 
@@ -26,6 +27,7 @@ from loraplex.server.http_checks import (
     asks_for_health,
     check_chunk_bytes,
     check_header_bytes,
+    check_header_fields,
     check_transfer_coding,
     check_version,
 )
@@ -51,6 +53,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._answered: RequestResponseCycle | None = None  # that request, or the last one that was
         self._reads_message = False  # its body is not complete, or of one that was answered before that
         self._num_header_bytes = 0
+        self._num_header_fields = 0  # of the request that is being read
         self._num_chunk_overhead_bytes = 0  # of a body in chunks, without what is in them
         self._num_body_bytes_left = 0  # of a body whose length is known
         self._input = HttpInput()
@@ -87,7 +90,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._reads_message or self._num_header_bytes:
             self._fail(InvalidRequestError("the request ended before all of it was sent"))
 
+    def on_message_begin(self) -> None:
+        self._num_header_fields = 0
+        super().on_message_begin()
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_header_fields += 1
+        check_header_fields(self._num_header_fields, self._book.limits)
         if self._reads_message:  # behind a body in chunks: nobody asks for it, but it counts
             self._num_header_bytes += len(name) + len(value)
         else:
@@ -99,7 +108,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         assert self._places is not None
         check_header_bytes(self._num_header_bytes, self._book.limits)
         check_version(self.parser.get_http_version())
-        self._check_place(self._places)
+        if self._places.only_health and not asks_for_health(self.url):
+            self._places = self._ordinary_place()
         check_transfer_coding(self.headers)
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
@@ -210,7 +220,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _holds_back_body(self) -> bool:
-        """Whether so much of a body waits behind other requests that its client could leave unnoticed."""
+        """True if so much of a body waits behind other requests that its client could leave unnoticed."""
         is_behind = self._reads_message and bool(self.pipeline)
         return is_behind and len(self._input) >= _MAX_HELD_BYTES and not self._may_parse
 
@@ -258,14 +268,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return True
         return False
 
-    def _check_place(self, places: Places) -> None:
-        if places.only_health and not asks_for_health(self.url):
-            self._book.refused()
+    def _ordinary_place(self) -> Places:
+        """Leave the places for health checks. Raises BusyError if there is no other, or if the connection is
+        answering a health check: that answer is its last."""
+        places = None if self._is_active else self._book.move_to_ordinary(self)
+        if places is None:
             raise BusyError(_NO_PLACE)
+        return places
 
     @property
     def _ignores_upgrade(self) -> bool:
-        """Whether the parser leaves a request's body out, as it takes what follows for another protocol."""
+        """True if the parser leaves a request's body out, as it takes what follows for another protocol."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _feed_head_without_upgrade(self) -> None:
@@ -288,7 +301,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return not self._is_active and not self._reads_message
 
     def _start_timer(self) -> None:
-        """Time runs from the first moment on, not from the last byte: a drip of headers ends as well."""
+        """Start the time for headers, unless it runs: no byte starts it anew, so a drip ends as well."""
         if self._timer is None:
             self._timer = self.loop.call_later(self._book.limits.header_timeout_s, self._on_timeout)
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from loraplex.core.clock import Clock
-from loraplex.core.errors import EngineClosedError
 from loraplex.core.request import FinishReason
 from loraplex.engine.text_engine import TextDelta
+from loraplex.server.failure import Failure
 
 TTFT_BUCKETS_S: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
@@ -150,9 +150,7 @@ class RequestMeter:
         self._num_prompt_tokens = num_prompt_tokens
         self.num_choices = num_choices
         self.finish_reasons: Counter[FinishReason] = Counter()
-        self.failure: str | None = None
-        """The class of the error that ended the request."""
-        self._cut_short = FinishReason.CANCELLED
+        self.failure: Failure | None = None
         self._arrival_s = arrival_s
         self._first_token_s: float | None = None
         self._last_token_s: dict[int, float] = {}
@@ -190,23 +188,19 @@ class RequestMeter:
         return None if self._first_token_s is None else self._first_token_s - self._arrival_s
 
     def fail(self, error: Exception) -> None:
-        """What has not finished yet never will, and not because the client left.
-
-        A server that shuts down has not failed: it cancels what it does not finish.
-        """
-        self.failure = type(error).__name__
-        if not isinstance(error, EngineClosedError):
-            self._cut_short = FinishReason.ERROR
+        """Note what ends the request, unless it is its client that left."""
+        self.failure = Failure.of(error)
 
     def close(self) -> None:
-        """The request is over, whether it was answered, failed or was cancelled. Idempotent."""
+        """End the request, whether it was answered, failed or was cancelled. Idempotent."""
         if self._closed:
             return
         self._closed = True
         num_unfinished = self.num_choices - self.finish_reasons.total()
         if num_unfinished:
-            self._metrics.num_finished[self._cut_short] += num_unfinished
-            self.finish_reasons[self._cut_short] += num_unfinished
+            reason = FinishReason.CANCELLED if self.failure is None else self.failure.finish_reason
+            self._metrics.num_finished[reason] += num_unfinished
+            self.finish_reasons[reason] += num_unfinished
         if self._first_token_s is None:
             self._traffic.num_waiting -= 1
             return

@@ -18,8 +18,9 @@ from typing import Any, Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.core.clock import Clock
-from loraplex.core.errors import EngineClosedError
 from loraplex.core.logs import fields, log_context
+from loraplex.core.request import FinishReason
+from loraplex.server.failure import Failure
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.responses import Usage
 
@@ -41,12 +42,12 @@ _UNAVAILABLE: Final = 503
 
 @dataclass(kw_only=True, slots=True)
 class RequestRecord:
-    """What is known of one HTTP request for its line in the log.
+    """The facts about one HTTP request for its line in the log.
 
     `arrival_s`: when its headers had been read, before anything was done about it. `key_kind`: which kind of
     key it came with, if any was asked for. `model` and `version`: what it asked for and what that stood for;
     None for the base model. `completion_id`: the `id` in the answer's body.
-    `error`: the class of the error that ended it.
+    `failure`: the error that ended it.
     """
 
     request_id: str
@@ -60,7 +61,7 @@ class RequestRecord:
     completion_id: str | None = None
     meter: RequestMeter | None = None
     usage: Callable[[], Usage] | None = None
-    error: str | None = None
+    failure: Failure | None = None
 
     def ask(self, model: str) -> None:
         """Note the name of a model that a client sent, which need not exist."""
@@ -71,8 +72,8 @@ class RequestRecord:
         self.completion_id, self.meter, self.usage = completion_id, meter, usage
 
     def fail(self, error: BaseException) -> None:
-        """Note what went wrong by its kind; messages may quote what a client sent."""
-        self.error = type(error).__name__
+        """Note what went wrong."""
+        self.failure = Failure.of(error)
 
 
 def new_request_id() -> str:
@@ -167,11 +168,11 @@ def _record_of(scope: Scope, arrival_s: float) -> RequestRecord:
 def _log(record: RequestRecord, exchange: _Exchange, seconds: float) -> None:
     status = exchange.final_status()
     meter = record.meter
-    error = record.error or (meter.failure if meter else None)
+    failure = record.failure or (meter.failure if meter else None)
     is_cut_short = not exchange.complete and (exchange.hung_up or exchange.cancelled)
-    if is_cut_short or error == EngineClosedError.__name__:
+    if is_cut_short or (failure is not None and failure.finish_reason is FinishReason.CANCELLED):
         outcome = "cancelled"
-    elif status >= 500 or (error is not None and status < 400):
+    elif status >= 500 or (failure is not None and status < 400):
         outcome = "failed"
     else:
         outcome = "refused" if status >= 400 else "answered"
@@ -180,17 +181,17 @@ def _log(record: RequestRecord, exchange: _Exchange, seconds: float) -> None:
     else:
         level = logging.INFO if status in _REFUSALS else logging.DEBUG
     if logger.isEnabledFor(level):
-        logger.log(level, outcome, extra=fields(**_line(record, status, error, seconds)))
+        logger.log(level, outcome, extra=fields(**_line(record, status, failure, seconds)))
 
 
-def _line(record: RequestRecord, status: int, error: str | None, seconds: float) -> dict[str, Any]:
+def _line(record: RequestRecord, status: int, failure: Failure | None, seconds: float) -> dict[str, Any]:
     return {
         "status": status,
         "model": record.model,
         "version": short_version(record.version),
         **_figures(record),
         "total_ms": _milliseconds(seconds),
-        "error": error,
+        "error": None if failure is None else failure.kind,
         "method": record.method,
         "route": record.path,
         "request_id": record.request_id,

@@ -7,10 +7,8 @@ import contextlib
 import gc
 import logging
 import os
-import signal
-import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +16,7 @@ from importlib import import_module
 from math import ceil
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import uvicorn
 
@@ -28,7 +26,7 @@ from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.core.clock import MonotonicClock
-from loraplex.core.errors import EngineFailedError, LoraplexError
+from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
@@ -50,8 +48,8 @@ from loraplex.server.engine_client import DEFAULT_FACTORY, EngineClient
 from loraplex.server.health import FrontApp
 from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.hub_adapters import HubAdapters
+from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
-from loraplex.server.pacing import PacedListener
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
@@ -68,8 +66,9 @@ _CUT_S: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """All a user may choose. `adapter_dirs` are served and open for loading, the allowed ones only open.
+    """Everything a user may choose.
 
+    `adapter_dirs` are served and open for loading, the allowed ones only open.
     `adapters` are served and open nothing; `allow_adapter_repos` are patterns of hub repositories.
     `shutdown_grace_s`: how long requests in flight may go on after the signal to end.
     `engine_factory`: "module:name" of what builds the core in the engine process.
@@ -95,14 +94,6 @@ class ServeOptions:
     engine_factory: str = DEFAULT_FACTORY
 
 
-class AddressError(LoraplexError):
-    """The address cannot be listened on. `reason` is the message without the fix."""
-
-    def __init__(self, reason: str, *, fix: str = "choose another with --host and --port") -> None:
-        super().__init__(f"{reason}; {fix}")
-        self.reason = reason
-
-
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
     """Serve until SIGINT or SIGTERM. Raises LoraplexError if it cannot start.
 
@@ -114,7 +105,7 @@ def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
     # streams do not wait for them.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _keep_torch_out()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve(options, announcer or Announcer()))
 
 
@@ -131,7 +122,7 @@ def _keep_torch_out() -> None:
 
 async def _serve(options: ServeOptions, announcer: Announcer) -> None:
     stop = asyncio.Event()
-    with _signals(stop.set):
+    with stop_signals(stop.set):
         serving = asyncio.create_task(_serve_until(stop, options, announcer))
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -150,10 +141,10 @@ async def _serve(options: ServeOptions, announcer: Announcer) -> None:
 async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: Announcer) -> None:
     # Bound before the model is loaded: a port that is taken should not cost a minute to find out. Listened on
     # as well, so that supervisors and load balancers can tell a server that starts from one that is gone.
-    with _bind(options.host, options.port) as listener:
+    with bind(options.host, options.port) as listener:
         front = FrontApp(web=_web_access(options), clock=MonotonicClock())
-        server = _Server(_uvicorn_config(front, options))
-        listening = asyncio.create_task(_listen(server, listener, options))
+        server = ListeningServer(_uvicorn_config(front, options))
+        listening = asyncio.create_task(listen(server, listener, host=options.host, port=options.port))
         async with AsyncExitStack() as stack:
             try:
                 await server.is_listening.wait()
@@ -172,7 +163,7 @@ async def _serve_until(stop: asyncio.Event, options: ServeOptions, announcer: An
 
 async def _run(
     stop: asyncio.Event,
-    server: _Server,
+    server: ListeningServer,
     front: FrontApp,
     port: int,
     options: ServeOptions,
@@ -219,27 +210,17 @@ def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
     )
 
 
-async def _listen(server: _Server, listener: socket.socket, options: ServeOptions) -> None:
-    """Answer requests until the server is asked to exit."""
-    try:
-        await server.serve(sockets=[listener])
-    except OSError as error:
-        # Two servers may bind one port at the same time; only one may listen.
-        raise _cannot_listen(options.host, options.port, error) from error
-    finally:
-        server.is_listening.set()  # or it never will
-
-
 async def _end(
     stop: asyncio.Event,
-    server: _Server,
+    server: ListeningServer,
     client: EngineClient,
     bodies: BodyReader,
     announcer: Announcer,
     grace_s: float,
 ) -> None:
-    """After a signal, or when the engine is gone for good: no new connections, a while for requests in
-    flight, then an error for the rest. Connections whose clients do not even take that are cut."""
+    """Wait for a signal, or for the engine to fail for good, then shut down: accept no new connections, give
+    requests in flight a while, and end the rest with an error. Connections whose clients do not even take
+    that are cut."""
     await _first_of(stop, client.failed)
     announcer.stopping(num_in_flight=server.num_in_flight, grace_s=grace_s)
     server.should_exit = True
@@ -263,8 +244,8 @@ async def _first_of(*events: asyncio.Event) -> None:
 async def _start(
     options: ServeOptions, announcer: Announcer, front: FrontApp, stack: AsyncExitStack
 ) -> tuple[ServerDeps, EngineClient, int]:
-    """Everything that requests need, in memory and prepared for the adapters to begin with; the number is
-    that of adapters which were left out."""
+    """Start everything that requests need, prepared for the adapters to begin with. The number is that of
+    adapters which were left out."""
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
     config = load_config(folder)
     for adapter_dir in options.adapter_dirs:
@@ -348,7 +329,7 @@ def _web_access(options: ServeOptions) -> WebAccess:
 
 
 def _connection_book(options: ServeOptions) -> ConnectionBook:
-    """The bounds of connections, within what the system lets a process open."""
+    """Make the book of connections, bounded by what the system lets a process open."""
     limits = options.connections
     most = connections_within(raise_descriptor_limit(), limits.max_connections)
     if most < limits.max_connections:
@@ -397,85 +378,6 @@ def _shared_state_note(registry: AdapterRegistry, state_dir: Path) -> tuple[str,
 
 
 def _model_identity(model: str) -> str:
-    """A folder by its full path, so that the registry does not depend on where the server was started."""
+    """Return a folder's full path, so that the registry does not depend on where the server was started."""
     folder = Path(model).expanduser()
     return str(folder.resolve()) if folder.is_dir() else model
-
-
-@contextlib.contextmanager
-def _bind(host: str, port: int) -> Iterator[socket.socket]:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from error
-    with listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            raise _cannot_listen(host, port, error) from error
-        yield listener
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> AddressError:
-    return AddressError(f"cannot listen on {host}:{port}: {error.strerror or error}")
-
-
-@contextlib.contextmanager
-def _signals(on_stop: Callable[[], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_stop)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to us, whose end is an exit code of 0, and tells when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.is_listening = asyncio.Event()
-
-    @property
-    def num_in_flight(self) -> int:
-        """HTTP requests that are being answered."""
-        return len(self.server_state.tasks)
-
-    def cut_connections(self) -> None:
-        """Drop what is still to be sent. Requests on these connections end as those of clients that left."""
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own for sockets that are bound, but for how connections are accepted."""
-        assert sockets is not None
-        config, state = self.config, self.server_state
-        protocol_class: Any = config.http_protocol_class
-        make_protocol = partial(protocol_class, config=config, server_state=state, app_state={})
-        self.servers = []
-        for listener in sockets:
-            listener.setblocking(False)
-            listener.listen(config.backlog)
-            self.servers.append(PacedListener(listener, make_protocol))  # type: ignore[arg-type]
-        self.started = True
-        self.is_listening.set()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None  # not to be had on Windows
-    factory: Any = uvloop.new_event_loop
-    return factory  # type: ignore[no-any-return]

@@ -98,6 +98,29 @@ def test_headers_behind_a_chunked_body_are_bounded_in_size(make_served: ServedFa
             assert read_response(short)[0] == 200
 
 
+FIELDS = {  # what comes before them, how many there are in it, and the answer if they are not too many
+    "of a header": (HEALTH[:-2], 1, 200),
+    "of an upgrade": (HEALTH[:-2] + b"Connection: Upgrade\r\nUpgrade: h2c\r\n", 3, 200),
+    "behind a chunked body": (CHUNKED + b"0\r\n", 2, 400),
+}
+
+
+@pytest.mark.parametrize(("head", "num_in_head", "status"), FIELDS.values(), ids=FIELDS.keys())
+def test_header_fields_are_bounded_in_number(
+    make_served: ServedFactory, head: bytes, num_in_head: int, status: int
+) -> None:
+    most = head + b"X:\r\n" * (10 - num_in_head)
+    with live(make_served(), ConnectionLimits(max_header_fields=10)) as url, connect(url) as connection:
+        for _ in range(2):
+            connection.sendall(most + b"\r\n")
+            assert read_response(connection)[0] == status
+        connection.sendall(most + b"X:\r\n\r\n")
+        assert error_of(connection) == (431, "headers_too_large")
+        with connect(url) as endless:
+            endless.sendall(head + b"X:\r\n" * 20)
+            assert error_of(endless) == (431, "headers_too_large")
+
+
 @pytest.mark.parametrize(
     "request_text",
     [b"\x16\x03\x01", b"HELLO\r\n\r\n", HEALTH[:-2] + b"Transfer-Encoding: chunked\r\n\r\nx"],
@@ -242,9 +265,30 @@ def test_health_can_be_asked_for_when_all_connections_are_in_use(make_served: Se
             assert error_of(second) == (503, "overloaded")
 
 
+def test_a_connection_leaves_the_places_for_health_checks_when_there_is_an_ordinary_one() -> None:
+    async def run() -> None:
+        limits = ConnectionLimits(max_connections=1, max_health_connections=1)
+        book = ConnectionBook(limits, ManualClock())
+        first, second, third = Leaver(), Leaver(), Leaver()
+        ordinary, for_health = book.opened(first), book.opened(second)
+        assert ordinary is not None
+        assert for_health is not None
+        assert (ordinary.only_health, for_health.only_health) == (False, True)
+        assert book.move_to_ordinary(second) is None, "the only ordinary place is taken"
+        assert book.opened(third) is None, "so the other connection has kept its own"
+        ordinary.closed(first, was_active=False)
+        assert book.move_to_ordinary(second) is ordinary
+        assert book.opened(third) is for_health
+        ordinary.became_active(second)
+        ordinary.closed(second, was_active=True)
+        assert not ordinary.are_taken
+
+    asyncio.run(run())
+
+
 @pytest.fixture
 def logged() -> Iterator[queue.SimpleQueue[logging.LogRecord]]:
-    """What is logged of connections, when it is."""
+    """The records that are logged of connections, as they come."""
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     handler = QueueHandler(records)
     logger = logging.getLogger("loraplex.server.connections")

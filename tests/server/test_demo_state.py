@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.cli.main import app
-from loraplex.server.run import AddressError, ServeOptions, default_state_dir
+from loraplex.server.listening import AddressError
+from loraplex.server.run import ServeOptions, default_state_dir
 
 
 def test_a_demo_remembers_nothing_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

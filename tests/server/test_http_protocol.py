@@ -228,7 +228,7 @@ def test_requests_before_one_that_is_broken_are_answered(
 
 
 def test_large_headers_that_come_at_once_are_refused(make_served: ServedFactory) -> None:
-    lines = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 100) for number in range(100))
+    lines = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 100) for number in range(95))
     with live(make_served(), ConnectionLimits(max_header_bytes=10_000)) as url:
         with connect(url) as connection:
             connection.sendall(HEALTH[:-2] + lines + b"\r\n")
@@ -379,6 +379,32 @@ def test_connections_share_the_time_to_parse_of_each_turn() -> None:
         for protocol in protocols:
             protocol.cycle.body.clear()
         return count
+
+    asyncio.run(run())
+
+
+async def ask(connection: socket.socket, path: bytes) -> int:
+    """Send a request and return the status of its answer."""
+    connection.sendall(HEALTH.replace(b"/health", path))
+    ((status, _),) = await asyncio.to_thread(read_responses, connection, 1)
+    return status
+
+
+def test_a_connection_that_asks_for_more_than_health_takes_an_ordinary_place() -> None:
+    limits = ConnectionLimits(max_connections=1, max_health_connections=1)
+
+    async def run() -> None:
+        app = AnsweredLater()
+        app.may_answer.set()
+        book = ConnectionBook(limits, ManualClock())
+        async with (
+            connection_to(app, book=book) as (_, ordinary),
+            connection_to(app, book=book) as (_, other),
+        ):
+            assert await ask(ordinary, b"/health") == 200  # from now on it gives way
+            for path in (b"/v1/models", b"/health", b"/v1/models"):
+                assert await ask(other, path) == 200  # and kept alive as any other
+            assert await asyncio.to_thread(ordinary.recv, 1) == b""
 
     asyncio.run(run())
 

@@ -9,7 +9,9 @@ import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +21,7 @@ from rich.console import Console
 from server_process import COMMAND, serving
 from serving_fakes import hf_tokenizer
 from typer import BadParameter
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from loraplex.adapters.registry import AdapterRegistry, base_model_key
@@ -46,7 +49,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def last_words(process: subprocess.Popen[str]) -> list[str]:
-    """What a server said at the end, after its banner."""
+    """The lines that a server printed at its end, after its banner."""
     assert process.stdout is not None
     return process.stdout.read().splitlines()[-2:]
 
@@ -303,13 +306,20 @@ def test_the_names_of_options_are_whole_on_a_narrow_terminal() -> None:
     assert not any("…" in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("command", "flag"), [((), "--version"), (("serve",), "--load-popular"), (("adapter", "list"), "--json")]
-)
-def test_flags_are_shown_without_a_value(command: tuple[str, ...], flag: str) -> None:
-    done = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
-    [line] = [line for line in done.output.splitlines() if flag in line.split()]
-    assert "bool" not in line
+def all_commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command and group of commands."""
+    yield path
+    for name, command in getattr(group, "commands", {}).items():
+        yield from all_commands(command, (*path, name))
+
+
+def test_flags_are_shown_without_a_value() -> None:
+    commands = list(all_commands(get_command(app)))
+    assert {(), ("serve",), ("bench", "engine", "decode")} < set(commands)
+    for command in commands:
+        done = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
+        assert "--help" in done.output
+        assert "<bool>" not in done.output, command
 
 
 def test_the_defaults_that_depend_on_the_machine_are_told() -> None:
