@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from loraplex.core.errors import UserError
+from loraplex.fleet.names import unknown_name
 from loraplex.fleet.routers.affinity import AffinityRouter
 from loraplex.fleet.routers.first_fit import FirstFitRouter
 from loraplex.fleet.routers.most_idle import MostIdleRouter
@@ -38,11 +38,3 @@ def router_named(name: str, seed: int = 0) -> Router:
     if name not in ROUTERS:
         raise UserError(unknown_name("routing", name, ROUTERS))
     return ROUTERS[name](seed)
-
-
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Say that there is no such thing, with the names that come near it, or all there are."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names)
-    advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
-    return f"there is no {kind} {name!r}; {advice}"
