@@ -120,14 +120,14 @@ def place_leftovers(bins: RankBins, leftovers: list[_Leftover], ranks: IntArray)
 
     The bin with the highest ranks is the first choice, as lower ranks do not slow it down, and among such
     bins the least used one. A rank above that of every bin with room goes to the least used bin, which it
-    slows down. Where no bin has room for
-    it, the least used one takes it."""
+    slows down. Where no bin has room for it, the least used one takes it."""
     queue = [
         (-rank, used, index) for index, (rank, used) in enumerate(zip(bins.max_ranks, bins.used, strict=True))
     ]
     heapify(queue)
+    # Bins only fill up, so that a rank for which none had room need not be tried again.
     full_for: int | None = None
-    for adapter, leftover in sorted(leftovers, key=lambda each: (-ranks[each[0]], each[0])):
+    for adapter, leftover in sorted(leftovers, key=lambda each: (-int(ranks[each[0]]), each[0])):
         rank, left = int(ranks[adapter]), leftover
         while left > 0 and queue:
             if -queue[0][0] < rank and (rank == full_for or not _bring_to_top(queue, bins, rank)):
