@@ -18,6 +18,7 @@ from loraplex.fleet.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.perf.set_costs import RequestSets
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaLimits:
     """What one replica can hold: requests in a step, KV tokens, and adapters at a time (None: any number)."""

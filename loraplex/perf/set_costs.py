@@ -42,6 +42,21 @@ class RequestSets(NamedTuple):
     kv_tokens: Column
     num_adapters: Column
 
+    def at(self, places: npt.NDArray[np.int64]) -> RequestSets:
+        """Return the sets at these places."""
+        return RequestSets(*(column[places] for column in self))
+
+    def joined_by(self, *, rank: int, prompt_tokens: int, kv_tokens: float) -> RequestSets:
+        """Return each set with one request more, whose adapter counts as a new one."""
+        return RequestSets(
+            num_requests=self.num_requests + 1,
+            sum_ranks=self.sum_ranks + rank,
+            max_rank=np.maximum(self.max_rank, rank),
+            prompt_tokens=self.prompt_tokens + prompt_tokens,
+            kv_tokens=self.kv_tokens + kv_tokens,
+            num_adapters=self.num_adapters + (rank > 0),
+        )
+
 
 class SetCosts(Protocol):
     """Seconds for each set; an empty set takes none."""

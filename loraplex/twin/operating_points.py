@@ -51,9 +51,7 @@ def operating_points(
     return points
 
 
-def _at_rate(
-    sample: Sequence[WorkloadRequest], gaps: Sequence[float], rate: float
-) -> list[WorkloadRequest]:
+def _at_rate(sample: Sequence[WorkloadRequest], gaps: Sequence[float], rate: float) -> list[WorkloadRequest]:
     """The same requests at exponential gaps, each on one of a few adapters in turn."""
     requests, now_s = [], 0.0
     for number, (each, gap) in enumerate(zip(sample, gaps, strict=True)):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from loraplex.fleet.arrays import IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
@@ -33,7 +32,7 @@ class RankAwareRouter:
         added_prefill_s = costs.prefill_s(longer) - costs.prefill_s(queue)
         added_decode_s = decode_s - costs.decode_s(exists)
         per_request_s = added_prefill_s / load.answers.mean_tokens + added_decode_s
-        num_requests: IntArray = exists.num_requests
+        num_requests = exists.num_requests
         total_s = per_request_s * num_requests
         breaks = np.zeros(len(candidates), np.bool_) if view.slo_s is None else decode_s > view.slo_s
         return self._turns.pick(candidates, breaks, total_s, num_requests)

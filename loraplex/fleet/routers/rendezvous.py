@@ -44,5 +44,4 @@ def pair_weights(adapter: int, replicas: IntArray) -> npt.NDArray[np.float64]:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     mixed ^= mixed >> np.uint64(31)
-    weights: npt.NDArray[np.float64] = (mixed >> np.uint64(11)) * 2.0**-53
-    return weights
+    return np.asarray(mixed >> np.uint64(11), np.float64) * 2.0**-53

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.fleet.arrays import IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.view import FleetView
 
@@ -25,7 +26,7 @@ class Turns:
     def __init__(self) -> None:
         self._next = 0
 
-    def pick(self, candidates: IntArray, *costs: FloatArray | IntArray) -> int:
+    def pick(self, candidates: IntArray, *costs: npt.NDArray[Any]) -> int:
         """Return the candidate with the lowest first cost; among equals the second decides, and so on."""
         left = np.arange(len(candidates))
         for cost in costs:
