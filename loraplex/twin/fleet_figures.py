@@ -15,8 +15,8 @@ class PolicyFigures:
     """One run, or the mean of several.
 
     `attainment`: the share of requests within the SLO; None without one. `tpt_mean_s`: seconds per token,
-    from arrival to end. `busiest_over_mean`: by tokens served. `bytes_moved`: of adapters, to replicas' hosts.
-    Figures of requests are None if none was served.
+    from arrival to end. `busiest_over_mean`: by tokens served. `bytes_moved`: of adapters, to the hosts of
+    replicas. Figures of requests are None if none was served.
     """
 
     attainment: float | None

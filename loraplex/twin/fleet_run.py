@@ -40,12 +40,14 @@ _SHUFFLE_S: Final = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOptions:
-    """What is simulated, whichever policy decides. `slo_s`: seconds per token that a request may take."""
+    """What is simulated, whichever policy decides. `slo_s`: seconds per token that a request may take.
+    `points`: tokens/s that a replica sustains, by rank; None to find them when a placement asks."""
 
     num_replicas: int
     replay: ReplayOptions
     slo_s: float | None = None
     period_s: float = PERIOD_S
+    points: Mapping[int, float] | None = None
 
 
 class _ModelMoves:
@@ -80,7 +82,7 @@ class FleetRuns:
         self._options = options
         self._engines = OwnEngines(profile, options.replay, longest=longest_of(workload))
         self._adapters = AdapterTable.of(ranks=self._engines.ranks, num_bytes=self._engines.sizes)
-        self._points: Mapping[int, float] | None = None
+        self._points = options.points
 
     def run(self, policy: Policy, seed: int = 0) -> FleetOutcome:
         """Simulate the workload, or for another seed than 0 one that is like it."""

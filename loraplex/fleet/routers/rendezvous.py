@@ -1,4 +1,4 @@
-"""Rendezvous hashing with bounded loads, as Dynamo's router does: an adapter prefers always the same replicas.
+"""Rendezvous hashing with bounded loads, as Dynamo has it: an adapter always prefers the same replicas.
 
 Every (adapter, replica) pair has a pseudo-random weight. An adapter goes to its heaviest replica, unless that
 one has clearly more requests than the mean: then to the next. A replica that joins or leaves moves only its
