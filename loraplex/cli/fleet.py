@@ -140,9 +140,7 @@ def compare(
     named = _named(policies)
     options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
     inputs = _inputs(profile, workload, replicas, slo_tpt, period, options)
-    expected = (
-        f"{len(named)} {plural('policy', len(named), 'policies')}, {seeds} {plural('seed', seeds)} each"
-    )
+    expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
     with shown_progress("simulating", expected=expected) as progress:
         found = compare_policies(inputs, named, seeds, progress)
     means = {name: mean_of([run.figures for run in runs]) for name, runs in found.items()}
@@ -256,7 +254,7 @@ def _inputs(
     found = read_profile_of(profile, None)
     if not isinstance(found, CostModel):
         raise UserError(
-            f"{profile}: it is of an engine with slots for adapters, and a fleet is of our own engines; give a "
+            f"{profile}: it is of an engine with slots for adapters, and a fleet is of our own; give a "
             "profile of `loraplex profile`"
         )
     requests, replay_options = read_inputs(workload, options)

@@ -161,7 +161,7 @@ def _capacity(policy: Policy, attainment: float) -> Capacity:
     if highest is None:
         best = max(tried.values())
         raise UserError(
-            f"{policy.name}: at no rate, however low, are {attainment:.1%} of requests within {slo_s * 1e3:.1f} "
-            f"ms per token; the most was {best:.1%}; allow more with --slo-tpt"
+            f"{policy.name}: at no rate, however low, are {attainment:.1%} of requests within "
+            f"{slo_s * 1e3:.1f} ms per token; the most was {best:.1%}; allow more with --slo-tpt"
         )
     return Capacity(highest * rate if highest < math.inf else math.inf, sorted(tried.items()))
