@@ -47,7 +47,7 @@ def operating_points(
         found = highest_rate(holds, guess, _TOLERANCE)
         if found is None or found == math.inf:
             raise UserError(
-                f"no rate was found at which a replica just keeps the P95 of first tokens within {ttft_s:g} s on "
+                f"no rate was found at which a replica just keeps first tokens within {ttft_s:g} s (P95) on "
                 f"adapters of rank {rank}; the profile and the workload do not go together"
             )
         guess = found
@@ -56,7 +56,7 @@ def operating_points(
 
 
 def _at_rate(workload: Sequence[WorkloadRequest], rate: float) -> list[WorkloadRequest]:
-    """Poisson arrivals of requests that are drawn from the workload, each on one of a few adapters in turn."""
+    """Poisson arrivals of requests that are drawn from the workload, on a few adapters in turn."""
     rng, now_s, number = random.Random(0), 0.0, 0
     requests: list[WorkloadRequest] = []
     while (now_s := now_s + rng.expovariate(rate)) < _DURATION_S or not requests:
