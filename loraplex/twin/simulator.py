@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Literal, NamedTuple
@@ -66,6 +66,8 @@ class Simulator:
         self._next_repeats = Repeats(0.0, 0.0)
         self.plans: list[StepPlan] | None = None  # kept if a list is put here
         self.adapter_events: list[AdapterEvent] | None = None  # likewise
+        self.read_end_s: Callable[[str], float] = self._disk_end_s
+        """When a version is in host memory that is asked for now; where it comes from is the owner's to say."""
 
     def bring_in_all(self) -> None:
         """Every adapter is there from now on; or, of an engine that loads within its steps, seems to be."""
@@ -257,8 +259,8 @@ class Simulator:
             self.adapter_events += [AdapterEvent("read", read.version) for read in reads]
             self.adapter_events += [AdapterEvent("load", load.version) for load in loads]
         for read in reads:
-            self._disk_free_s = max(self._disk_free_s, self.now_s) + self._times.read_s(read.version)
-            heapq.heappush(self._ends, (self._disk_free_s, next(self._order), read.version, True))
+            end_s = self.read_end_s(read.version)
+            heapq.heappush(self._ends, (end_s, next(self._order), read.version, True))
         begin_s = max(self._bus_free_s, self.now_s)
         turns_s = sum(self._times.load_s(load) for load in loads if load.awaited)
         for load in sorted(loads, key=_is_for_later):
@@ -268,6 +270,11 @@ class Simulator:
             self._bus_free_s = end_s
             heapq.heappush(self._ends, (end_s, next(self._order), load.version, False))
         self.num_loads += len(loads)
+
+    def _disk_end_s(self, version: str) -> float:
+        """When a read from disk ends that begins now, behind those under way."""
+        self._disk_free_s = max(self._disk_free_s, self.now_s) + self._times.read_s(version)
+        return self._disk_free_s
 
     def _wait_for(self, versions: frozenset[str]) -> None:
         """The step is not begun before these are there."""
