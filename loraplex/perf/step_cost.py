@@ -25,6 +25,7 @@ class StepFeatures(NamedTuple):
     `decode_positions`: what all decoding rows attend to. `prompt_pairs`: (token, earlier position) pairs of
     all prompt chunks, n * (start + n / 2) each. `adapter_bytes`: weights of the distinct adapters, once each.
     `row_adapter_bytes`: for every row, the weights of its adapter; in proportion to LoRA's arithmetic.
+    `largest_adapter_bytes`: weights of the largest adapter. `num_adapter_rows`: rows that have an adapter.
     """
 
     num_decodes: int = 0
@@ -35,10 +36,19 @@ class StepFeatures(NamedTuple):
     num_adapters: int = 0
     adapter_bytes: float = 0
     row_adapter_bytes: float = 0
+    largest_adapter_bytes: float = 0
+    num_adapter_rows: int = 0
 
     @property
     def num_rows(self) -> int:
         return self.num_decodes + self.num_prompt_tokens
+
+    def padded(self) -> StepFeatures:
+        """The same step for kernels that treat every adapter of a batch as if it were the largest one in
+        it."""
+        largest = self.largest_adapter_bytes
+        bytes_of_all = (self.num_adapters * largest, self.num_adapter_rows * largest)
+        return StepFeatures(*self[:6], *bytes_of_all, *self[8:])
 
 
 class StepSample(NamedTuple):
@@ -97,18 +107,17 @@ class StepTerms:
     def seconds(self, step: StepFeatures) -> float:
         """The sum of all but for what prompts alone bring; written out, as simulations ask for it all the
         time."""
+        _, _, num_prompt_tokens, positions, pairs, num_adapters, adapter_bytes, row_bytes, _, _ = step
         lora_s = 0.0
-        if step.num_adapters > 0:
+        if num_adapters > 0:
             lora_s = (
                 self.lora_s
-                + (self.prompt_lora_s if step.num_prompt_tokens > 0 else 0.0)
-                + self.adapter_s * step.num_adapters
-                + self.adapter_byte_s * step.adapter_bytes
-                + self.row_adapter_byte_s * step.row_adapter_bytes
+                + (self.prompt_lora_s if num_prompt_tokens > 0 else 0.0)
+                + self.adapter_s * num_adapters
+                + self.adapter_byte_s * adapter_bytes
+                + self.row_adapter_byte_s * row_bytes
             )
-        return (
-            self.decode_position_s * step.decode_positions + self.prompt_pair_s * step.prompt_pairs + lora_s
-        )
+        return self.decode_position_s * positions + self.prompt_pair_s * pairs + lora_s
 
 
 TERM_NAMES = tuple(field.name for field in fields(StepTerms))
