@@ -84,9 +84,9 @@ def _packed_by_size(problem: PlacementProblem, host_bytes: int) -> IntArray:
         home = int(np.where(left_bytes >= 0, left_bytes, no_room).argmin())
         if left_bytes[home] < 0:
             raise UserError(
-                f"adapter {adapter} takes {sizes[adapter]:,} bytes, {-left_bytes.max():,} more than "
-                f"any replica has left beside larger ones: {len(sizes)} adapters, though not too large in sum, were "
-                f"not packed into {host_bytes:,} bytes of host memory on each of {problem.num_replicas} "
+                f"adapter {adapter} takes {sizes[adapter]:,} bytes, {-left_bytes.max():,} more than any "
+                f"replica has left beside larger ones: {len(sizes)} adapters, though not too large in sum, "
+                f"were not packed into {host_bytes:,} bytes of host memory on each of {problem.num_replicas} "
                 "replicas; add replicas or host memory"
             )
         free_bytes[home] -= sizes[adapter]

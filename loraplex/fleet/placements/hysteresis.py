@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from loraplex.core.errors import UserError
 from loraplex.fleet.placements.placement import Placement, PlacementProblem
 from loraplex.fleet.placements.utilisation import utilisation_by_replica
 from loraplex.fleet.plan import Plan
@@ -24,6 +25,12 @@ class HysteresisPlacement:
     """Tokens/s that a replica sustains, by rank; None: all tokens count alike."""
     padded: bool = True
     """Kernels pad to the largest rank in a batch."""
+
+    def __post_init__(self) -> None:
+        if not self.margin >= 0:
+            raise UserError(
+                f"a margin of {self.margin:g} would move adapters for nothing; it must be 0 or more"
+            )
 
     def place(self, problem: PlacementProblem) -> Plan:
         fresh = self.placement.place(problem)

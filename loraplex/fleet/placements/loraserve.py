@@ -120,16 +120,19 @@ def place_leftovers(bins: RankBins, leftovers: list[_Leftover], ranks: IntArray)
 
     The bin with the highest ranks is the first choice, as lower ranks do not slow it down, and among such
     bins the least used one. A rank above that of every bin with room goes to the least used bin, which it
-    slows down. When all bins are full, the least used one takes it."""
+    slows down. Where no bin has room for it, the least used one takes it."""
     queue = [
         (-rank, used, index) for index, (rank, used) in enumerate(zip(bins.max_ranks, bins.used, strict=True))
     ]
     heapify(queue)
-    for adapter, leftover in sorted(leftovers, key=lambda each: (-ranks[each[0]], each[0])):
+    # Bins only fill up, so that a rank for which none had room need not be tried again.
+    full_for: int | None = None
+    for adapter, leftover in sorted(leftovers, key=lambda each: (-int(ranks[each[0]]), each[0])):
         rank, left = int(ranks[adapter]), leftover
         while left > 0 and queue:
-            if -queue[0][0] < rank:
-                _bring_to_top(queue, bins, rank)
+            if -queue[0][0] < rank and (rank == full_for or not _bring_to_top(queue, bins, rank)):
+                full_for = rank
+                break
             index = queue[0][2]
             left = bins.put_what_fits(index, adapter, rank, left)
             if left > 0:
@@ -137,16 +140,18 @@ def place_leftovers(bins: RankBins, leftovers: list[_Leftover], ranks: IntArray)
             else:
                 heapreplace(queue, (-bins.max_ranks[index], bins.used[index], index))
         if left > 0:
-            index = min(range(bins.num_bins), key=lambda each: bins.used_with(each, rank))
-            bins.put(index, adapter, rank, left)
+            bins.put(bins.least_used(rank), adapter, rank, left)
 
 
-def _bring_to_top(queue: list[tuple[int, float, int]], bins: RankBins, rank: int) -> None:
-    """Let the bin that would be the least used one with this rank count as one of this rank."""
+def _bring_to_top(queue: list[tuple[int, float, int]], bins: RankBins, rank: int) -> bool:
+    """Let the bin that would be the least used one with this rank be the first choice, if it has room."""
     place = min(range(len(queue)), key=lambda each: (bins.used_with(queue[each][2], rank), queue[each][2]))
     index = queue[place][2]
+    if not bins.room(index, rank):
+        return False
     queue[place] = (-rank, bins.used_with(index, rank), index)
     heapify(queue)
+    return True
 
 
 def least_moves(tokens_per_s: list[dict[int, float]], problem: PlacementProblem) -> list[int]:
@@ -162,8 +167,8 @@ def least_moves(tokens_per_s: list[dict[int, float]], problem: PlacementProblem)
         for index in by_bin:
             contents[index].append(adapter)
     held_bytes = [problem.adapters.num_bytes[adapters] @ was_held[adapters] for adapters in contents]
-    # Bytes to fetch are those of the bin less those held. The former are the same whatever a bin becomes, so that
-    # the latter alone decide.
+    # Bytes to fetch are those of the bin less those held. The former are the same whatever a bin becomes, so
+    # that the latter alone decide.
     replica_of_bin: list[int] = least_cost_assignment(-np.array(held_bytes)).tolist()
     return replica_of_bin
 

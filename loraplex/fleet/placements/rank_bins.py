@@ -48,6 +48,12 @@ class RankBins:
             return self.used[index]
         return self.used[index] * self.operating_points[largest] / self.operating_points[rank]
 
+    def least_used(self, rank: int) -> int:
+        """Return the bin that would be the least used one with an adapter of this rank."""
+        slows_none = not self.padded or rank <= min(self.max_ranks)
+        used = self.used if slows_none else [self.used_with(each, rank) for each in range(self.num_bins)]
+        return used.index(min(used))
+
     def put(self, index: int, adapter: int, rank: int, tokens_per_s: float) -> None:
         """Give the bin so much of the adapter, whether there is room or not."""
         self.used[index] = self.used_with(index, rank) + tokens_per_s / self._point(index, rank)
