@@ -52,7 +52,7 @@ class Replanner:
         self._tokens[adapter] += num_tokens
 
     def place(self, previous: Plan | None) -> Plan:
-        """Return the plan of the next period; the tokens counted since the last call are its latest history."""
+        """Return the plan of the next period. Tokens counted since the last call are the latest history."""
         if previous is None:
             demand = np.ones(len(self._adapters))
         else:

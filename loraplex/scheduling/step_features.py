@@ -31,15 +31,16 @@ def step_features(chunks: Iterable[Chunk], adapter_bytes: Callable[[str], int]) 
                     largest = size
             num_rows += count
             row_bytes += count * size
+    # Fields by place: naming them takes twice as long.
     return StepFeatures(
-        num_decodes=num_decodes,
-        num_prompts=num_prompts,
-        num_prompt_tokens=num_tokens,
-        decode_positions=positions,
-        prompt_pairs=pairs,
-        num_adapters=len(sizes),
-        adapter_bytes=sum(sizes.values()),
-        row_adapter_bytes=row_bytes,
-        largest_adapter_bytes=largest,
-        num_adapter_rows=num_rows,
+        num_decodes,
+        num_prompts,
+        num_tokens,
+        positions,
+        pairs,
+        len(sizes),
+        sum(sizes.values()),
+        row_bytes,
+        largest,
+        num_rows,
     )

@@ -20,7 +20,10 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 
 class Engines(Protocol):
-    """Makes engines that are all alike, and makes adapters known to them."""
+    """Makes engines that are all alike, and makes adapters known to them. `sizes`: of adapters, in bytes."""
+
+    @property
+    def sizes(self) -> Sequence[int]: ...
 
     def make(self) -> Simulator: ...
 
@@ -42,6 +45,7 @@ class _Replica:
         self.simulator.adapter_events = self.adapter_events
         self.adapters: set[int] = set()
         self.numbers: list[int] = []
+        self.num_reads = 0
         self.wake_s = math.inf
 
     def send(self, number: int, request: WorkloadRequest) -> RequestOutcome:
@@ -56,12 +60,15 @@ class _Replica:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaFigures:
-    """One replica's share. `num_adapters`: those it was sent requests for. `num_loads`: to its device."""
+    """One replica's share. `num_tokens`: prompts and answers of the requests that were served.
+    `num_adapters`: those it was sent requests for. `num_loads`: to its device. `num_reads`: to its host."""
 
     num_requests: int
     num_served: int
+    num_tokens: int
     num_adapters: int
     num_loads: int
+    num_reads: int
     num_steps: int
     mean_running: float
     mean_waiting: float
@@ -69,10 +76,13 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
-    """What became of all requests, in the order of their arrival, and each replica's share."""
+    """What became of all requests, in the order of their arrival, and each replica's share. `chosen`: the
+    replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile."""
 
     all: Outcome
+    chosen: Sequence[int]
     replicas: Sequence[ReplicaFigures]
+    bytes_moved: int
 
 
 class SimulatedFleet:
@@ -84,6 +94,8 @@ class SimulatedFleet:
         self._until_s = until_s
         self._replicas = [_Replica(engines) for _ in range(controller.view.load.num_replicas)]
         self._outcomes: list[RequestOutcome] = []
+        self._chosen: list[int] = []
+        self._bytes_moved = 0
         self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
         self._events: list[tuple[float, int, bool]] = []  # a heap: when, which request, whether it has ended
 
@@ -98,14 +110,17 @@ class SimulatedFleet:
             not each.simulator.is_idle() for each in self._replicas
         ):
             self._advance(self._controller.next_tick_s)
-        for replica in self._replicas:
+        for chosen, replica in enumerate(self._replicas):
             replica.simulator.advance(self._until_s)
+            self._collect(chosen, math.inf)
+        self._run_to(self._until_s)
         return self._outcome()
 
     def _send(self, request: WorkloadRequest) -> None:
         number = len(self._outcomes)
         chosen = self._controller.route(number, request.adapter, request.prompt_tokens)
         replica = self._replicas[chosen]
+        self._chosen.append(chosen)
         self._outcomes.append(replica.send(number, request))
         self._collect(chosen, replica.simulator.quiet_until_s())
 
@@ -145,6 +160,8 @@ class SimulatedFleet:
                 tiers.loaded(chosen, adapter)
             elif kind == "read":
                 tiers.staged(chosen, adapter)
+                replica.num_reads += 1
+                self._bytes_moved += self._engines.sizes[adapter]
             else:
                 tiers.evicted(chosen, adapter)
         replica.adapter_events.clear()
@@ -167,18 +184,19 @@ class SimulatedFleet:
             mean_waiting=sum(part.mean_waiting for part in parts),
             gaps=[gap for part in parts for gap in part.gaps],
         )
-        figures = [
-            _figures(replica, part) for replica, part in zip(self._replicas, parts, strict=True)
-        ]
-        return FleetOutcome(all=whole, replicas=figures)
+        figures = [_figures(replica, part) for replica, part in zip(self._replicas, parts, strict=True)]
+        return FleetOutcome(all=whole, chosen=self._chosen, replicas=figures, bytes_moved=self._bytes_moved)
 
 
 def _figures(replica: _Replica, outcome: Outcome) -> ReplicaFigures:
+    served = [each for each in outcome.requests if each.finish_s is not None and not each.failed]
     return ReplicaFigures(
         num_requests=len(outcome.requests),
-        num_served=sum(each.finish_s is not None and not each.failed for each in outcome.requests),
+        num_served=len(served),
+        num_tokens=sum(each.num_tokens for each in served),
         num_adapters=len(replica.adapters),
         num_loads=outcome.num_loads,
+        num_reads=replica.num_reads,
         num_steps=outcome.num_steps,
         mean_running=outcome.mean_running,
         mean_waiting=outcome.mean_waiting,

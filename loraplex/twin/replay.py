@@ -128,7 +128,8 @@ def longest_of(workload: Iterable[WorkloadRequest]) -> int:
 
 
 class OwnEngines:
-    """Twins of our own engine, any number of them, all alike."""
+    """Twins of our own engine, any number of them, all alike. `ranks`, `sizes` (in bytes): of the adapters,
+    by number. `kv_tokens`: room for requests while there is no adapter."""
 
     def __init__(self, profile: CostModel, options: ReplayOptions, *, longest: int) -> None:
         """`longest`: tokens of the longest request. Raises CapacityError if it could never run, and
@@ -143,10 +144,9 @@ class OwnEngines:
         self._versions = [f"adapter-{number}" for number in range(options.num_adapters)]
         self._numbers = {version: number for number, version in enumerate(self._versions)}
         of_rank = {rank: self._bytes_of_rank(rank) for rank in set(options.ranks)}
-        self.adapter_bytes = {
-            version: of_rank[options.ranks[number % len(options.ranks)]]
-            for number, version in enumerate(self._versions)
-        }
+        self.ranks = [options.ranks[number % len(options.ranks)] for number in range(options.num_adapters)]
+        self.sizes = [of_rank[rank] for rank in self.ranks]
+        self.adapter_bytes = dict(zip(self._versions, self.sizes, strict=True))
         on_gpu = profile.subject.device == "cuda"
         self._kind = AheadSimulator if on_gpu else Simulator
         self._config = SchedulerConfig(
@@ -195,6 +195,24 @@ class OwnEngines:
         if options.adapter_bytes is not None:
             return options.adapter_bytes
         return self._has.adapter_bytes(rank, options.modules or _MODULES)
+
+    @property
+    def rank_bytes(self) -> float:
+        """Of a unit of rank; where all adapters are said to be equally large, on the mean over theirs."""
+        options = self._options
+        if options.rank_bytes is not None:
+            return options.rank_bytes
+        if options.adapter_bytes is not None:
+            return options.adapter_bytes * len(options.ranks) / sum(options.ranks)
+        return self._has.bytes_per_rank(options.modules or _MODULES)
+
+    @property
+    def max_running(self) -> int:
+        return self._config.max_running
+
+    @property
+    def kv_tokens(self) -> int:
+        return self._memory().max_tokens(0)
 
     def _memory(self) -> Memory:
         has, kv_tokens, host_bytes = self._has, self._options.kv_tokens, self._options.host_memory

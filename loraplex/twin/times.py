@@ -111,7 +111,7 @@ class CostModelTimes:
         return Repeats(self._step_s(features), self._position_s * num_decodes)
 
     def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
-        """As `step_features` counts the chunks of all."""
+        """As `step_features` counts the chunks of all. Fields by place: naming them takes twice as long."""
         num_decodes, positions, num_tokens, pairs = len(group), group.positions, 0, 0.0
         num_bytes, row_bytes, others = group.weight, group.row_weight, set[str]()
         largest, num_adapter_rows = group.largest_weight, group.num_adapter_rows
@@ -134,16 +134,16 @@ class CostModelTimes:
                     num_bytes += size
         return self._step_s(
             StepFeatures(
-                num_decodes=num_decodes,
-                num_prompts=len(group) + len(chunks) - num_decodes,
-                num_prompt_tokens=num_tokens,
-                decode_positions=positions,
-                prompt_pairs=pairs,
-                num_adapters=len(group.adapters) + len(others),
-                adapter_bytes=num_bytes,
-                row_adapter_bytes=row_bytes,
-                largest_adapter_bytes=largest,
-                num_adapter_rows=num_adapter_rows,
+                num_decodes,
+                len(group) + len(chunks) - num_decodes,
+                num_tokens,
+                positions,
+                pairs,
+                len(group.adapters) + len(others),
+                num_bytes,
+                row_bytes,
+                largest,
+                num_adapter_rows,
             )
         )
 

@@ -1,4 +1,4 @@
-"""Rendezvous hashing with bounded loads, as Dynamo's router does: an adapter prefers always the same replicas.
+"""Rendezvous hashing with bounded loads, as Dynamo has it: an adapter always prefers the same replicas.
 
 Every (adapter, replica) pair has a pseudo-random weight. An adapter goes to its heaviest replica, unless that
 one has clearly more requests than the mean: then to the next. A replica that joins or leaves moves only its
@@ -45,5 +45,4 @@ def pair_weights(adapter: int, replicas: IntArray) -> npt.NDArray[np.float64]:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     mixed ^= mixed >> np.uint64(31)
-    weights: npt.NDArray[np.float64] = (mixed >> np.uint64(11)) * 2.0**-53
-    return weights
+    return np.asarray(mixed >> np.uint64(11), np.float64) * 2.0**-53
