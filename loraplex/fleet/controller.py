@@ -66,7 +66,7 @@ class Controller:
             self._planner.count(request.adapter, output_tokens)
 
     def tick(self, now_s: float) -> None:
-        """Place adapters again if a period has ended. Raises UserError for a plan that does not fit the fleet."""
+        """Place adapters again if a period has ended. Raises UserError for a plan that does not fit."""
         assert self._planner is not None, "nobody asked for ticks"
         while self.next_tick_s <= now_s:
             self._place(self._planner)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
+
+_ROUNDING: Final = 1e-9
+"""Requests. A replica that has exactly its share is not behind, however the share was rounded."""
 
 
 class Division(StrEnum):
@@ -59,7 +63,7 @@ class RoutingTableRouter:
         if sent is None:
             sent = self._sent[adapter] = np.zeros(len(shares))
         due = np.array(shares)
-        is_behind = sent < due * (sent.sum() + 1)
+        is_behind = sent < due * (sent.sum() + 1) - _ROUNDING
         place = int(np.where(is_behind, (sent + 1) / due, np.inf).argmin())
         sent[place] += 1
         return place
