@@ -43,7 +43,7 @@ class Controller:
         self._planner = planner
         self.next_tick_s = math.inf
         if planner is not None:
-            view.plan = planner.place(None)
+            self._place(planner)
             self.next_tick_s = planner.period_s
 
     def route(self, request_id: Hashable, adapter: int | None, prompt_tokens: int) -> int:
@@ -66,8 +66,14 @@ class Controller:
             self._planner.count(request.adapter, output_tokens)
 
     def tick(self, now_s: float) -> None:
-        """Place adapters again if a period has ended."""
+        """Place adapters again if a period has ended. Raises UserError for a plan that does not fit."""
         assert self._planner is not None, "nobody asked for ticks"
         while self.next_tick_s <= now_s:
-            self.view.plan = self._planner.place(self.view.plan)
+            self._place(self._planner)
             self.next_tick_s += self._planner.period_s
+
+    def _place(self, planner: Planner) -> None:
+        plan = planner.place(self.view.plan)
+        if plan is not None and plan is not self.view.plan:
+            plan.check(len(self._ranks), self.view.load.num_replicas)
+        self.view.plan = plan

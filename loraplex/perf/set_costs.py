@@ -42,19 +42,24 @@ class RequestSets(NamedTuple):
     kv_tokens: Column
     num_adapters: Column
 
-    def at(self, places: npt.NDArray[np.int64]) -> RequestSets:
-        """Return the sets at these places."""
-        return RequestSets(*(column[places] for column in self))
+    def at(self, replicas: npt.NDArray[np.int64]) -> RequestSets:
+        """Return the sets of these replicas, which are distinct and ascending; nothing is copied for all."""
+        if len(replicas) == len(self.num_requests):
+            return self
+        return RequestSets(*(column[replicas] for column in self))
 
-    def joined_by(self, *, rank: int, prompt_tokens: int, kv_tokens: float) -> RequestSets:
-        """Return each set with one request more, whose adapter counts as a new one."""
+    def joined_by(
+        self, *, rank: int, prompt_tokens: int, kv_tokens: float, is_new: npt.NDArray[np.bool_]
+    ) -> RequestSets:
+        """Return each set with one request more. `is_new`: where the set has no request of its adapter yet;
+        false everywhere for a request without an adapter, whose rank is 0."""
         return RequestSets(
             num_requests=self.num_requests + 1,
             sum_ranks=self.sum_ranks + rank,
             max_rank=np.maximum(self.max_rank, rank),
             prompt_tokens=self.prompt_tokens + prompt_tokens,
             kv_tokens=self.kv_tokens + kv_tokens,
-            num_adapters=self.num_adapters + (rank > 0),
+            num_adapters=self.num_adapters + is_new,
         )
 
 
@@ -181,13 +186,13 @@ class StepSetCosts:
         self._prompts = _Curve(
             model.step.prompts, factor, alone_s=terms.alone_s, row_s=terms.prompt_pair_s * prompt_positions
         )
-        self._position_s = terms.decode_position_s * factor
-        self._prompt_s = terms.prompt_s * factor
-        self._lora_s = terms.lora_s * factor
-        self._prompt_lora_s = (terms.lora_s + terms.prompt_lora_s) * factor
-        self._adapter_s = terms.adapter_s * factor
-        self._adapter_rank_s = terms.adapter_byte_s * rank_bytes * factor
-        self._row_rank_s = terms.row_adapter_byte_s * rank_bytes * factor
+        self._position_s = np.array(terms.decode_position_s * factor)
+        self._prompt_s = np.array(terms.prompt_s * factor)
+        self._lora_s = np.array(terms.lora_s * factor)
+        self._prompt_lora_s = np.array((terms.lora_s + terms.prompt_lora_s) * factor)
+        self._adapter_s = np.array(terms.adapter_s * factor)
+        self._adapter_rank_s = np.array(terms.adapter_byte_s * rank_bytes * factor)
+        self._row_rank_s = np.array(terms.row_adapter_byte_s * rank_bytes * factor)
 
     def prefill_s(self, sets: RequestSets) -> FloatArray:
         tokens = sets.prompt_tokens
@@ -216,7 +221,7 @@ class StepSetCosts:
         ranks = num_adapters * sets.max_rank
         if not self._pads:
             ranks = np.minimum(ranks, sets.sum_ranks)
-        return lora_s * (num_adapters > 0) + self._adapter_s * num_adapters + self._adapter_rank_s * ranks
+        return lora_s * np.sign(num_adapters) + self._adapter_s * num_adapters + self._adapter_rank_s * ranks
 
 
 class SlotSetCosts:

@@ -11,8 +11,6 @@ requests, then in turn.
 
 from __future__ import annotations
 
-import numpy as np
-
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
@@ -25,14 +23,26 @@ class RankAwareRouter:
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
         candidates, load, costs = view.candidates(request), view.load, view.costs
         exists, queue = load.everything.at(candidates), load.waiting.at(candidates)
-        kv_tokens = request.prompt_tokens + load.answers.mean_tokens
-        joined = exists.joined_by(rank=request.rank, prompt_tokens=request.prompt_tokens, kv_tokens=kv_tokens)
-        longer = queue.joined_by(rank=request.rank, prompt_tokens=request.prompt_tokens, kv_tokens=kv_tokens)
+        adapter, rank, prompt_tokens = request
+        kv_tokens = prompt_tokens + load.answers.mean_tokens
+        joined = exists.joined_by(
+            rank=rank,
+            prompt_tokens=prompt_tokens,
+            kv_tokens=kv_tokens,
+            is_new=load.lacks(adapter, candidates),
+        )
+        longer = queue.joined_by(
+            rank=rank,
+            prompt_tokens=prompt_tokens,
+            kv_tokens=kv_tokens,
+            is_new=load.lacks_waiting(adapter, candidates),
+        )
         decode_s = costs.decode_s(joined)
         added_prefill_s = costs.prefill_s(longer) - costs.prefill_s(queue)
         added_decode_s = decode_s - costs.decode_s(exists)
         per_request_s = added_prefill_s / load.answers.mean_tokens + added_decode_s
         num_requests = exists.num_requests
         total_s = per_request_s * num_requests
-        breaks = np.zeros(len(candidates), np.bool_) if view.slo_s is None else decode_s > view.slo_s
-        return self._turns.pick(candidates, breaks, total_s, num_requests)
+        if view.slo_s is None:
+            return self._turns.pick(candidates, total_s, num_requests)
+        return self._turns.pick(candidates, decode_s > view.slo_s, total_s, num_requests)
