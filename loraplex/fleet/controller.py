@@ -12,6 +12,7 @@ from typing import Protocol
 
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.plan import Plan
+from loraplex.fleet.pool import AdapterPool, Drop
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Router
 from loraplex.fleet.view import FleetView
@@ -32,19 +33,32 @@ class Planner(Protocol):
 
 
 class Controller:
-    """`planner`: None to serve every adapter everywhere."""
+    """`planner`: None to serve every adapter everywhere. `pool`: None where adapters come from disk alone."""
 
     def __init__(
-        self, *, adapters: AdapterTable, view: FleetView, router: Router, planner: Planner | None = None
+        self,
+        *,
+        adapters: AdapterTable,
+        view: FleetView,
+        router: Router,
+        planner: Planner | None = None,
+        shares_adapters: bool = False,
     ) -> None:
+        """`shares_adapters`: replicas fetch adapters from each other's host memory."""
         self.view = view
         self._ranks: list[int] = adapters.ranks.tolist()
         self._router = router
         self._planner = planner
         self.next_tick_s = math.inf
+        self.pool: AdapterPool | None = None
         if planner is not None:
             self._place(planner)
             self.next_tick_s = planner.period_s
+        if shares_adapters:
+            self.pool = AdapterPool(adapters.num_bytes, view.load.num_replicas, view.plan)
+            for adapter in range(len(adapters)):
+                for replica in self.pool.holders(adapter):
+                    view.tiers.staged(replica, adapter)
 
     def route(self, request_id: Hashable, adapter: int | None, prompt_tokens: int) -> int:
         """Return the replica that serves a request, which counts as its load from now on."""
@@ -65,15 +79,31 @@ class Controller:
         if self._planner is not None and request.adapter is not None and output_tokens is not None:
             self._planner.count(request.adapter, output_tokens)
 
-    def tick(self, now_s: float) -> None:
-        """Place adapters again if a period has ended. Raises UserError for a plan that does not fit."""
-        assert self._planner is not None, "nobody asked for ticks"
-        while self.next_tick_s <= now_s:
-            self._place(self._planner)
-            self.next_tick_s += self._planner.period_s
+    def fetched(self, replica: int, adapter: int) -> list[Drop]:
+        """Record that a replica has a complete copy of an adapter; return the copies that are let go."""
+        assert self.pool is not None, "adapters are not shared"
+        return self._let_go(self.pool.fetched(replica, adapter))
 
-    def _place(self, planner: Planner) -> None:
+    def tick(self, now_s: float) -> list[Drop]:
+        """Place adapters again if a period has ended; return the copies that are let go at once.
+
+        Raises UserError for a plan that does not fit the fleet.
+        """
+        assert self._planner is not None, "nobody asked for ticks"
+        drops: list[Drop] = []
+        while self.next_tick_s <= now_s:
+            drops += self._place(self._planner)
+            self.next_tick_s += self._planner.period_s
+        return drops
+
+    def _place(self, planner: Planner) -> list[Drop]:
         plan = planner.place(self.view.plan)
         if plan is not None and plan is not self.view.plan:
             plan.check(len(self._ranks), self.view.load.num_replicas)
         self.view.plan = plan
+        return [] if self.pool is None else self._let_go(self.pool.placed(plan))
+
+    def _let_go(self, drops: list[Drop]) -> list[Drop]:
+        for replica, adapter in drops:
+            self.view.tiers.dropped(replica, adapter)
+        return drops

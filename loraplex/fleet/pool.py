@@ -1,9 +1,9 @@
 """Which replicas' host memory holds which adapter: the directory of the fleet's shared adapter pool.
 
-Every adapter has a complete copy somewhere at every moment. A replica that serves an adapter without having it
-fetches it from one that does, once, however many requests wait for it. A replica that the plan no longer names
-for an adapter lets its copy go, but only after a replica that it does name has a complete one, and not while
-somebody is copying from it.
+Every adapter has a complete copy somewhere at every moment. A replica that serves an adapter without having
+it fetches it from one that does, once, however many requests wait for it. A replica that the plan names no
+longer for an adapter lets its copy go, but only after a replica that the plan names has a complete one, and not
+while somebody is copying from it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class AdapterPool:
         return self._let_go(adapter)
 
     def placed(self, plan: Plan | None) -> list[Drop]:
-        """Take over a new plan; return the copies that are let go now. Others follow when they are fetched."""
+        """Take over a new plan; return the copies that are let go now. Others follow after fetches."""
         previous, self._plan = self._plan, plan
         if plan is None or plan is previous:
             return []
@@ -114,6 +114,4 @@ class AdapterPool:
         for (adapter, replica), source in self._fetches.items():
             assert source in self._holders[adapter], "the source of a copy was let go"
             assert replica not in self._holders[adapter]
-        assert self._readers == Counter(
-            (adapter, source) for (adapter, _), source in self._fetches.items()
-        )
+        assert self._readers == Counter((adapter, source) for (adapter, _), source in self._fetches.items())

@@ -11,9 +11,12 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from loraplex.fleet.controller import Controller
+from loraplex.fleet.pool import Drop
+from loraplex.twin.links import Links
 from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome
 from loraplex.twin.simulator import AdapterEvent, Simulator
 from loraplex.workload.jsonl import WorkloadRequest
@@ -28,6 +31,8 @@ class Engines(Protocol):
     def make(self) -> Simulator: ...
 
     def register(self, simulator: Simulator, adapter: int) -> None: ...
+
+    def unstage(self, simulator: Simulator, adapter: int) -> None: ...
 
     def adapter_number(self, version: str) -> int: ...
 
@@ -45,7 +50,7 @@ class _Replica:
         self.simulator.adapter_events = self.adapter_events
         self.adapters: set[int] = set()
         self.numbers: list[int] = []
-        self.num_reads = 0
+        self.num_fetches = 0
         self.wake_s = math.inf
 
     def send(self, number: int, request: WorkloadRequest) -> RequestOutcome:
@@ -61,14 +66,15 @@ class _Replica:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaFigures:
     """One replica's share. `num_tokens`: prompts and answers of the requests that were served.
-    `num_adapters`: those it was sent requests for. `num_loads`: to its device. `num_reads`: to its host."""
+    `num_adapters`: those it was sent requests for. `num_loads`: to its device. `num_fetches`: to its
+    host memory, from other replicas or from disk."""
 
     num_requests: int
     num_served: int
     num_tokens: int
     num_adapters: int
     num_loads: int
-    num_reads: int
+    num_fetches: int
     num_steps: int
     mean_running: float
     mean_waiting: float
@@ -77,27 +83,44 @@ class ReplicaFigures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
     """What became of all requests, in the order of their arrival, and each replica's share. `chosen`: the
-    replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile."""
+    replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile.
+    `most_bytes_held`: of adapters in one replica's host memory in the end; None if they are not shared."""
 
     all: Outcome
     chosen: Sequence[int]
     replicas: Sequence[ReplicaFigures]
     bytes_moved: int
+    most_bytes_held: int | None
 
 
 class SimulatedFleet:
     """Runs a workload once, on as many engines as the controller has replicas."""
 
-    def __init__(self, engines: Engines, controller: Controller, until_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        controller: Controller,
+        until_s: float = math.inf,
+        links: Links | None = None,
+    ) -> None:
+        """`links`: between replicas; needed if and only if the controller shares adapters."""
+        assert (links is None) == (controller.pool is None)
         self._engines = engines
         self._controller = controller
+        self._links = links
         self._until_s = until_s
         self._replicas = [_Replica(engines) for _ in range(controller.view.load.num_replicas)]
+        if links is not None:
+            for number, replica in enumerate(self._replicas):
+                replica.simulator.read_end_s = partial(self._fetch_end_s, number)
         self._outcomes: list[RequestOutcome] = []
         self._chosen: list[int] = []
         self._bytes_moved = 0
         self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
         self._events: list[tuple[float, int, bool]] = []  # a heap: when, which request, whether it has ended
+        self._fetches: list[
+            tuple[float, int, int]
+        ] = []  # a heap: when it ends, to which replica, which adapter
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetOutcome:
         """Simulate the whole workload, or as much of it as comes before the end."""
@@ -130,7 +153,7 @@ class SimulatedFleet:
         while controller.next_tick_s <= now_s:
             tick_s = controller.next_tick_s
             self._run_to(tick_s)
-            controller.tick(tick_s)
+            self._let_go(controller.tick(tick_s))
         self._run_to(now_s)
 
     def _run_to(self, now_s: float) -> None:
@@ -140,6 +163,9 @@ class SimulatedFleet:
             replica = self._replicas[chosen]
             if wake_s == replica.wake_s:  # it was sent nothing since then
                 self._collect(chosen, replica.simulator.run_to(now_s))
+        while self._fetches and self._fetches[0][0] <= now_s:
+            _, chosen, adapter = heapq.heappop(self._fetches)
+            self._let_go(controller.fetched(chosen, adapter))
         while events and events[0][0] <= now_s:
             _, number, has_ended = heapq.heappop(events)
             if has_ended:
@@ -147,6 +173,26 @@ class SimulatedFleet:
                 controller.ended(number, None if outcome.failed else outcome.request.output_tokens)
             else:
                 controller.first_token(number)
+
+    def _fetch_end_s(self, chosen: int, version: str) -> float:
+        """When a replica has an adapter in host memory that it asks for now."""
+        pool, links = self._controller.pool, self._links
+        assert pool is not None
+        assert links is not None
+        adapter, now_s = self._engines.adapter_number(version), self._replicas[chosen].simulator.now_s
+        if pool.has(chosen, adapter):
+            return now_s
+        source = pool.fetch(chosen, adapter, links.free_at_s)
+        num_bytes = self._engines.sizes[adapter]
+        end_s = links.copy(source=source, target=chosen, num_bytes=num_bytes, now_s=now_s)
+        heapq.heappush(self._fetches, (end_s, chosen, adapter))
+        self._replicas[chosen].num_fetches += 1
+        self._bytes_moved += num_bytes
+        return end_s
+
+    def _let_go(self, drops: Iterable[Drop]) -> None:
+        for chosen, adapter in drops:
+            self._engines.unstage(self._replicas[chosen].simulator, adapter)
 
     def _collect(self, chosen: int, wake_s: float) -> None:
         """Take over what a replica did, part of which may lie ahead: the step that is under way."""
@@ -160,8 +206,9 @@ class SimulatedFleet:
                 tiers.loaded(chosen, adapter)
             elif kind == "read":
                 tiers.staged(chosen, adapter)
-                replica.num_reads += 1
-                self._bytes_moved += self._engines.sizes[adapter]
+                if self._links is None:
+                    replica.num_fetches += 1
+                    self._bytes_moved += self._engines.sizes[adapter]
             else:
                 tiers.evicted(chosen, adapter)
         replica.adapter_events.clear()
@@ -170,7 +217,7 @@ class SimulatedFleet:
             heapq.heappush(self._wakes, (wake_s, chosen))
 
     def _outcome(self) -> FleetOutcome:
-        simulators = [replica.simulator for replica in self._replicas]
+        pool, simulators = self._controller.pool, [replica.simulator for replica in self._replicas]
         end_s = max(simulator.now_s for simulator in simulators)
         duration_s = end_s if self._until_s == math.inf else self._until_s
         parts = [simulator.outcome(duration_s) for simulator in simulators]
@@ -185,7 +232,13 @@ class SimulatedFleet:
             gaps=[gap for part in parts for gap in part.gaps],
         )
         figures = [_figures(replica, part) for replica, part in zip(self._replicas, parts, strict=True)]
-        return FleetOutcome(all=whole, chosen=self._chosen, replicas=figures, bytes_moved=self._bytes_moved)
+        return FleetOutcome(
+            all=whole,
+            chosen=self._chosen,
+            replicas=figures,
+            bytes_moved=self._bytes_moved,
+            most_bytes_held=None if pool is None else max(pool.num_bytes_held),
+        )
 
 
 def _figures(replica: _Replica, outcome: Outcome) -> ReplicaFigures:
@@ -196,7 +249,7 @@ def _figures(replica: _Replica, outcome: Outcome) -> ReplicaFigures:
         num_tokens=sum(each.num_tokens for each in served),
         num_adapters=len(replica.adapters),
         num_loads=outcome.num_loads,
-        num_reads=replica.num_reads,
+        num_fetches=replica.num_fetches,
         num_steps=outcome.num_steps,
         mean_running=outcome.mean_running,
         mean_waiting=outcome.mean_waiting,

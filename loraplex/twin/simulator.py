@@ -66,8 +66,8 @@ class Simulator:
         self._next_repeats = Repeats(0.0, 0.0)
         self.plans: list[StepPlan] | None = None  # kept if a list is put here
         self.adapter_events: list[AdapterEvent] | None = None  # likewise
+        # When a version that is asked for now is in host memory; an owner may say where it comes from.
         self.read_end_s: Callable[[str], float] = self._disk_end_s
-        """When a version is in host memory that is asked for now; where it comes from is the owner's to say."""
 
     def bring_in_all(self) -> None:
         """Every adapter is there from now on; or, of an engine that loads within its steps, seems to be."""

@@ -29,12 +29,14 @@ from loraplex.perf.set_costs import StepSetCosts
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_figures import figures_of
 from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_tpt_s, shuffled
+from loraplex.twin.links import LinkSpeed
 from loraplex.twin.outcome import RequestOutcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of, replay
 from loraplex.workload.jsonl import WorkloadRequest
 
 OPTIONS = ReplayOptions(num_adapters=9, ranks=(8, 16, 64), rank_bytes=1 << 20, kv_tokens=4000)
 WORKLOAD = random_workload(3, num_requests=300, num_adapters=9, rps=30.0)
+LINK = LinkSpeed(bytes_per_s=2e9)
 POLICIES = (
     "random", "round-robin", "first-fit", "most-idle", "pending-time", "rank-aware", "affinity", "rendezvous",
     "routing-table+contiguous", "routing-table-random+random", "most-idle+burst-tolerance",
@@ -49,8 +51,9 @@ def run(
     workload: list[WorkloadRequest] = WORKLOAD,
     seed: int = 0,
     period_s: float = 2.0,
+    link: LinkSpeed | None = None,
 ) -> FleetOutcome:
-    chosen = FleetOptions(num_replicas=num_replicas, replay=options, slo_s=0.01, period_s=period_s)
+    chosen = FleetOptions(num_replicas=num_replicas, replay=options, slo_s=0.01, period_s=period_s, link=link)
     return FleetRuns(imagined_machine(), workload, chosen).run(Policy.of_name(policy), seed)
 
 
@@ -64,9 +67,10 @@ def check_all_served(outcome: FleetOutcome, workload: list[WorkloadRequest]) -> 
     assert sum(each.num_tokens for each in outcome.replicas) == num_tokens
 
 
+@pytest.mark.parametrize("link", [None, LINK])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_request_is_served_by_one_replica(policy: str) -> None:
-    check_all_served(run(policy), WORKLOAD)
+def test_every_request_is_served_by_one_replica(policy: str, link: LinkSpeed | None) -> None:
+    check_all_served(run(policy, link=link), WORKLOAD)
 
 
 @settings(max_examples=12, deadline=None)
@@ -188,6 +192,50 @@ def test_a_placement_keeps_adapters_to_their_replicas() -> None:
         homes.setdefault(request.adapter, set()).add(chosen)
     assert all(len(replicas) == 1 for replicas in homes.values())
     assert [each.num_adapters for each in outcome.replicas] == [3, 3, 3]
+
+
+def test_an_adapter_is_fetched_once_however_many_wait() -> None:
+    burst = [
+        WorkloadRequest(arrival_s=1.0 + index / 1e4, prompt_tokens=9, output_tokens=5, adapter=5)
+        for index in range(6)
+    ]
+    outcome = run("round-robin", workload=burst, link=LINK)
+    assert outcome.most_bytes_held is not None
+    # Its home is replica 2; the two others fetch it once each.
+    assert [each.num_fetches for each in outcome.replicas] == [1, 1, 0]
+    assert outcome.bytes_moved == 2 * (64 << 20)
+    first = [each.first_token_s for each in outcome.all.requests]
+    assert all(moment is not None and moment - 1.0 >= (64 << 20) / 2e9 for moment in (first[0], first[1]))
+
+
+def test_adapters_that_are_placed_are_there_from_the_beginning() -> None:
+    outcome = run("routing-table+contiguous", link=LINK)
+    assert outcome.bytes_moved == 0
+    assert sum(each.num_loads for each in outcome.replicas) == 9
+
+
+def test_a_slow_link_shows_in_first_tokens() -> None:
+    slow, fast = (
+        run("round-robin", link=LinkSpeed(bytes_per_s=speed)).all.summary()["ttft_s"]["mean"]
+        for speed in (1e8, 1e11)
+    )
+    assert slow > fast
+
+
+def test_moved_adapters_are_fetched_and_let_go() -> None:
+    """The demand for ranks turns round, so that LoRAServe's placement moves adapters while requests run."""
+    workload = [
+        replace(each, adapter=each.adapter if each.arrival_s < 5 else 8 - each.adapter)
+        for each in random_workload(5, num_requests=400, num_adapters=3, rps=40.0)
+    ]
+    options = FleetOptions(
+        num_replicas=3, replay=OPTIONS, slo_s=0.01, period_s=1.0, link=LINK, points={8: 900, 16: 800, 64: 500}
+    )
+    outcome = FleetRuns(imagined_machine(), workload, options).run(Policy.of_name("routing-table+loraserve"))
+    check_all_served(outcome, workload)
+    assert outcome.bytes_moved > 0
+    assert outcome.most_bytes_held is not None
+    assert outcome.most_bytes_held < sum(rank << 20 for rank in (8, 16, 64) * 3), "no host holds all"
 
 
 def test_figures_of_a_run() -> None:
