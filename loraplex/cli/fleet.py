@@ -315,8 +315,8 @@ def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetIn
         typer.echo(f"{words:10} {min(values):10,.1f} {mean:10,.1f} {max(values):10,.1f}")
     if outcome.most_bytes_held is not None:
         typer.echo(
-            f"adapters: {outcome.bytes_moved / 1e9:,.1f} GB fetched, {outcome.most_bytes_held / 1e9:,.1f} GB in "
-            "the host memory that holds most"
+            f"adapters: {outcome.bytes_moved / 1e9:,.1f} GB fetched, {outcome.most_bytes_held / 1e9:,.1f} GB "
+            "in the host memory that holds most"
         )
     if summary["starved"]:
         waiting = [each.mean_waiting for each in outcome.replicas]

@@ -2,8 +2,8 @@
 
 Every adapter has a complete copy somewhere at every moment. A replica that serves an adapter without having
 it fetches it from one that does, once, however many requests wait for it. A replica that the plan names no
-longer for an adapter lets its copy go, but only after a replica that the plan names has a complete one, and not
-while somebody is copying from it.
+longer for an adapter lets its copy go, but only after a replica that the plan names has a complete one, and
+not while somebody is copying from it.
 """
 
 from __future__ import annotations

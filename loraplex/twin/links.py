@@ -1,4 +1,4 @@
-"""The network between replicas: each has one link, which copies take one after the other in each direction."""
+"""The network between replicas: each has one link, which copies take one by one in each direction."""
 
 from __future__ import annotations
 
