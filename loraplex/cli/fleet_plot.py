@@ -28,7 +28,7 @@ def draw_outcome(outcome: FleetOutcome, *, title: str) -> Figure:
     over_time.set_xlabel("simulated seconds")
     over_time.set_ylabel(f"requests of all replicas, mean over {timeline.interval_s:.3g} s")
     over_time.set_ylim(bottom=0)
-    over_time.legend(loc="upper right", frameon=False)
+    over_time.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     _draw_bars(requests, [each.num_requests for each in outcome.replicas], "requests")
     _draw_bars(adapters, [each.num_adapters for each in outcome.replicas], "adapters asked for")
     figure.suptitle(title, fontsize=11)

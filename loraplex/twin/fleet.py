@@ -76,10 +76,11 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
-    """What became of all requests, in the order of their arrival, and each replica's share. `bytes_moved`: of
-    adapters that came to a replica's host memory while the workload ran."""
+    """What became of all requests, in the order of their arrival, and each replica's share. `chosen`: the
+    replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile."""
 
     all: Outcome
+    chosen: Sequence[int]
     replicas: Sequence[ReplicaFigures]
     bytes_moved: int
 
@@ -93,6 +94,7 @@ class SimulatedFleet:
         self._until_s = until_s
         self._replicas = [_Replica(engines) for _ in range(controller.view.load.num_replicas)]
         self._outcomes: list[RequestOutcome] = []
+        self._chosen: list[int] = []
         self._bytes_moved = 0
         self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
         self._events: list[tuple[float, int, bool]] = []  # a heap: when, which request, whether it has ended
@@ -108,14 +110,17 @@ class SimulatedFleet:
             not each.simulator.is_idle() for each in self._replicas
         ):
             self._advance(self._controller.next_tick_s)
-        for replica in self._replicas:
+        for chosen, replica in enumerate(self._replicas):
             replica.simulator.advance(self._until_s)
+            self._collect(chosen, math.inf)
+        self._run_to(self._until_s)
         return self._outcome()
 
     def _send(self, request: WorkloadRequest) -> None:
         number = len(self._outcomes)
         chosen = self._controller.route(number, request.adapter, request.prompt_tokens)
         replica = self._replicas[chosen]
+        self._chosen.append(chosen)
         self._outcomes.append(replica.send(number, request))
         self._collect(chosen, replica.simulator.quiet_until_s())
 
@@ -180,7 +185,7 @@ class SimulatedFleet:
             gaps=[gap for part in parts for gap in part.gaps],
         )
         figures = [_figures(replica, part) for replica, part in zip(self._replicas, parts, strict=True)]
-        return FleetOutcome(all=whole, replicas=figures, bytes_moved=self._bytes_moved)
+        return FleetOutcome(all=whole, chosen=self._chosen, replicas=figures, bytes_moved=self._bytes_moved)
 
 
 def _figures(replica: _Replica, outcome: Outcome) -> ReplicaFigures:
