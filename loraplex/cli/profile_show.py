@@ -49,7 +49,7 @@ def print_profile(name: str, profile: Profile) -> None:
         ("requests", "base model", f"rank {RANK} each", f"ranks {SMALL_RANK} and {RANK}"), numbers=True
     )
     for each in figures.decodes:
-        steps.add_row(*_cells(each))
+        steps.add_row(*_cells(each, no_room=each.lora_s is None and figures.kv_tokens is not None))
     title = f"A decode step, ms, each request {CONTEXT} tokens long:"
     _print(_text(name, "bold"), facts, _text(""), _text(title), steps)
 
@@ -153,6 +153,8 @@ def _load(figures: ProfileFigures) -> str:
     return words if figures.load_s is None else f"{figures.load_s * 1e3:,.1f} ms from host memory, {words}"
 
 
-def _cells(each: DecodeFigures) -> tuple[str, ...]:
+def _cells(each: DecodeFigures, *, no_room: bool) -> tuple[str, ...]:
+    """`no_room`: the memory does not hold as many adapters and requests."""
+    nothing = "no room" if no_room else "-"
     times = (each.base_s, each.lora_s, each.mixed_s)
-    return (str(each.num_requests), *("-" if time is None else f"{time * 1e3:,.2f}" for time in times))
+    return (str(each.num_requests), *(nothing if time is None else f"{time * 1e3:,.2f}" for time in times))
