@@ -36,7 +36,7 @@ def parse_size(text: str, option: str | None = None) -> int:
 
 
 def parse_rate(text: str, option: str | None = None) -> float:
-    """Bytes per second of 25GB/s, or of 200Gb/s, which are bits. Raises a usage error that names the option."""
+    """Bytes per second of 25GB/s, or of 200Gb/s in bits. Raises a usage error, which names the option."""
     match = _RATE.fullmatch(text)
     unit = None if match is None else _UNITS.get(match[2].lower())
     if match is None or unit is None:

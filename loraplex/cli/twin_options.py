@@ -13,11 +13,19 @@ from loraplex.cli.profile_table import warn_of_poor_fits
 from loraplex.core.errors import UserError
 
 if TYPE_CHECKING:
+    from loraplex.perf.named_profiles import Profile
     from loraplex.twin.compare import LiveEngine
-    from loraplex.twin.replay import Profile, ReplayOptions
+    from loraplex.twin.replay import ReplayOptions
     from loraplex.workload.jsonl import WorkloadRequest
 
-ProfilePath = Annotated[Path, typer.Option("--profile", help="From `loraplex profile` or `profile fit`.")]
+ProfilePath = Annotated[
+    Path,
+    typer.Option(
+        "--profile",
+        metavar="NAME|PATH",
+        help="One of `loraplex profile list`, or a file of `loraplex profile` or `profile fit`.",
+    ),
+]
 WorkloadPath = Annotated[Path, typer.Option("--workload", help="A .jsonl file, one request a line.")]
 Model = Annotated[
     str | None, typer.Option(help="Refuse a profile of any other model; named as in the profile.")
@@ -65,11 +73,12 @@ class TwinOptions(NamedTuple):
 
 
 def read_profile_of(path: Path, model: str | None) -> Profile:
-    """Read a profile, with a warning if it was measured badly: what comes of it is no better."""
+    """Read a profile by its path or name, with a warning if it was measured badly: what comes of it is no
+    better."""
     from loraplex.perf.cost_model import CostModel
-    from loraplex.twin.replay import read_any_profile
+    from loraplex.perf.named_profiles import find_profile
 
-    profile = read_any_profile(path, model)
+    profile = find_profile(path, model)
     if not isinstance(profile, CostModel):
         return profile
     advice = f"the twin is no better than {path.name}, so measure again when the machine is idle"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.errors import UserError
-from loraplex.fleet.names import unknown_name
+from loraplex.core.words import unknown_name
 from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
 from loraplex.fleet.placements.contiguous import ContiguousPlacement
 from loraplex.fleet.placements.hysteresis import HysteresisPlacement

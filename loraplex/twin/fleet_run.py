@@ -18,6 +18,7 @@ from loraplex.fleet.routers.named import router_named
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
 from loraplex.perf.cost_model import CostModel, KernelKind
+from loraplex.perf.named_profiles import Profile
 from loraplex.perf.set_costs import StepSetCosts
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
@@ -25,7 +26,6 @@ from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.replay import (
     OwnEngines,
-    Profile,
     ReplayOptions,
     check_options,
     check_workload,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -16,8 +14,9 @@ from loraplex.core.errors import CapacityError, UserError
 from loraplex.core.modules import GROUPS
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
-from loraplex.perf.profile_json import ProfileError, read_profile
-from loraplex.perf.slot_profile import KIND, SlotProfile, read_slot_profile
+from loraplex.perf.named_profiles import Profile
+from loraplex.perf.profile_json import ProfileError
+from loraplex.perf.slot_profile import SlotProfile
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory, SeparateMemory
@@ -29,7 +28,6 @@ from loraplex.twin.simulator import Simulator
 from loraplex.twin.times import CostModelTimes, StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
 
-Profile = SlotProfile | CostModel
 _MODULES: Final = GROUPS["qkv"]
 _MAX_RUNNING: Final = 256
 
@@ -56,26 +54,6 @@ class ReplayOptions:
     cold_start: ColdStart | None = None
     staged: bool = False
     seed: int = 0
-
-
-def read_any_profile(path: Path, model: str | None = None) -> Profile:
-    """`model`: what it must be of."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ProfileError(
-            f"{path}: the profile cannot be read ({error}); make one with `loraplex profile`, or with "
-            "`loraplex profile fit`"
-        ) from error
-    if isinstance(document, dict) and document.get("kind") == KIND:
-        return read_slot_profile(path, model)
-    profile = read_profile(path)
-    if model is not None and profile.subject.model != model:
-        raise ProfileError(
-            f"{path}: it is of model {profile.subject.model!r}, not {model!r}; give a profile of that model, "
-            "or leave --model out"
-        )
-    return profile
 
 
 def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from loraplex.core.errors import UserError
-from loraplex.fleet.names import unknown_name
+from loraplex.core.words import unknown_name
 from loraplex.fleet.routers.affinity import AffinityRouter
 from loraplex.fleet.routers.first_fit import FirstFitRouter
 from loraplex.fleet.routers.most_idle import MostIdleRouter
