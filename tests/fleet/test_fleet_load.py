@@ -96,9 +96,10 @@ class AnyLoad(RuleBasedStateMachine):
 
 
 TestAnyLoad = AnyLoad.TestCase
-TestAnyLoad.settings = settings(max_examples=25, stateful_step_count=30)
+TestAnyLoad.settings = settings(max_examples=20, stateful_step_count=30)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(REQUESTS, st.integers(0, 2), st.booleans()), max_size=20))
 def test_looking_changes_nothing(sent: list[Sent]) -> None:
     fleet = fleet_of(3)

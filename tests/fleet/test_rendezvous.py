@@ -15,7 +15,7 @@ from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.rendezvous import BOUND, RendezvousRouter, pair_weights
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(fleets(), REQUESTS)
 def test_the_heaviest_replica_below_the_bound_is_taken(fleet: Fleet, request: RoutedRequest) -> None:
     candidates = candidates_of(fleet, request)
@@ -30,6 +30,7 @@ def test_the_heaviest_replica_below_the_bound_is_taken(fleet: Fleet, request: Ro
     assert chosen == max(weights, key=lambda replica: weights[replica])
 
 
+@settings(max_examples=25)
 @given(st.integers(2, 40), st.data())
 def test_removing_a_replica_moves_only_its_adapters(num_replicas: int, data: st.DataObject) -> None:
     gone = data.draw(st.integers(0, num_replicas - 1))

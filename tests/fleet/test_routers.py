@@ -41,7 +41,7 @@ from loraplex.perf.set_costs import PaddedSetCosts, RankSetCosts, RequestSets, S
 Key = tuple[float, ...]
 """The lower, the better; the first number decides, then the second."""
 
-FEW = settings(max_examples=60)
+FEW = settings(max_examples=40)
 
 
 def best_of(fleet: Fleet, request: RoutedRequest, key: Callable[[int], Key]) -> list[int]:

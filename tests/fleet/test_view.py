@@ -57,6 +57,7 @@ def test_an_adapter_is_loaded_from_the_nearest_tier(fleet: Fleet, adapter: int) 
     assert not view.load_s(request_of(None), candidates).any()
 
 
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(
