@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loraplex.core.errors import UserError
-from loraplex.fleet.names import unknown_name
+from loraplex.core.words import unknown_name
 from loraplex.fleet.policy import PLACEMENTS, PlacementContext, Policy
 from loraplex.fleet.routers.named import ROUTERS, router_named
 
