@@ -46,7 +46,7 @@ app = App(help="Many replicas behind a router: what a policy would do, simulated
 _Replicas = Annotated[int, typer.Option("--replicas", help="Engines of the fleet, all alike.")]
 _Policies = Annotated[
     str,
-    typer.Option(help="ROUTING+PLACEMENT of each, with commas: random,most-idle,routing-table+loraserve."),
+    typer.Option(help="ROUTING+PLACEMENT[+migrate] of each, with commas: random,routing-table+loraserve."),
 ]
 _SloTpt = Annotated[
     str,
@@ -71,6 +71,9 @@ def simulate(
     replicas: _Replicas,
     routing: Annotated[str, typer.Option(help="Who serves a request; `loraplex fleet policies` has them.")],
     placement: Annotated[str, typer.Option(help="Which replicas serve an adapter.")] = "everywhere",
+    migrate: Annotated[
+        bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
+    ] = False,
     slo_tpt: _SloTpt = "1.5x",
     period: _Period = 60.0,
     link: _Link = None,
@@ -90,7 +93,7 @@ def simulate(
     from loraplex.twin.fleet_run import FleetRuns
 
     _check_files(profile, workload, json_out, plot)
-    policy = Policy(routing=routing, placement=placement)
+    policy = Policy(routing=routing, placement=placement, migrates=migrate)
     options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
     inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
@@ -228,11 +231,12 @@ def capacity(
 @app.command()
 def policies() -> None:
     """List the routings and placements that there are."""
-    from loraplex.fleet.policy import PLACEMENTS
+    from loraplex.fleet.policy import MIGRATE, PLACEMENTS
     from loraplex.fleet.routers.named import ROUTERS
 
     typer.echo("routing:   " + ", ".join(ROUTERS))
     typer.echo("placement: " + ", ".join(PLACEMENTS))
+    typer.echo(f"a policy is ROUTING+PLACEMENT, and with +{MIGRATE} requests leave overloaded replicas")
 
 
 def _check_files(profile: Path, workload: Path, json_out: Path | None, plot: Path | None) -> None:
@@ -313,6 +317,8 @@ def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetIn
         values = [getattr(each, key) for each in outcome.replicas]
         mean = sum(values) / len(values)
         typer.echo(f"{words:10} {min(values):10,.1f} {mean:10,.1f} {max(values):10,.1f}")
+    if outcome.num_moves:
+        typer.echo(f"{outcome.num_moves:,} {plural('move', outcome.num_moves)} of requests between replicas")
     if outcome.most_bytes_held is not None:
         typer.echo(
             f"adapters: {outcome.bytes_moved / 1e9:,.1f} GB fetched, {outcome.most_bytes_held / 1e9:,.1f} GB "

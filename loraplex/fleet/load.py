@@ -190,6 +190,20 @@ class FleetLoad:
             self.answers.observe(output_tokens)
         return found.request
 
+    def moved(self, request_id: Hashable, replica: int, num_output: int) -> RoutedRequest:
+        """A request goes to another replica, where its prompt and its answer so far are read again; return it
+        as it is now."""
+        request = self.ended(request_id)
+        longer = request._replace(prompt_tokens=request.prompt_tokens + num_output)
+        self.sent(request_id, longer, replica)
+        return longer
+
+    def requests_on(self, replica: int) -> list[tuple[Hashable, RoutedRequest]]:
+        """All requests of a replica, in the order in which they were sent. This looks at every request."""
+        return [
+            (request_id, each.request) for request_id, each in self._open.items() if each.replica == replica
+        ]
+
     def in_flight(self, adapter: int) -> Mapping[int, int]:
         """The number of this adapter's requests by replica, of those that have any."""
         return self._all.by_adapter.get(adapter, _NOWHERE)

@@ -48,6 +48,19 @@ class RequestSets(NamedTuple):
             return self
         return RequestSets(*(column[replicas] for column in self))
 
+    def at_most(self, num_requests: Column) -> RequestSets:
+        """Return sets of so many requests at most, of the same mix: the part that runs in a step
+        where no more fit."""
+        share = np.minimum(num_requests / np.maximum(self.num_requests, 1), 1.0)
+        return RequestSets(
+            num_requests=self.num_requests * share,
+            sum_ranks=self.sum_ranks * share,
+            max_rank=self.max_rank,
+            prompt_tokens=self.prompt_tokens * share,
+            kv_tokens=self.kv_tokens * share,
+            num_adapters=self.num_adapters * share,
+        )
+
     def joined_by(
         self, *, rank: int, prompt_tokens: int, kv_tokens: float, is_new: npt.NDArray[np.bool_]
     ) -> RequestSets:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from loraplex.fleet.controller import Controller
+from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.pool import Drop
 from loraplex.twin.links import Links
 from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome
@@ -50,17 +51,34 @@ class _Replica:
         self.simulator.adapter_events = self.adapter_events
         self.adapters: set[int] = set()
         self.numbers: list[int] = []
+        self._request_ids: dict[int, str] = {}
         self.num_fetches = 0
         self.wake_s = math.inf
 
     def send(self, number: int, request: WorkloadRequest) -> RequestOutcome:
+        self._prepare(number, request)
+        return self.simulator.offer(request)
+
+    def resume(self, number: int, request: WorkloadRequest, outcome: RequestOutcome) -> None:
+        """Go on with a request that comes from another replica."""
+        self._prepare(number, request)
+        self.simulator.resume(request, outcome)
+
+    def hand_over(self, number: int) -> tuple[RequestOutcome, int] | None:
+        """Give up a request that this replica was sent; None if it has ended."""
+        return self.simulator.hand_over(self._request_ids[number])
+
+    def num_output(self, number: int) -> int | None:
+        return self.simulator.num_output(self._request_ids[number])
+
+    def _prepare(self, number: int, request: WorkloadRequest) -> None:
         simulator = self.simulator
         simulator.advance(request.arrival_s)
         if request.adapter not in self.adapters:
             self.adapters.add(request.adapter)
             self._engines.register(simulator, request.adapter)
+        self._request_ids[number] = str(len(self.numbers))  # another one if it comes back
         self.numbers.append(number)
-        return simulator.offer(request)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +102,15 @@ class ReplicaFigures:
 class FleetOutcome:
     """What became of all requests, in the order of their arrival, and each replica's share. `chosen`: the
     replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile.
-    `most_bytes_held`: of adapters in one replica's host memory in the end; None if they are not shared."""
+    `most_bytes_held`: of adapters in one replica's host memory in the end; None if they are not shared.
+    `num_moves`: of requests, which count with the replica where they ended."""
 
     all: Outcome
     chosen: Sequence[int]
     replicas: Sequence[ReplicaFigures]
     bytes_moved: int
     most_bytes_held: int | None
+    num_moves: int
 
 
 class SimulatedFleet:
@@ -115,7 +135,9 @@ class SimulatedFleet:
                 replica.simulator.read_end_s = partial(self._fetch_end_s, number)
         self._outcomes: list[RequestOutcome] = []
         self._chosen: list[int] = []
+        self._answered: dict[int, int] = {}  # tokens that requests were answered with before they moved
         self._bytes_moved = 0
+        self._num_moves = 0
         self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
         self._events: list[tuple[float, int, bool]] = []  # a heap: when, which request, whether it has ended
         self._fetches: list[
@@ -153,7 +175,10 @@ class SimulatedFleet:
         while controller.next_tick_s <= now_s:
             tick_s = controller.next_tick_s
             self._run_to(tick_s)
-            self._let_go(controller.tick(tick_s))
+            decisions = controller.tick(tick_s, self._num_output)
+            self._let_go(decisions.drops)
+            for move in decisions.moves:
+                self._move(move)
         self._run_to(now_s)
 
     def _run_to(self, now_s: float) -> None:
@@ -173,6 +198,33 @@ class SimulatedFleet:
                 controller.ended(number, None if outcome.failed else outcome.request.output_tokens)
             else:
                 controller.first_token(number)
+
+    def _num_output(self, number: Hashable) -> int | None:
+        assert isinstance(number, int)
+        return self._replicas[self._chosen[number]].num_output(number)
+
+    def _move(self, move: Move) -> None:
+        """Have a request go on elsewhere, from the end of the step that it is in."""
+        number, source, target = move.request_id, self._replicas[move.source], self._replicas[move.target]
+        assert isinstance(number, int)
+        handed = source.hand_over(number)
+        if handed is None:
+            return
+        outcome, num_output = handed
+        request = outcome.request
+        self._controller.moved(number, move.target, num_output)
+        self._answered[number] = self._answered.get(number, 0) + num_output
+        left = replace(
+            request,
+            arrival_s=source.simulator.now_s,
+            prompt_tokens=request.prompt_tokens + self._answered[number],
+            output_tokens=request.output_tokens - self._answered[number],
+        )
+        target.resume(number, left, outcome)
+        self._chosen[number] = move.target
+        self._num_moves += 1
+        for chosen in (move.source, move.target):
+            self._collect(chosen, self._replicas[chosen].simulator.quiet_until_s())
 
     def _fetch_end_s(self, chosen: int, version: str) -> float:
         """When a replica has an adapter in host memory that it asks for now."""
@@ -238,6 +290,7 @@ class SimulatedFleet:
             replicas=figures,
             bytes_moved=self._bytes_moved,
             most_bytes_held=None if pool is None else max(pool.num_bytes_held),
+            num_moves=self._num_moves,
         )
 
 

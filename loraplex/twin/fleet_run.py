@@ -12,6 +12,7 @@ from loraplex.core.errors import UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
+from loraplex.fleet.migration.migrate import Migrator
 from loraplex.fleet.policy import PLACEMENTS, PlacementContext, Policy
 from loraplex.fleet.replanner import PERIOD_S, Replanner
 from loraplex.fleet.routers.named import router_named
@@ -119,6 +120,7 @@ class FleetRuns:
             router=router_named(policy.routing, seed),
             planner=self._planner(policy, seed),
             shares_adapters=options.link is not None,
+            migrator=Migrator() if policy.migrates else None,
         )
 
     def _planner(self, policy: Policy, seed: int) -> Replanner | None:

@@ -36,7 +36,7 @@ class AdapterEvent(NamedTuple):
 
 class Simulator:
     """One engine. `adapters`: the versions of a workload's adapters, by their numbers. `now_s`: where it has
-    come to. `num_loads`: of adapters, that were begun."""
+    come to. `num_loads`: of adapters, that were begun. `num_offered`: requests that came."""
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class Simulator:
         self._disk_free_s = 0.0
         self._order = count()
         self.num_loads = 0
+        self.num_offered = 0
         self._ends: list[tuple[float, int, str, bool]] = []  # of loads, and of reads (True)
         self._coming: dict[str, tuple[float, float]] = {}  # loads: when they begin and end
         self._repeats_of: tuple[DecodeGroup | None, int, int, int] = (None, 0, 0, 0)
@@ -132,8 +133,31 @@ class Simulator:
 
     def offer(self, request: WorkloadRequest) -> RequestOutcome:
         """A request arrives, at a time the engine was advanced to. Returns what will become of it."""
+        return self.recorder.arrived(self._enter(request), request)
+
+    def resume(self, request: WorkloadRequest, outcome: RequestOutcome) -> None:
+        """A request comes from another engine: its prompt and the answer so far are to be computed here."""
+        self.recorder.resumed(self._enter(request), outcome, request.arrival_s)
+
+    def hand_over(self, request_id: str) -> tuple[RequestOutcome, int] | None:
+        """Give a request up to another engine; return it and the tokens it was answered with. None if it has
+        ended by the end of the step under way."""
+        num_output = self.num_output(request_id)
+        if num_output is None:
+            return None
+        self._drop(request_id)
+        return self.recorder.left(request_id), num_output
+
+    def num_output(self, request_id: str) -> int | None:
+        """The tokens that a request was answered with so far; None if it has ended."""
+        return self.scheduler.num_output(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        self.scheduler.cancel(request_id)
+
+    def _enter(self, request: WorkloadRequest) -> str:
         self.now_s = max(self.now_s, request.arrival_s)
-        number = len(self.recorder.requests)
+        number, self.num_offered = self.num_offered, self.num_offered + 1
         request_id = str(number)
         # Tokens that no other request begins with, so that the prefix cache finds nothing.
         self._take(
@@ -144,7 +168,7 @@ class Simulator:
                 adapter=self._adapters[request.adapter] if self._adapters else None,
             )
         )
-        return self.recorder.arrived(request_id, request)
+        return request_id
 
     def _take(self, request: EngineRequest) -> None:
         self.scheduler.add(request)

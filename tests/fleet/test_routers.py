@@ -91,7 +91,7 @@ def test_pending_time_begins_soonest(fleet: Fleet, request: RoutedRequest) -> No
     def key(replica: int) -> Key:
         exists, most = fleet.requests(replica), load.limits[replica].max_running
         too_many = max(len(exists) + 1 - most, 0)
-        answer_s = MEAN_TOKENS * costs.decode_s(set_of(exists))[0]
+        answer_s = MEAN_TOKENS * costs.decode_s(set_of(exists).at_most(np.full(1, most)))[0]
         waits_s = costs.prefill_s(set_of(fleet.queue(replica)))[0] + answer_s * too_many / most
         return (waits_s + load_s(replica), len(exists))
 

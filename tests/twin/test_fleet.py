@@ -4,6 +4,7 @@ looking changes nothing."""
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,13 +19,15 @@ from loraplex.core.errors import CapacityError, UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
+from loraplex.fleet.migration.migrate import MigrationView, Migrator, MigratorConfig
+from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.round_robin import RoundRobinRouter
 from loraplex.fleet.routers.router import Router
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
-from loraplex.perf.cost_model import with_padded_kernels
+from loraplex.perf.cost_model import CostModel, with_padded_kernels
 from loraplex.perf.set_costs import StepSetCosts
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_figures import figures_of
@@ -134,8 +137,13 @@ class Lookout:
         return self._router.choose(request, view)
 
 
-def simulate(router: Router, workload: list[WorkloadRequest]) -> tuple[FleetOutcome, FleetView]:
-    machine = imagined_machine()
+def simulate(
+    router: Router,
+    workload: list[WorkloadRequest],
+    migrator: Migrator | None = None,
+    machine: CostModel | None = None,
+) -> tuple[FleetOutcome, FleetView]:
+    machine = machine or imagined_machine()
     engines = OwnEngines(machine, OPTIONS, longest=longest_of(workload))
 
     class Moves:
@@ -153,7 +161,7 @@ def simulate(router: Router, workload: list[WorkloadRequest]) -> tuple[FleetOutc
         moves=Moves(),
     )
     adapters = AdapterTable.of(ranks=engines.ranks, num_bytes=engines.sizes)
-    controller = Controller(adapters=adapters, view=view, router=router)
+    controller = Controller(adapters=adapters, view=view, router=router, migrator=migrator)
     return SimulatedFleet(engines, controller).run(workload), view
 
 
@@ -236,6 +244,57 @@ def test_moved_adapters_are_fetched_and_let_go() -> None:
     assert outcome.bytes_moved > 0
     assert outcome.most_bytes_held is not None
     assert outcome.most_bytes_held < sum(rank << 20 for rank in (8, 16, 64) * 3), "no host holds all"
+
+
+class RestlessMigrator(Migrator):
+    """Moves requests at random, all the time."""
+
+    def __init__(self, seed: int, num_replicas: int) -> None:
+        super().__init__(MigratorConfig(period_s=0.05))
+        self._rng = random.Random(seed)
+        self._num_replicas = num_replicas
+
+    def decide(self, now_s: float, view: MigrationView) -> list[Move]:
+        super().decide(now_s, view)  # so that it is due again when the period is over
+        found = [each for replica in range(self._num_replicas) for each in view.requests_on(replica)]
+        return [
+            Move(each.request_id, each.replica, (each.replica + 1) % self._num_replicas)
+            for each in found
+            if self._rng.random() < 0.2
+        ]
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1000), rps=st.sampled_from([20.0, 200.0]), on_gpu=st.booleans())
+def test_requests_that_move_lose_no_token(seed: int, rps: float, on_gpu: bool) -> None:
+    workload = random_workload(seed, num_requests=40, num_adapters=9, rps=rps)
+    machine = imagined_machine()
+    if not on_gpu:
+        machine = replace(machine, subject=replace(machine.subject, device="cpu"))
+    outcome, view = simulate(RoundRobinRouter(), workload, RestlessMigrator(seed, 3), machine)
+    assert outcome.num_moves > 0
+    check_all_served(outcome, workload)
+    for column in (*view.load.everything, *view.load.waiting):
+        assert not np.any(column), "all have ended"
+    for each in outcome.all.requests:
+        assert each.first_token_s is not None
+        assert each.finish_s is not None
+        assert each.request.arrival_s < each.first_token_s <= each.finish_s
+
+
+def test_a_hot_replica_hands_requests_over() -> None:
+    """All requests are on an adapter of one replica; migration sends some of them to the other."""
+    made = random_workload(3, num_requests=900, num_adapters=9, rps=90.0)
+    workload = [replace(each, adapter=0) for each in made]
+    options = replace(OPTIONS, max_running=8)
+    stays, moves = (
+        run(policy, num_replicas=2, workload=workload, options=options)
+        for policy in ("routing-table+contiguous", "routing-table+contiguous+migrate")
+    )
+    check_all_served(moves, workload)
+    assert stays.num_moves == 0
+    assert moves.num_moves > 0
+    assert moves.all.duration_s < stays.all.duration_s
 
 
 def test_figures_of_a_run() -> None:

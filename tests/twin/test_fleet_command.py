@@ -114,6 +114,17 @@ def test_an_slo_that_no_rate_can_hold_is_refused(profile: Path, workload: Path) 
     assert "at no rate, however low, are 99.0% of requests within 0.1 ms per token" in str(result.exception)
 
 
+def test_requests_migrate_if_they_may(profile: Path, tmp_path: Path) -> None:
+    path = tmp_path / "hot.jsonl"
+    requests = random_workload(3, num_requests=900, num_adapters=1, rps=90.0)
+    write_workload(path, requests)
+    args = ("--replicas", "2", "--routing", "first-fit", "--placement", "contiguous", "--max-running", "8")
+    assert "of requests between replicas" not in fleet("simulate", profile, path, *args).output
+    result = fleet("simulate", profile, path, *args, "--migrate")
+    assert result.exit_code == 0, result.output
+    assert "of requests between replicas" in result.output
+
+
 def test_policies_are_listed() -> None:
     result = CliRunner().invoke(app, ["fleet", "policies"])
     assert "rank-aware" in result.output
