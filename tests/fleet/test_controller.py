@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import numpy as np
 import pytest
@@ -20,6 +21,11 @@ from loraplex.fleet.routers.round_robin import RoundRobinRouter
 
 ADAPTERS = AdapterTable.of(ranks=RANKS, num_bytes=[100] * len(RANKS))
 ON_0, ON_1 = (Plan.of_homes(np.full(len(RANKS), home)) for home in (0, 1))
+
+
+def nobody(request_id: Hashable) -> int | None:
+    """No request is asked for by those who do not migrate."""
+    raise AssertionError(request_id)
 
 
 class WrittenPlanner:
@@ -93,12 +99,12 @@ def test_a_plan_is_asked_for_each_period() -> None:
     controller = controller_of(planner)
     assert (controller.view.plan, controller.next_tick_s) == (ON_0, 10.0)
     assert controller.route("a", 5, 1) == 0
-    controller.tick(9.9)
+    controller.tick(9.9, nobody)
     assert controller.view.plan == ON_0
-    controller.tick(10.0)
+    controller.tick(10.0, nobody)
     assert (controller.view.plan, controller.next_tick_s) == (ON_1, 20.0)
     assert controller.route("b", 5, 1) == 1
-    controller.tick(35.0)
+    controller.tick(35.0, nobody)
     assert (controller.view.plan, controller.next_tick_s) == (ON_1, 40.0)
     assert planner.previous == [None, ON_0, ON_1, ON_0]
 
@@ -124,7 +130,7 @@ def test_a_plan_that_names_what_is_not_there_is_refused(plan: Plan, words: str) 
         controller_of(WrittenPlanner(plan))
     controller = controller_of(WrittenPlanner(ON_0, plan))
     with pytest.raises(UserError, match=words):
-        controller.tick(10.0)
+        controller.tick(10.0, nobody)
     assert controller.view.plan == ON_0
 
 
@@ -192,7 +198,7 @@ def test_steady_demand_keeps_the_plan() -> None:
         for adapter, num_tokens in enumerate((900, 500, 300, 200, 100, 50, 20, 10)):
             controller.route((number, adapter), adapter, num_tokens)
             controller.ended((number, adapter), num_tokens)
-        controller.tick(10.0 * number)
+        controller.tick(10.0 * number, nobody)
         return controller.view.plan
 
     settled = period(1)
