@@ -42,6 +42,7 @@ DOCUMENTS: Final = (
     Path("docs/benchmarks.md"),
     Path("docs/cold-start.md"),
     Path("docs/twin.md"),
+    Path("docs/fleet.md"),
     Path("README.md"),
 )
 _BLOCK: Final = re.compile(

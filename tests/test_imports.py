@@ -24,7 +24,9 @@ def modules_after_importing(packages: str) -> set[str]:
 
 
 def test_deciding_code_imports_no_tensors() -> None:
-    packages = "loraplex.core,loraplex.scheduling,loraplex.adapters,loraplex.perf,loraplex.workload"
+    packages = ",".join(
+        f"loraplex.{name}" for name in ("core", "scheduling", "adapters", "perf", "workload", "fleet")
+    )
     loaded = modules_after_importing(packages)
     assert loaded.isdisjoint({"torch", "triton", "ray", "numba", "transformers"})
 

@@ -1,7 +1,8 @@
-"""What is published carries its licence."""
+"""What is published carries its licence, and the files that it reads."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from loraplex.perf.named_profiles import named_profiles
 
 ROOT = Path(__file__).parent.parent
 BUILD = """
@@ -22,24 +25,33 @@ build_meta.build_sdist(out)
 """
 
 
-@pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file(), reason="only a checkout can be built")
-def test_wheel_and_sdist_hold_the_licence(tmp_path: Path) -> None:
+NAMES = "from loraplex.perf import named_profiles as n; print(n.__file__, *n.named_profiles(), sep='\\n')"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist."""
+    if not (ROOT / "pyproject.toml").is_file():
+        pytest.skip("only a checkout can be built")
     # Asked without an import: setuptools refuses to be imported where a library has imported distutils.
     if int(version("setuptools").split(".")[0]) < 77:
         pytest.skip("pyproject.toml needs setuptools 77 or newer to build")
-    tree, out = tmp_path / "tree", tmp_path / "out"
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("out")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "loraplex", tree / "loraplex", ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    out.mkdir()
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(out)], cwd=tree, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_wheel_and_sdist_hold_the_licence(built: Path) -> None:
     licence = (ROOT / "LICENSE").read_bytes()
     assert b"Apache License" in licence
-    [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
+    [wheel], [sdist] = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as files:
         [name] = [name for name in files.namelist() if name.endswith("licenses/LICENSE")]
         assert files.read(name) == licence
@@ -50,3 +62,19 @@ def test_wheel_and_sdist_hold_the_licence(tmp_path: Path) -> None:
         member = archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/LICENSE")
         assert member is not None
         assert member.read() == licence
+
+
+def test_profiles_are_found_where_the_package_is_installed(built: Path) -> None:
+    """A wheel is a zip, and Python imports from one: not even a folder is needed."""
+    [wheel] = built.glob("*.whl")
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES],
+        cwd=built,
+        env={**os.environ, "PYTHONPATH": str(wheel)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    place, *names = done.stdout.splitlines()
+    assert place.startswith(str(wheel)), done.stderr
+    assert names == list(named_profiles())

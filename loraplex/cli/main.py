@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import loraplex
-from loraplex.cli import adapter, bench, profile, twin, workload
+from loraplex.cli import adapter, bench, fleet, profile, twin, workload
 from loraplex.cli.closed_pipe import end_with_the_reader
 from loraplex.cli.flags import App
 from loraplex.cli.serve import demo, serve
@@ -28,6 +28,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(workload.app, name="workload")
 app.add_typer(profile.app, name="profile")
 app.add_typer(twin.app, name="twin")
+app.add_typer(fleet.app, name="fleet")
 
 
 @app.callback(invoke_without_command=True)

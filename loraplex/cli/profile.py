@@ -29,7 +29,7 @@ _EXIT_INTERRUPTED: Final = 130
 _MODEL_FILES: Final = ("config.json", "generation_config.json")
 """The files that are read of a model's folder."""
 
-app = App(help="What things cost: measured on this machine, or fitted to recorded runs.")
+app = App(help="What things cost: measured on this machine, fitted to recorded runs, or known by name.")
 
 
 @app.callback(invoke_without_command=True)
@@ -118,6 +118,26 @@ def fit(
         typer.echo(f"{name:32} {value:8.3f}")
     write_slot_profile(out, found, environment(("loraplex", "numpy", "numba")))
     typer.echo(f"wrote {out}")
+
+
+@app.command("list")
+def list_profiles() -> None:
+    """List the profiles that come with loraplex: what they are of, and how well they fit."""
+    from loraplex.cli.profile_show import print_profiles
+    from loraplex.perf.named_profiles import named_profiles
+
+    print_profiles(named_profiles())
+
+
+@app.command()
+def show(
+    profile: Annotated[Path, typer.Argument(metavar="NAME|PATH", help="One of `profile list`, or a file.")],
+) -> None:
+    """Tell what a profile says of steps, memory and loads."""
+    from loraplex.cli.profile_show import print_profile
+    from loraplex.perf.named_profiles import find_profile
+
+    print_profile(profile.name, find_profile(profile))
 
 
 def _resolve(

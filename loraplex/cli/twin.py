@@ -6,151 +6,96 @@ Imports wait until a command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import json
-import math
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, write_json
-from loraplex.cli.profile_table import warn_of_poor_fits
+from loraplex.cli.twin_options import (
+    AdapterMib,
+    Adapters,
+    JsonPath,
+    KvTokens,
+    MaxRunning,
+    Model,
+    Modules,
+    ProfilePath,
+    Ranks,
+    Seconds,
+    Slots,
+    TwinOptions,
+    WorkloadPath,
+    read_inputs,
+    read_profile_of,
+)
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from loraplex.twin.compare import LiveEngine
-    from loraplex.twin.fleet import EngineFigures
     from loraplex.twin.outcome import Outcome
-    from loraplex.twin.replay import Profile, ReplayOptions
-    from loraplex.workload.jsonl import WorkloadRequest
 
 app = App(help="What an engine would do, simulated in seconds.", no_args_is_help=True)
-
-_Profile = Annotated[Path, typer.Option("--profile", help="From `loraplex profile` or `profile fit`.")]
-_Workload = Annotated[Path, typer.Option("--workload", help="A .jsonl file, one request a line.")]
-_Model = Annotated[
-    str | None, typer.Option(help="Refuse a profile of any other model; named as in the profile.")
-]
-_Adapters = Annotated[int | None, typer.Option(min=1, help="How many; default: as the workload says.")]
-_Ranks = Annotated[
-    str | None,
-    typer.Option(help="Ranks of the adapters, over and over: 8,16,32; default: the workload's, or 16."),
-]
-_Slots = Annotated[int | None, typer.Option(min=1, help="Of an engine with slots; default: one for each.")]
-_Seconds = Annotated[float | None, typer.Option("--seconds", help="End after so many simulated seconds.")]
-_KvTokens = Annotated[
-    int | None, typer.Option(min=16, help="KV memory, instead of the profile's; on a GPU adapters share it.")
-]
-_AdapterMib = Annotated[
-    float | None,
-    typer.Option(help="Size of each adapter (our own engine); default: by its rank, as the profile has it."),
-]
-_Modules = Annotated[
-    str | None, typer.Option(help="What adapters are on (our own engine): q,k,v (default) or all.")
-]
-_MaxRunning = Annotated[
-    int | None, typer.Option(min=1, help="Requests in a step at most (our own engine); default: 256.")
-]
-_Engines = Annotated[
-    int | None,
-    typer.Option(help="A fleet of so many (our own engine), behind a router; default: one, without."),
-]
-_Routing = Annotated[
-    str | None,
-    typer.Option(help="adapter (default): each belongs to one engine; round-robin: engines take turns."),
-]
-_Json = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
-
-
-_DEFAULT_RANKS = (16,)
-_MOST_ADAPTERS = 1_000_000
-"""That a workload has unless somebody says so: each is known to the scheduler, used or not."""
-_POOR_ERROR = 0.15
-
-
-class _Options(NamedTuple):
-    """The options that both commands that simulate have."""
-
-    adapters: int | None
-    ranks: str | None
-    slots: int | None
-    kv_tokens: int | None
-    adapter_mib: float | None
-    modules: str | None
-    max_running: int | None
-    seconds: float | None = None
 
 
 @app.command()
 def run(
-    profile: _Profile,
-    workload: _Workload,
-    model: _Model = None,
-    adapters: _Adapters = None,
-    ranks: _Ranks = None,
-    slots: _Slots = None,
-    seconds: _Seconds = None,
-    kv_tokens: _KvTokens = None,
-    adapter_mib: _AdapterMib = None,
-    modules: _Modules = None,
-    max_running: _MaxRunning = None,
-    engines: _Engines = None,
-    routing: _Routing = None,
-    json_out: _Json = None,
+    profile: ProfilePath,
+    workload: WorkloadPath,
+    model: Model = None,
+    adapters: Adapters = None,
+    ranks: Ranks = None,
+    slots: Slots = None,
+    seconds: Seconds = None,
+    kv_tokens: KvTokens = None,
+    adapter_mib: AdapterMib = None,
+    modules: Modules = None,
+    max_running: MaxRunning = None,
+    json_out: JsonPath = None,
     plot: Annotated[Path | None, typer.Option(help="Draw requests over time to this .png.")] = None,
 ) -> None:
-    """Simulate a workload on a profiled engine, or on a fleet of them."""
+    """Simulate a workload on a profiled engine. Many of them behind a router: `loraplex fleet simulate`."""
     check_writable(json_out, inputs=(profile, workload))
     check_picture(plot, inputs=(profile, workload, *([] if json_out is None else [json_out])))
-    if engines is None and routing is not None:
-        raise typer.BadParameter("has no effect without --engines", param_hint="--routing")
-    options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
-    if engines is None:
-        outcome, shares = _replay(profile, workload, model, options), None
-    else:
-        outcome, shares = _replay_fleet(profile, workload, model, options, engines, routing or "adapter")
+    options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
+    outcome = _replay(profile, workload, model, options)
     summary = outcome.summary()
     _show(summary)
-    if shares is not None:
-        _show_engines(shares)
     if json_out is not None:
         document = {"summary": summary, "timeline": asdict(outcome.timeline()), "requests": _rows(outcome)}
-        if shares is not None:
-            document["engines"] = [asdict(each) for each in shares]
         write_json(json_out, document)
     if plot is not None:
         from loraplex.cli.twin_plot import write_plot
 
-        on = profile.name if engines is None else f"{engines} {plural('engine', engines)} of {profile.name}"
-        write_plot(outcome, plot, workload=workload.name, profile=on)
+        write_plot(outcome, plot, workload=workload.name, profile=profile.name)
         typer.echo(f"wrote {plot}")
 
 
 @app.command()
 def compare(
-    profile: _Profile,
-    workload: _Workload,
+    profile: ProfilePath,
+    workload: WorkloadPath,
     live: Annotated[
         Path,
         typer.Option(
             help="What `loraplex bench serve` or `bench engine serve` wrote (--json) of the same workload."
         ),
     ],
-    model: _Model = None,
-    adapters: _Adapters = None,
-    ranks: _Ranks = None,
-    slots: _Slots = None,
-    kv_tokens: _KvTokens = None,
-    adapter_mib: _AdapterMib = None,
-    modules: _Modules = None,
-    max_running: _MaxRunning = None,
-    json_out: _Json = None,
+    model: Model = None,
+    adapters: Adapters = None,
+    ranks: Ranks = None,
+    slots: Slots = None,
+    kv_tokens: KvTokens = None,
+    adapter_mib: AdapterMib = None,
+    modules: Modules = None,
+    max_running: MaxRunning = None,
+    json_out: JsonPath = None,
 ) -> None:
     """Hold a simulation against a run of the engine itself.
 
@@ -166,13 +111,13 @@ def compare(
         measured = json.loads(live.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{live}: cannot be read ({error})") from error
-    options = _Options(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running)
-    found = _read_profile(profile, model)
+    options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running)
+    found = read_profile_of(profile, model)
     with _of_file(live):
         engine = engine_of(measured)
         if engine is not None:
             check_profile(found, engine)
-    outcome = replay(found, *_read(workload, options, engine))
+    outcome = replay(found, *read_inputs(workload, options, engine))
     with _of_file(live):
         figures = compare_figures(outcome, measured)
     for name, words, factor in (
@@ -191,7 +136,7 @@ def compare(
 def validate(
     runs: Annotated[Path, typer.Option(help="Recorded runs to predict (CSV, or packed: .csv.gz).")],
     fit: Annotated[list[Path], typer.Option(help="Recorded runs to learn from; may be given again.")],
-    json_out: _Json = None,
+    json_out: JsonPath = None,
 ) -> None:
     """Predict recorded runs from other ones, and tell how far off that is.
 
@@ -246,105 +191,10 @@ def _of_file(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from error
 
 
-def _read_profile(path: Path, model: str | None) -> Profile:
-    """Read a profile, with a warning if it was measured badly: what comes of it is no better."""
-    from loraplex.perf.cost_model import CostModel
-    from loraplex.twin.replay import read_any_profile
-
-    profile = read_any_profile(path, model)
-    if not isinstance(profile, CostModel):
-        return profile
-    advice = f"the twin is no better than {path.name}, so measure again when the machine is idle"
-    if not warn_of_poor_fits(profile, advice) and (held_out := profile.held_out) is not None:
-        worst = max(held_out.decode.mean_error, held_out.prefill.mean_error)
-        if worst > _POOR_ERROR:
-            typer.echo(
-                f"the profile is off by {worst:.0%} on the mean for steps it was not fitted to; measure "
-                "again with `loraplex profile` while the machine does nothing else",
-                err=True,
-            )
-    return profile
-
-
-def _replay(profile: Path, workload: Path, model: str | None, options: _Options) -> Outcome:
+def _replay(profile: Path, workload: Path, model: str | None, options: TwinOptions) -> Outcome:
     from loraplex.twin.replay import replay
 
-    return replay(_read_profile(profile, model), *_read(workload, options))
-
-
-def _replay_fleet(
-    profile: Path, workload: Path, model: str | None, options: _Options, num_engines: int, routing: str
-) -> tuple[Outcome, Sequence[EngineFigures]]:
-    from loraplex.twin.fleet import replay_fleet, routing_of
-
-    if num_engines < 1:
-        raise typer.BadParameter(f"must be at least 1, not {num_engines}", param_hint="--engines")
-    named = routing_of(routing)
-    found = _read_profile(profile, model)
-    fleet = replay_fleet(found, *_read(workload, options), num_engines=num_engines, routing=named)
-    return fleet.all, fleet.engines
-
-
-def _read(
-    workload: Path, options: _Options, engine: LiveEngine | None = None
-) -> tuple[list[WorkloadRequest], ReplayOptions]:
-    """`engine`: what holds where no option says otherwise."""
-    from loraplex.core.modules import module_names
-    from loraplex.twin.replay import ReplayOptions
-    from loraplex.workload.jsonl import WorkloadFile
-
-    if options.seconds is not None and not options.seconds > 0:
-        raise typer.BadParameter("must be more than 0", param_hint="--seconds")
-    mib = options.adapter_mib
-    if mib is not None and not 0 < mib < math.inf:
-        raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
-    file = WorkloadFile(workload)
-    requests, header = list(file), file.header
-    named = max(request.adapter for request in requests) + 1
-    if header is None and options.adapters is None and named > _MOST_ADAPTERS:
-        raise UserError(
-            f"{workload}: a request is on adapter {named - 1}, counted from 0, so there would be {named:,}; "
-            "give --adapters if that is meant"
-        )
-    chosen = ReplayOptions(
-        num_adapters=options.adapters or (named if header is None else header.num_adapters),
-        ranks=(_DEFAULT_RANKS if header is None else header.ranks)
-        if options.ranks is None
-        else _ranks(options.ranks),
-        num_slots=options.slots,
-        until_s=math.inf if options.seconds is None else options.seconds,
-        kv_tokens=options.kv_tokens,
-        adapter_bytes=None if mib is None else max(int(mib * (1 << 20)), 1),
-        modules=None if options.modules is None else module_names(options.modules),
-        max_running=options.max_running,
-    )
-    if engine is None:
-        return requests, chosen
-    chosen = _as_live(chosen, options, engine)
-    wrapped = (replace(each, adapter=each.adapter % max(chosen.num_adapters, 1)) for each in requests)
-    return list(wrapped), chosen
-
-
-def _as_live(chosen: ReplayOptions, options: _Options, engine: LiveEngine) -> ReplayOptions:
-    return replace(
-        chosen,
-        num_adapters=options.adapters or engine.num_adapters,
-        ranks=engine.ranks if options.ranks is None else chosen.ranks,
-        modules=chosen.modules or engine.modules,
-        kv_tokens=chosen.kv_tokens or engine.kv_tokens,
-        work=engine.work,
-        staged=True,
-    )
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    try:
-        ranks = tuple(int(each) for each in text.split(","))
-    except ValueError:
-        ranks = ()
-    if not ranks or min(ranks) < 1:
-        raise typer.BadParameter(f"{text!r} is not a list of ranks such as 8,16,32", param_hint="--ranks")
-    return ranks
+    return replay(read_profile_of(profile, model), *read_inputs(workload, options))
 
 
 def _show(summary: dict[str, Any]) -> None:
@@ -370,20 +220,6 @@ def _show(summary: dict[str, Any]) -> None:
         typer.echo(f"{lost:,} {plural('request', lost)} lost: their client had no connection left")
     if summary["starved"]:
         typer.echo("overloaded: it serves less than 90% of what is asked for")
-
-
-def _show_engines(engines: Sequence[EngineFigures]) -> None:
-    typer.echo(f"{len(engines)} {plural('engine', len(engines)):11} least     mean     most")
-    for name, words in (
-        ("num_requests", "requests"),
-        ("mean_running", "running"),
-        ("mean_waiting", "waiting"),
-        ("num_adapters", "adapters"),
-        ("num_loads", "loads"),
-    ):
-        values = [getattr(each, name) for each in engines]
-        mean = sum(values) / len(values)
-        typer.echo(f"{words:10} {min(values):10,.1f} {mean:8,.1f} {max(values):8,.1f}")
 
 
 def _rows(outcome: Outcome) -> list[dict[str, Any]]:

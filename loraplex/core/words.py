@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 def plural(noun: str, number: float) -> str:
     """Return the noun as it follows the number: "adapter" after 1, "adapters" after any other."""
@@ -14,3 +17,11 @@ def no_server(base_url: str, reason: object) -> str:
         f"no server answers at {base_url} ({reason}); start one with `loraplex serve`, "
         "or name another with --base-url"
     )
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Say that there is no such thing, with the names that come near it, or all there are."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names)
+    advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
+    return f"there is no {kind} {name!r}; {advice}"

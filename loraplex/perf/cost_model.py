@@ -7,7 +7,7 @@ which makes a corrected model of this one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from loraplex.perf import layer_pipeline
@@ -25,6 +25,14 @@ class CostKind(StrEnum):
 
     COPY = "copy"
     STEP = "step"
+
+
+class KernelKind(StrEnum):
+    """What LoRA kernels do for an adapter: as much as its own rank asks for (MBGMV, and ours), or as much as
+    the largest rank in the batch asks for (BGMV)."""
+
+    RANK = "rank-proportional"
+    PADDED = "padded"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +54,7 @@ class CostModel:
     `bus`: from pinned host memory to the device; None where adapters are computed with from host memory.
     `read`: an adapter whose file is in the page cache, to where it belongs in host memory, by the engine's
     own reader. `disk`: a file that is not in the page cache. `held_out`, `memory`: None if nobody measured.
+    `kernels`: how the bytes of a step's adapters are counted.
     """
 
     subject: Subject
@@ -58,6 +67,7 @@ class CostModel:
     held_out: HeldOut | None = None
     memory: EngineMemory | None = None
     corrections: Corrections = field(default_factory=Corrections)
+    kernels: KernelKind = KernelKind.RANK
 
     def copy_s(self, num_bytes: float) -> float:
         """Of one copy to the device."""
@@ -68,6 +78,8 @@ class CostModel:
         return self.read.seconds(num_bytes)
 
     def step_s(self, step: StepFeatures) -> float:
+        if self.kernels is KernelKind.PADDED:
+            step = step.padded()
         return self.step.seconds(step) * self.corrections.step
 
     def assist_layer_s(self, *, num_tokens: int, weights_of_groups: Sequence[int], num_cores: int) -> float:
@@ -113,3 +125,9 @@ class CostModel:
             copy=Line(latency_s=copy.latency_s * factor, unit_s=copy.unit_s * factor),
             launch_s=self.bus.launch_s * factor,
         )
+
+
+def with_padded_kernels(model: CostModel) -> CostModel:
+    """The same engine with kernels that pad: a batch of equal ranks takes as long as before, and in a mixed
+    one every adapter costs as much as the largest."""
+    return replace(model, kernels=KernelKind.PADDED)

@@ -35,4 +35,8 @@ class EngineMemory:
     def adapter_bytes(self, rank: int, modules: Iterable[str]) -> int:
         """Of an adapter of this rank on these modules of every layer, in memory; but for the alignment of its
         parts."""
-        return self.table_bytes + rank * sum(self.rank_bytes[module] for module in modules)
+        return self.table_bytes + rank * self.bytes_per_rank(modules)
+
+    def bytes_per_rank(self, modules: Iterable[str]) -> int:
+        """Of adapters on these modules, for each unit of rank."""
+        return sum(self.rank_bytes[module] for module in modules)

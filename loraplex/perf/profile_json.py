@@ -2,7 +2,7 @@
 
     {"version": 4, "subject": {...}, "measured": true, "bus": {...} or null, "read": {...}, "disk": {...},
      "step": {...}, "assist": {...}, "held_out": {...} or null, "memory": {...} or null,
-     "corrections": {...}, "environment": {...}}
+     "corrections": {...}, "kernels": "rank-proportional" or "padded", "environment": {...}}
 
 `environment` is for people: when it was measured, and with which packages.
 """
@@ -20,7 +20,7 @@ from loraplex.core.errors import StorageError, UserError
 from loraplex.core.modules import MODULES
 from loraplex.core.whole_file import write_whole
 from loraplex.perf.assist_cost import AssistCost
-from loraplex.perf.cost_model import Corrections, CostModel
+from loraplex.perf.cost_model import Corrections, CostModel, KernelKind
 from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.held_out import HeldOut
 from loraplex.perf.layer_pipeline import Bus
@@ -113,6 +113,8 @@ def profile_from_json(text: str) -> CostModel:
         held_out=None if (held_out := top.optional("held_out")) is None else _held_out(held_out),
         memory=None if (memory := top.optional("memory")) is None else _memory(memory),
         corrections=_corrections(top.child("corrections")),
+        # Older profiles say nothing of kernels: they were measured on ours, which do not pad.
+        kernels=_kernels(top) if "kernels" in top.names else KernelKind.RANK,
     )
     for told in ("environment", *(["units"] if "units" in top.names else [])):
         top.child(told)
@@ -318,3 +320,10 @@ def _corrections(found: JsonObject) -> Corrections:
         raise ValueError("corrections: a factor is zero")
     found.end()
     return Corrections(**factors)
+
+
+def _kernels(top: JsonObject) -> KernelKind:
+    kind = top.text("kernels")
+    if kind not in set(KernelKind):
+        raise ValueError(f"kernels is {kind!r}, not one of {', '.join(KernelKind)}")
+    return KernelKind(kind)

@@ -1,19 +1,17 @@
-"""What a step costs that serves adapters from slots: small models, each with `fit` and `predict`.
+"""What a step costs that serves adapters from slots: small models that predict seconds.
 
 An engine of this kind (vLLM) gives every adapter a slot of the largest rank, reads prompts in steps of their
-own, and loads adapters within a step. Kernels that pad do as much for rank 8 as for the largest rank; kernels
-that do not, as much as the ranks in the batch add up to.
+own, and loads adapters within a step. Its kernels do as much for rank 8 as for the rank slots are sized for.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import ceil
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar
 
-from loraplex.perf.least_squares import FitQuality, fit_non_negative, quality_of
+from loraplex.perf.least_squares import fit_non_negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +21,6 @@ class BatchFeatures:
 
     num_requests: int = 0
     num_adapters: int = 0
-    sum_ranks: int = 0
     max_rank: int = 0
     num_slots: int = 0
     kv_tokens: int = 0
@@ -31,16 +28,9 @@ class BatchFeatures:
     num_waiting: int = 0
 
 
-class StepModel(Protocol):
-    """Seconds from what is in a step. `UNITS`: of each coefficient."""
-
-    UNITS: ClassVar[dict[str, str]]
-
-    def predict(self, batch: BatchFeatures) -> float: ...
-
-
 class _Linear(ABC):
-    """Coefficients times amounts; subclasses are dataclasses of coefficients, in the order of `amounts`."""
+    """Coefficients times amounts; subclasses are dataclasses of coefficients, in the order of `amounts`, with
+    the `UNITS` of each."""
 
     __slots__ = ()
 
@@ -52,40 +42,6 @@ class _Linear(ABC):
         """Seconds."""
         values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
         return float(sum(value * amount for value, amount in zip(values, self.amounts(batch), strict=True)))
-
-    @classmethod
-    def fit(cls, samples: Sequence[tuple[BatchFeatures, float]]) -> Self:
-        """From (what was in a step, its seconds)."""
-        found = fit_non_negative([cls.amounts(batch) for batch, _ in samples], [s for _, s in samples])
-        return cls(**dict(zip((field.name for field in fields(cls)), found, strict=True)))  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PaddedDecode(_Linear):
-    """By kernels that pad: alpha * requests * largest rank + beta."""
-
-    UNITS: ClassVar[dict[str, str]] = {"rank_s": "s per request and unit of the largest rank", "base_s": "s"}
-
-    rank_s: float
-    base_s: float
-
-    @staticmethod
-    def amounts(batch: BatchFeatures) -> tuple[float, ...]:
-        return batch.num_requests * batch.max_rank, 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankDecode(_Linear):
-    """By kernels that do not pad: alpha * sum of the requests' ranks + beta."""
-
-    UNITS: ClassVar[dict[str, str]] = {"rank_s": "s per unit of rank", "base_s": "s"}
-
-    rank_s: float
-    base_s: float
-
-    @staticmethod
-    def amounts(batch: BatchFeatures) -> tuple[float, ...]:
-        return batch.sum_ranks, 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,13 +153,6 @@ class AdapterLoadCost:
         disk_s = self.disk_s + self.disk_rank_s * rank if from_disk else 0.0
         return self.slot_s + self.slot_rank_s * rank + disk_s
 
-    @classmethod
-    def fit(cls, samples: Sequence[tuple[float, bool, float]]) -> AdapterLoadCost:
-        """From (rank, whether it came from disk, seconds)."""
-        table = [(1.0, rank, float(cold), rank * cold) for rank, cold, _ in samples]
-        slot_s, slot_rank_s, disk_s, disk_rank_s = fit_non_negative(table, [s for _, _, s in samples])
-        return cls(slot_s=slot_s, slot_rank_s=slot_rank_s, disk_s=disk_s, disk_rank_s=disk_rank_s)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotMemory:
@@ -233,38 +182,3 @@ class SlotMemory:
         table = [(1.0, num_slots, num_slots * max_rank) for num_slots, max_rank, _ in samples]
         base, per_slot, per_rank = fit_non_negative(table, [top - tokens for _, _, tokens in samples])
         return cls(tokens=top - base, slot_tokens=per_slot, slot_rank_tokens=per_rank)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ByteMemory:
-    """KV tokens that adapters leave, where each takes its own bytes and no more."""
-
-    UNITS: ClassVar[dict[str, str]] = {
-        "num_bytes": "bytes for adapters and KV",
-        "token_bytes": "bytes a token",
-    }
-
-    num_bytes: int
-    token_bytes: int
-
-    def predict(self, adapter_bytes: Sequence[int]) -> int:
-        return max((self.num_bytes - sum(adapter_bytes)) // self.token_bytes, 0)
-
-
-def held_out_error(
-    fit: Callable[[Sequence[tuple[BatchFeatures, float]]], StepModel],
-    samples: Sequence[tuple[BatchFeatures, float]],
-    num_folds: int = 5,
-) -> float:
-    """Mean |predicted - measured| / measured of samples that were left out of the fit, each once."""
-    errors: list[float] = []
-    size = ceil(len(samples) / num_folds)
-    for first in range(0, len(samples), size):
-        held = samples[first : first + size]
-        model = fit([*samples[:first], *samples[first + size :]])
-        errors += [abs(model.predict(batch) - seconds) / seconds for batch, seconds in held]
-    return sum(errors) / len(errors)
-
-
-def fit_quality(model: StepModel, samples: Sequence[tuple[BatchFeatures, float]]) -> FitQuality:
-    return quality_of([model.predict(batch) for batch, _ in samples], [s for _, s in samples])

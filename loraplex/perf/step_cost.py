@@ -25,6 +25,7 @@ class StepFeatures(NamedTuple):
     `decode_positions`: what all decoding rows attend to. `prompt_pairs`: (token, earlier position) pairs of
     all prompt chunks, n * (start + n / 2) each. `adapter_bytes`: weights of the distinct adapters, once each.
     `row_adapter_bytes`: for every row, the weights of its adapter; in proportion to LoRA's arithmetic.
+    `largest_adapter_bytes`: weights of the largest adapter. `num_adapter_rows`: rows that have an adapter.
     """
 
     num_decodes: int = 0
@@ -35,10 +36,19 @@ class StepFeatures(NamedTuple):
     num_adapters: int = 0
     adapter_bytes: float = 0
     row_adapter_bytes: float = 0
+    largest_adapter_bytes: float = 0
+    num_adapter_rows: int = 0
 
     @property
     def num_rows(self) -> int:
         return self.num_decodes + self.num_prompt_tokens
+
+    def padded(self) -> StepFeatures:
+        """The same step for kernels that treat every adapter of a batch as if it were the largest one in
+        it."""
+        largest = self.largest_adapter_bytes
+        bytes_of_all = (self.num_adapters * largest, self.num_adapter_rows * largest)
+        return StepFeatures(*self[:6], *bytes_of_all, *self[8:])
 
 
 class StepSample(NamedTuple):
@@ -94,22 +104,6 @@ class StepTerms:
     adapter_byte_s: float = 0.0
     row_adapter_byte_s: float = 0.0
 
-    def seconds(self, step: StepFeatures) -> float:
-        """The sum of all but for what prompts alone bring; written out, as simulations ask for it all the
-        time."""
-        lora_s = 0.0
-        if step.num_adapters > 0:
-            lora_s = (
-                self.lora_s
-                + (self.prompt_lora_s if step.num_prompt_tokens > 0 else 0.0)
-                + self.adapter_s * step.num_adapters
-                + self.adapter_byte_s * step.adapter_bytes
-                + self.row_adapter_byte_s * step.row_adapter_bytes
-            )
-        return (
-            self.decode_position_s * step.decode_positions + self.prompt_pair_s * step.prompt_pairs + lora_s
-        )
-
 
 TERM_NAMES = tuple(field.name for field in fields(StepTerms))
 
@@ -125,20 +119,34 @@ class StepCost:
     quality: FitQuality | None = None
 
     def seconds(self, step: StepFeatures) -> float:
-        """Of a step without rows: none."""
-        terms, num_decodes = self.terms, step.num_decodes
+        """Of a step without rows: none. Written out, as simulations ask for it all the time."""
+        terms = self.terms
+        num_decodes, num_prompts, num_tokens, positions, pairs, num_adapters, num_bytes, row_bytes, _, _ = (
+            step
+        )
         rows_s = self.decodes.seconds(num_decodes) if num_decodes > 0 else 0.0
-        if step.num_prompt_tokens > 0:
+        if num_tokens > 0:
             joined_s = (
-                self.prompts.seconds(step.num_rows)
-                + terms.prompt_s * step.num_prompts
+                self.prompts.seconds(num_decodes + num_tokens)
+                + terms.prompt_s * num_prompts
                 + (terms.alone_s if num_decodes == 0 else 0.0)
                 + terms.beside_prompts_s * num_decodes
-                + terms.beside_prompts_position_s * step.decode_positions
+                + terms.beside_prompts_position_s * positions
             )
             # Two curves that were measured apart: what joins a step must not seem to make it shorter.
             rows_s = max(rows_s, joined_s)
-        return rows_s + terms.seconds(step) if rows_s > 0 else 0.0
+        if rows_s == 0:
+            return 0.0
+        lora_s = 0.0
+        if num_adapters > 0:
+            lora_s = (
+                terms.lora_s
+                + (terms.prompt_lora_s if num_tokens > 0 else 0.0)
+                + terms.adapter_s * num_adapters
+                + terms.adapter_byte_s * num_bytes
+                + terms.row_adapter_byte_s * row_bytes
+            )
+        return rows_s + (terms.decode_position_s * positions + terms.prompt_pair_s * pairs + lora_s)
 
 
 def fit_step_cost(

@@ -20,18 +20,20 @@ _FOREVER: Final = 1 << 60
 
 class _Member(NamedTuple):
     """Ordered by `end`, the step with which it has all its tokens. `entered`: the steps there were before it.
-    `num_needed`: blocks that it had yet to ask for then."""
+    `num_needed`: blocks that it had yet to ask for then. `weight`: of its adapter."""
 
     end: int
     order: int
     sequence: Sequence
     entered: int
     num_needed: int
+    weight: int
 
 
 class DecodeGroup:
     """`positions`: what the group attends to in its next step. `adapters`: how many requests are on each.
-    `weight`: of these adapters, once each; `row_weight`: of the adapters of all requests."""
+    `weight`: of these adapters, once each; `row_weight`: of the adapters of all requests; `largest_weight`:
+    of the heaviest adapter. `num_adapter_rows`: requests that have an adapter."""
 
     def __init__(
         self,
@@ -52,6 +54,9 @@ class DecodeGroup:
         self.adapters: dict[str, int] = {}
         self.weight = 0
         self.row_weight = 0
+        self.largest_weight = 0
+        self.num_adapter_rows = 0
+        self._num_by_weight: dict[int, int] = {}  # distinct adapters
         for sequence in members:
             self.enter(sequence)
         self._max_steps = _FOREVER
@@ -79,15 +84,10 @@ class DecodeGroup:
         needed = max(self._pool.blocks_for(last_length) - len(sequence.block_ids), 0)
         steps = self._num_steps
         end = steps + last_length - length
-        heapq.heappush(self._members, _Member(end, next(self._order), sequence, steps, needed))
+        weight = 0 if version is None else self._enter_adapter(version)
+        heapq.heappush(self._members, _Member(end, next(self._order), sequence, steps, needed, weight))
         self._num_needed += needed
         self.positions += length
-        if version is not None:
-            weight, others = self._weigh(version), self.adapters.get(version, 0)
-            self.adapters[version] = others + 1
-            self.row_weight += weight
-            if others == 0:
-                self.weight += weight
 
     def advance(self, num_steps: int, token_id: int) -> list[Sequence]:
         """Returns those that have all their tokens with the last of these steps, but for that token: they
@@ -115,13 +115,7 @@ class DecodeGroup:
         self._num_needed -= member.num_needed
         version = sequence.adapter
         if version is not None:
-            weight, others = self._weigh(version), self.adapters[version] - 1
-            self.row_weight -= weight
-            if others > 0:
-                self.adapters[version] = others
-            else:
-                del self.adapters[version]
-                self.weight -= weight
+            self._leave_adapter(version, member.weight)
         if self._pool.keeps_contents:
             self._catch_up(sequence, num_steps, token_id)
             sequence.token_ids.pop()  # which is the caller's to accept
@@ -129,6 +123,37 @@ class DecodeGroup:
             # Blocks that it never drew need not be given back.
             sequence.num_computed += num_steps
             sequence.token_ids += [token_id] * (num_steps - 1)
+
+    def _enter_adapter(self, version: str) -> int:
+        """Count one request more on it. Returns its weight."""
+        weight, others = self._weigh(version), self.adapters.get(version, 0)
+        self.adapters[version] = others + 1
+        self.row_weight += weight
+        self.num_adapter_rows += 1
+        if others == 0:
+            self.weight += weight
+            by_weight = self._num_by_weight
+            by_weight[weight] = by_weight.get(weight, 0) + 1
+            if weight > self.largest_weight:
+                self.largest_weight = weight
+        return weight
+
+    def _leave_adapter(self, version: str, weight: int) -> None:
+        others = self.adapters[version] - 1
+        self.row_weight -= weight
+        self.num_adapter_rows -= 1
+        if others > 0:
+            self.adapters[version] = others
+            return
+        del self.adapters[version]
+        self.weight -= weight
+        by_weight = self._num_by_weight
+        by_weight[weight] -= 1
+        if by_weight[weight] == 0:
+            del by_weight[weight]
+            if weight == self.largest_weight:
+                # Adapters have few different sizes: few ranks, on few choices of modules.
+                self.largest_weight = max(by_weight, default=0)
 
     def _catch_up(self, sequence: Sequence, num_steps: int, token_id: int) -> None:
         sequence.num_computed += num_steps

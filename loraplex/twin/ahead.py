@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from loraplex.core.request import EngineRequest
 from loraplex.scheduling.leaping import ANY_TOKEN
 from loraplex.scheduling.plan import AdapterLoad, StepPlan
-from loraplex.twin.simulator import Simulator
+from loraplex.twin.simulator import AdapterEvent, Simulator
 
 
 class _Flight(NamedTuple):
@@ -41,18 +41,36 @@ class AheadSimulator(Simulator):
         self._joining: list[EngineRequest] = []
         self._due: list[EngineRequest] = []
         self._glides = False
+        self._is_loaded = False  # the known step is joined by the request that waited for its adapter
 
     def _take(self, request: EngineRequest) -> None:
         self._due.append(request)
+
+    def num_output(self, request_id: str) -> int | None:
+        if any(each.request_id == request_id for each in (*self._due, *self._joining)):
+            return 0
+        return super().num_output(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        for requests in (self._due, self._joining):
+            requests[:] = [each for each in requests if each.request_id != request_id]
+        self._is_loaded = False  # who joins the known step may be the one that goes: it is decided then
+        super()._drop(request_id)
+        self._glides = self._glides and (self.scheduler.num_running > 0 or bool(self._joining))
 
     def is_idle(self) -> bool:
         if self._glides or self._due or self._joining or self._flights:
             return False
         return super().is_idle()
 
+    def _quiet_until_s(self) -> float:
+        if not self._glides or self._due or self._joining or self._is_loaded:
+            return self.now_s
+        return super()._quiet_until_s()
+
     def _step(self, next_s: float) -> None:
         if self._glides:
-            if self._glide_through_load(next_s) if self._has_news() else self._glide(next_s):
+            if self._glide_through_load() if self._has_news() else self._glide(next_s):
                 return
             self._glides = False
             self._add(self._joining)
@@ -100,6 +118,9 @@ class AheadSimulator(Simulator):
     def _glide(self, next_s: float) -> bool:
         """The known step, or many; False if what comes after it has to be decided."""
         due = self._due
+        if self._is_loaded:
+            self._is_loaded = False
+            return not due and self._step_loaded()
         if self._joining:
             # Those who join were asked before; since then some may have ended, and nobody has come.
             return not (due and not self.scheduler.go_beside([*self._joining, *due])) and self._join()
@@ -129,9 +150,9 @@ class AheadSimulator(Simulator):
         self._glides = self.scheduler.num_running > 0 or bool(self._joining)
         return True
 
-    def _glide_through_load(self, next_s: float) -> bool:
-        """The known step and the one after it, if that is joined by the request for whose adapter a read has
-        ended, and nothing else happens; False if it has to be decided."""
+    def _glide_through_load(self) -> bool:
+        """The known step, during which the adapter is loaded that was read for the only request that waits,
+        if that request can join the step after it and nothing else happens; False if it has to be decided."""
         _, _, version, is_read = self._ends[0]
         group = self.scheduler.group
         if not is_read or len(self._ends) > 1 or self._due or self._joining or group is None:
@@ -139,15 +160,22 @@ class AheadSimulator(Simulator):
         repeats = self._times.repeats(group, 0)
         step_s = repeats.first_s
         load_s = self._times.load_s(AdapterLoad(version=version, source=0))
-        if self.now_s + step_s >= next_s or load_s > step_s or self._bus_free_s > self.now_s:
+        if load_s > step_s or self._bus_free_s > self.now_s:
             return False
         if not self.scheduler.may_load_beside(version, step_s):
             return False
         self._ends.clear()
         self._bus_free_s = self.now_s + load_s
         self.num_loads += 1
+        if self.adapter_events is not None:
+            self.adapter_events.append(AdapterEvent("load", version))
         self.scheduler.load_beside(version)
         self._take_leap(group, 1, repeats)
+        self._is_loaded = True
+        return True
+
+    def _step_loaded(self) -> bool:
+        """The known step, which the request joins that waited for its adapter."""
         stepped = self._step_beside(sure=True)
         self._glides = self.scheduler.num_running > 0
         return stepped

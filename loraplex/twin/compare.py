@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from loraplex.core.errors import UserError
 from loraplex.core.modules import module_names
 from loraplex.core.words import plural
+from loraplex.perf.named_profiles import Profile
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.outcome import Outcome
-from loraplex.twin.replay import Profile
 from loraplex.twin.scores import smape
 
 

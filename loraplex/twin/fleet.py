@@ -1,116 +1,98 @@
-"""Many engines under one stream of requests, each a twin of its own, behind a router.
+"""A simulated fleet: many engines behind the fleet's own controller, on one virtual clock.
 
-Engines have nothing in common but the clock, so that each is simulated by itself. A router that wants to know
-how an engine is doing has it brought up to the time of its request by looking at it; one that nobody looks at
-is simulated in one go.
+Each engine is a twin of its own. It is simulated when a request is sent to it and when something becomes
+visible from outside (a first token, an end, an adapter that moves), never because a router looks: what
+routers see is kept by the controller.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
-from loraplex.core.errors import UserError
-from loraplex.perf.slot_profile import SlotProfile
-from loraplex.twin.outcome import Outcome
-from loraplex.twin.replay import OwnEngines, Profile, ReplayOptions, check_options, check_workload, longest_of
-from loraplex.twin.simulator import Simulator
+from loraplex.fleet.controller import Controller
+from loraplex.fleet.migration.problem import Move
+from loraplex.fleet.pool import Drop
+from loraplex.twin.links import Links
+from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome
+from loraplex.twin.simulator import AdapterEvent, Simulator
 from loraplex.workload.jsonl import WorkloadRequest
 
 
-class Routing(StrEnum):
-    """Routers that have a name."""
+class Engines(Protocol):
+    """Makes engines that are all alike, and makes adapters known to them. `sizes`: of adapters, in bytes."""
 
-    ADAPTER = "adapter"
-    """Each adapter belongs to one engine: its number modulo theirs."""
-    ROUND_ROBIN = "round-robin"
-    """Engines take turns."""
+    @property
+    def sizes(self) -> Sequence[int]: ...
+
+    def make(self) -> Simulator: ...
+
+    def register(self, simulator: Simulator, adapter: int) -> None: ...
+
+    def unstage(self, simulator: Simulator, adapter: int) -> None: ...
+
+    def adapter_number(self, version: str) -> int: ...
 
 
-class Engine:
-    """One of a fleet. What is sent to it waits until somebody looks: an engine is quickest to simulate if it
-    is not left for another one all the time."""
+class _Replica:
+    """One engine of the fleet. `wake_s`: nothing can be seen of it before this time. `numbers`: of the
+    requests that it was sent, in the order of the workload."""
 
-    def __init__(self, maker: OwnEngines, until_s: float) -> None:
-        self._maker = maker
-        self._until_s = until_s
-        self._simulator = maker.make()
-        self._sent: list[WorkloadRequest] = []
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self.simulator = engines.make()
+        self.request_events: list[RequestEvent] = []
+        self.adapter_events: list[AdapterEvent] = []
+        self.simulator.recorder.events = self.request_events
+        self.simulator.adapter_events = self.adapter_events
         self.adapters: set[int] = set()
-        """Those it was ever sent requests on; it knows no others."""
+        self.numbers: list[int] = []
+        self._request_ids: dict[int, str] = {}
+        self.num_fetches = 0
+        self.wake_s = math.inf
 
-    def send(self, request: WorkloadRequest) -> None:
-        self._sent.append(request)
+    def send(self, number: int, request: WorkloadRequest) -> RequestOutcome:
+        self._prepare(number, request)
+        return self.simulator.offer(request)
 
-    def at(self, now_s: float) -> Simulator:
-        """As it is at this time, or at the end of the step that is under way then; to be looked at only."""
-        simulator, sent = self._simulator, self._sent
-        for request in sent:
-            simulator.advance(request.arrival_s)
-            if simulator.now_s >= self._until_s:
-                break
-            if request.adapter not in self.adapters:
-                self.adapters.add(request.adapter)
-                self._maker.register(simulator, request.adapter)
-            simulator.offer(request)
-        sent.clear()
-        simulator.advance(now_s)
-        return simulator
+    def resume(self, number: int, request: WorkloadRequest, outcome: RequestOutcome) -> None:
+        """Go on with a request that comes from another replica."""
+        self._prepare(number, request)
+        self.simulator.resume(request, outcome)
 
+    def hand_over(self, number: int) -> tuple[RequestOutcome, int] | None:
+        """Give up a request that this replica was sent; None if it has ended."""
+        return self.simulator.hand_over(self._request_ids[number])
 
-class Router(Protocol):
-    """Which engine a request goes to."""
+    def num_output(self, number: int) -> int | None:
+        return self.simulator.num_output(self._request_ids[number])
 
-    def choose(self, request: WorkloadRequest, engines: Sequence[Engine]) -> int:
-        """Its number. Requests come in the order of their arrival; `engines[i].at(request.arrival_s)` is the
-        engine as it is then, to be looked at only."""
-        ...
-
-
-class AdapterRouter:
-    """`Routing.ADAPTER`."""
-
-    def choose(self, request: WorkloadRequest, engines: Sequence[Engine]) -> int:
-        return request.adapter % len(engines)
-
-
-class RoundRobinRouter:
-    """`Routing.ROUND_ROBIN`."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def choose(self, request: WorkloadRequest, engines: Sequence[Engine]) -> int:
-        chosen = self._next % len(engines)
-        self._next = chosen + 1
-        return chosen
-
-
-ROUTERS: dict[Routing, Callable[[], Router]] = {
-    Routing.ADAPTER: AdapterRouter,
-    Routing.ROUND_ROBIN: RoundRobinRouter,
-}
-
-
-def routing_of(name: str) -> Routing:
-    """By its name. Raises UserError for one that nobody has."""
-    try:
-        return Routing(name)
-    except ValueError:
-        raise UserError(f"there is no routing {name!r}; there are {', '.join(Routing)}") from None
+    def _prepare(self, number: int, request: WorkloadRequest) -> None:
+        simulator = self.simulator
+        simulator.advance(request.arrival_s)
+        if request.adapter not in self.adapters:
+            self.adapters.add(request.adapter)
+            self._engines.register(simulator, request.adapter)
+        self._request_ids[number] = str(len(self.numbers))  # another one if it comes back
+        self.numbers.append(number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineFigures:
-    """`num_adapters`: that it was sent requests on. `num_loads`: of adapters to the device."""
+class ReplicaFigures:
+    """One replica's share. `num_tokens`: prompts and answers of the requests that were served.
+    `num_adapters`: those it was sent requests for. `num_loads`: to its device. `num_fetches`: to its
+    host memory, from other replicas or from disk."""
 
     num_requests: int
     num_served: int
+    num_tokens: int
     num_adapters: int
     num_loads: int
+    num_fetches: int
     num_steps: int
     mean_running: float
     mean_waiting: float
@@ -118,41 +100,181 @@ class EngineFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
-    """What became of all requests, as of one engine's; and the share of each engine."""
+    """What became of all requests, in the order of their arrival, and each replica's share. `chosen`: the
+    replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile.
+    `most_bytes_held`: of adapters in one replica's host memory in the end; None if they are not shared.
+    `num_moves`: of requests, which count with the replica where they ended."""
 
     all: Outcome
-    engines: Sequence[EngineFigures]
+    chosen: Sequence[int]
+    replicas: Sequence[ReplicaFigures]
+    bytes_moved: int
+    most_bytes_held: int | None
+    num_moves: int
 
 
-class Fleet:
-    """Engines that are all alike. An adapter is made known to an engine with its first request there."""
+class SimulatedFleet:
+    """Runs a workload once, on as many engines as the controller has replicas."""
 
     def __init__(
-        self, maker: OwnEngines, num_engines: int, router: Router, until_s: float = math.inf
+        self,
+        engines: Engines,
+        controller: Controller,
+        until_s: float = math.inf,
+        links: Links | None = None,
     ) -> None:
-        if num_engines < 1:
-            raise UserError(f"a fleet has at least one engine, not {num_engines}")
-        self._router = router
+        """`links`: between replicas; needed if and only if the controller shares adapters."""
+        assert (links is None) == (controller.pool is None)
+        self._engines = engines
+        self._controller = controller
+        self._links = links
         self._until_s = until_s
-        self._engines = [Engine(maker, until_s) for _ in range(num_engines)]
+        self._replicas = [_Replica(engines) for _ in range(controller.view.load.num_replicas)]
+        if links is not None:
+            for number, replica in enumerate(self._replicas):
+                replica.simulator.read_end_s = partial(self._fetch_end_s, number)
+        self._outcomes: list[RequestOutcome] = []
+        self._chosen: list[int] = []
+        self._answered: dict[int, int] = {}  # tokens that requests were answered with before they moved
+        self._bytes_moved = 0
+        self._num_moves = 0
+        self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
+        self._events: list[tuple[float, int, bool]] = []  # a heap: when, which request, whether it has ended
+        self._fetches: list[
+            tuple[float, int, int]
+        ] = []  # a heap: when it ends, to which replica, which adapter
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetOutcome:
-        """All of it, or as far as it comes by then."""
-        chosen: list[int] = []
+        """Simulate the whole workload, or as much of it as comes before the end."""
         for request in workload:
             if request.arrival_s >= self._until_s:
                 break
-            chosen.append(self._router.choose(request, self._engines))
-            self._engines[chosen[-1]].send(request)
-        simulators = [engine.at(self._until_s) for engine in self._engines]
+            self._advance(request.arrival_s)
+            self._send(request)
+        while self._controller.next_tick_s < self._until_s and any(
+            not each.simulator.is_idle() for each in self._replicas
+        ):
+            self._advance(self._controller.next_tick_s)
+        for chosen, replica in enumerate(self._replicas):
+            replica.simulator.advance(self._until_s)
+            self._collect(chosen, math.inf)
+        self._run_to(self._until_s)
+        return self._outcome()
+
+    def _send(self, request: WorkloadRequest) -> None:
+        number = len(self._outcomes)
+        chosen = self._controller.route(number, request.adapter, request.prompt_tokens)
+        replica = self._replicas[chosen]
+        self._chosen.append(chosen)
+        self._outcomes.append(replica.send(number, request))
+        self._collect(chosen, replica.simulator.quiet_until_s())
+
+    def _advance(self, now_s: float) -> None:
+        """Bring all that can be seen from outside up to this time."""
+        controller = self._controller
+        while controller.next_tick_s <= now_s:
+            tick_s = controller.next_tick_s
+            self._run_to(tick_s)
+            decisions = controller.tick(tick_s, self._num_output)
+            self._let_go(decisions.drops)
+            for move in decisions.moves:
+                self._move(move)
+        self._run_to(now_s)
+
+    def _run_to(self, now_s: float) -> None:
+        wakes, events, controller = self._wakes, self._events, self._controller
+        while wakes and wakes[0][0] < now_s:
+            wake_s, chosen = heapq.heappop(wakes)
+            replica = self._replicas[chosen]
+            if wake_s == replica.wake_s:  # it was sent nothing since then
+                self._collect(chosen, replica.simulator.run_to(now_s))
+        while self._fetches and self._fetches[0][0] <= now_s:
+            _, chosen, adapter = heapq.heappop(self._fetches)
+            self._let_go(controller.fetched(chosen, adapter))
+        while events and events[0][0] <= now_s:
+            _, number, has_ended = heapq.heappop(events)
+            if has_ended:
+                outcome = self._outcomes[number]
+                controller.ended(number, None if outcome.failed else outcome.request.output_tokens)
+            else:
+                controller.first_token(number)
+
+    def _num_output(self, number: Hashable) -> int | None:
+        assert isinstance(number, int)
+        return self._replicas[self._chosen[number]].num_output(number)
+
+    def _move(self, move: Move) -> None:
+        """Have a request go on elsewhere, from the end of the step that it is in."""
+        number, source, target = move.request_id, self._replicas[move.source], self._replicas[move.target]
+        assert isinstance(number, int)
+        handed = source.hand_over(number)
+        if handed is None:
+            return
+        outcome, num_output = handed
+        request = outcome.request
+        self._controller.moved(number, move.target, num_output)
+        self._answered[number] = self._answered.get(number, 0) + num_output
+        left = replace(
+            request,
+            arrival_s=source.simulator.now_s,
+            prompt_tokens=request.prompt_tokens + self._answered[number],
+            output_tokens=request.output_tokens - self._answered[number],
+        )
+        target.resume(number, left, outcome)
+        self._chosen[number] = move.target
+        self._num_moves += 1
+        for chosen in (move.source, move.target):
+            self._collect(chosen, self._replicas[chosen].simulator.quiet_until_s())
+
+    def _fetch_end_s(self, chosen: int, version: str) -> float:
+        """When a replica has an adapter in host memory that it asks for now."""
+        pool, links = self._controller.pool, self._links
+        assert pool is not None
+        assert links is not None
+        adapter, now_s = self._engines.adapter_number(version), self._replicas[chosen].simulator.now_s
+        if pool.has(chosen, adapter):
+            return now_s
+        source = pool.fetch(chosen, adapter, links.free_at_s)
+        num_bytes = self._engines.sizes[adapter]
+        end_s = links.copy(source=source, target=chosen, num_bytes=num_bytes, now_s=now_s)
+        heapq.heappush(self._fetches, (end_s, chosen, adapter))
+        self._replicas[chosen].num_fetches += 1
+        self._bytes_moved += num_bytes
+        return end_s
+
+    def _let_go(self, drops: Iterable[Drop]) -> None:
+        for chosen, adapter in drops:
+            self._engines.unstage(self._replicas[chosen].simulator, adapter)
+
+    def _collect(self, chosen: int, wake_s: float) -> None:
+        """Take over what a replica did, part of which may lie ahead: the step that is under way."""
+        replica, tiers = self._replicas[chosen], self._controller.view.tiers
+        for at_s, request_id, reason in replica.request_events:
+            heapq.heappush(self._events, (at_s, replica.numbers[int(request_id)], reason is not None))
+        replica.request_events.clear()
+        for kind, version in replica.adapter_events:
+            adapter = self._engines.adapter_number(version)
+            if kind == "load":
+                tiers.loaded(chosen, adapter)
+            elif kind == "read":
+                tiers.staged(chosen, adapter)
+                if self._links is None:
+                    replica.num_fetches += 1
+                    self._bytes_moved += self._engines.sizes[adapter]
+            else:
+                tiers.evicted(chosen, adapter)
+        replica.adapter_events.clear()
+        replica.wake_s = wake_s
+        if wake_s < math.inf:
+            heapq.heappush(self._wakes, (wake_s, chosen))
+
+    def _outcome(self) -> FleetOutcome:
+        pool, simulators = self._controller.pool, [replica.simulator for replica in self._replicas]
         end_s = max(simulator.now_s for simulator in simulators)
         duration_s = end_s if self._until_s == math.inf else self._until_s
         parts = [simulator.outcome(duration_s) for simulator in simulators]
-        of_engine = [iter(part.requests) for part in parts]
-        # One that came when its engine was beyond the end already is in no engine's books.
-        found = (next(of_engine[number], None) for number in chosen)
         whole = Outcome(
-            requests=[outcome for outcome in found if outcome is not None],
+            requests=self._outcomes,
             duration_s=duration_s,
             num_steps=sum(part.num_steps for part in parts),
             num_loads=sum(part.num_loads for part in parts),
@@ -161,37 +283,27 @@ class Fleet:
             mean_waiting=sum(part.mean_waiting for part in parts),
             gaps=[gap for part in parts for gap in part.gaps],
         )
-        figures = [
-            _figures(engine, simulator, part)
-            for engine, simulator, part in zip(self._engines, simulators, parts, strict=True)
-        ]
-        return FleetOutcome(all=whole, engines=figures)
+        figures = [_figures(replica, part) for replica, part in zip(self._replicas, parts, strict=True)]
+        return FleetOutcome(
+            all=whole,
+            chosen=self._chosen,
+            replicas=figures,
+            bytes_moved=self._bytes_moved,
+            most_bytes_held=None if pool is None else max(pool.num_bytes_held),
+            num_moves=self._num_moves,
+        )
 
 
-def _figures(engine: Engine, simulator: Simulator, outcome: Outcome) -> EngineFigures:
-    return EngineFigures(
+def _figures(replica: _Replica, outcome: Outcome) -> ReplicaFigures:
+    served = [each for each in outcome.requests if each.finish_s is not None and not each.failed]
+    return ReplicaFigures(
         num_requests=len(outcome.requests),
-        num_served=sum(each.finish_s is not None and not each.failed for each in outcome.requests),
-        num_adapters=len(engine.adapters),
+        num_served=len(served),
+        num_tokens=sum(each.num_tokens for each in served),
+        num_adapters=len(replica.adapters),
         num_loads=outcome.num_loads,
+        num_fetches=replica.num_fetches,
         num_steps=outcome.num_steps,
         mean_running=outcome.mean_running,
         mean_waiting=outcome.mean_waiting,
     )
-
-
-def replay_fleet(
-    profile: Profile,
-    workload: Sequence[WorkloadRequest],
-    options: ReplayOptions,
-    *,
-    num_engines: int,
-    routing: Routing = Routing.ADAPTER,
-) -> FleetOutcome:
-    """What would become of a workload on so many engines."""
-    check_workload(workload, options)
-    check_options(profile, options)
-    if isinstance(profile, SlotProfile):
-        raise UserError("a fleet is of our own engines; the profile is of an engine with slots for adapters")
-    maker = OwnEngines(profile, options, longest=longest_of(workload))
-    return Fleet(maker, num_engines, ROUTERS[routing](), options.until_s).run(workload)

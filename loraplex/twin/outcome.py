@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,15 +42,26 @@ much longer each is than the one before it, how many steps these are, and how ma
 were not a request's first."""
 
 
+class RequestEvent(NamedTuple):
+    """A request's first token, or its end. `reason`: None while it goes on."""
+
+    at_s: float
+    request_id: str
+    reason: FinishReason | None
+
+
 class Recorder:
     """Takes notes while a workload runs."""
 
     def __init__(self) -> None:
         self.requests: list[RequestOutcome] = []
         self._open: dict[str, RequestOutcome] = {}
+        self._resumed: set[str] = set()  # came with a part of their answer, and have no token from here yet
+        self._left: set[int] = set()  # by identity: those that went on elsewhere
         self._gaps: list[Gaps] = []
         self._last_s = 0.0
         self.num_steps = 0
+        self.events: list[RequestEvent] | None = None  # kept if a list is put here
         self.running_s = 0.0
         self.waiting_s = 0.0
 
@@ -64,6 +75,27 @@ class Recorder:
         self.requests.append(outcome)
         return outcome
 
+    def left(self, request_id: str) -> RequestOutcome:
+        """A request goes on elsewhere: it is not this run's any more."""
+        outcome = self._open.pop(request_id)
+        self._left.add(id(outcome))
+        self._resumed.discard(request_id)
+        return outcome
+
+    def resumed(self, request_id: str, outcome: RequestOutcome, now_s: float) -> None:
+        """A request comes from elsewhere, and may have a part of its answer."""
+        if self._open:
+            self.waiting_s += self._last_s - now_s  # as for one that arrives
+        else:
+            self._last_s = now_s
+        self._open[request_id] = outcome
+        if id(outcome) in self._left:  # it was here before
+            self._left.remove(id(outcome))
+        else:
+            self.requests.append(outcome)
+        if outcome.first_token_s is not None:
+            self._resumed.add(request_id)
+
     def updated(self, updates: Iterable[TokenUpdate], now_s: float) -> int:
         """Each of these requests has a token more, or has ended, or both. Returns how many tokens were the
         first of theirs."""
@@ -74,9 +106,15 @@ class Recorder:
                 del self._open[update.request_id]
                 outcome.finish_s = now_s
                 outcome.failed = reason is FinishReason.ERROR
-            if outcome.first_token_s is None and not outcome.failed:
+            is_first = outcome.first_token_s is None and not outcome.failed
+            if is_first:
                 outcome.first_token_s = now_s
                 num_first += 1
+            if self._resumed and update.request_id in self._resumed:
+                self._resumed.remove(update.request_id)
+                is_first = True  # for whoever counts who runs here
+            if self.events is not None and (is_first or reason is not None):
+                self.events.append(RequestEvent(now_s, update.request_id, reason))
         return num_first
 
     def passed(self, now_s: float, num_running: int) -> float:
@@ -113,7 +151,9 @@ class Recorder:
 
     def outcome(self, end_s: float, *, num_loads: int, num_preemptions: int) -> Outcome:
         return Outcome(
-            requests=self.requests,
+            requests=[each for each in self.requests if id(each) not in self._left]
+            if self._left
+            else self.requests,
             duration_s=end_s,
             num_steps=self.num_steps,
             num_loads=num_loads,
@@ -211,6 +251,31 @@ class Outcome:
             "mean_running": self.mean_running,
             "mean_waiting": self.mean_waiting,
         }
+
+    def slo_attainment(self, tpt_slo_s: float) -> float:
+        """The share of all requests whose time per token, from arrival to the last token, is at most this.
+        Requests that were lost, failed or not finished count as missed; if none came, none was missed."""
+        num_met = sum(
+            each.finish_s is not None
+            and not each.failed
+            and (each.finish_s - each.request.arrival_s) / each.request.output_tokens <= tpt_slo_s
+            for each in self.requests
+        )
+        return num_met / len(self.requests) if self.requests else 1.0
+
+    def ttft_p99_by_adapter(self) -> dict[int, float]:
+        """The 99th percentile of the seconds to the first token, by adapter, of requests that have begun."""
+        begun = [each for each in self.requests if each.first_token_s is not None]
+        waits_s = _seconds((each.first_token_s or 0.0) - each.request.arrival_s for each in begun)
+        adapters = np.array([each.request.adapter for each in begun], np.int64)
+        order = np.lexsort((waits_s, adapters))
+        found, first, number = np.unique(adapters[order], return_index=True, return_counts=True)
+        # As np.percentile has it, for all adapters at once: one call for each takes seconds for a fleet's.
+        place = 0.99 * (number - 1)
+        low = place.astype(np.int64)
+        sorted_s = waits_s[order]
+        low_s, high_s = sorted_s[first + low], sorted_s[first + np.minimum(low + 1, number - 1)]
+        return dict(zip(found.tolist(), (low_s + (place - low) * (high_s - low_s)).tolist(), strict=True))
 
     @property
     def _offered_s(self) -> float:

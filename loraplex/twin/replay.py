@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -16,8 +14,9 @@ from loraplex.core.errors import CapacityError, UserError
 from loraplex.core.modules import GROUPS
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.drift import DriftWatch
-from loraplex.perf.profile_json import ProfileError, read_profile
-from loraplex.perf.slot_profile import KIND, SlotProfile, read_slot_profile
+from loraplex.perf.named_profiles import Profile
+from loraplex.perf.profile_json import ProfileError
+from loraplex.perf.slot_profile import SlotProfile
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory, SeparateMemory
@@ -29,7 +28,6 @@ from loraplex.twin.simulator import Simulator
 from loraplex.twin.times import CostModelTimes, StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
 
-Profile = SlotProfile | CostModel
 _MODULES: Final = GROUPS["qkv"]
 _MAX_RUNNING: Final = 256
 
@@ -56,26 +54,6 @@ class ReplayOptions:
     cold_start: ColdStart | None = None
     staged: bool = False
     seed: int = 0
-
-
-def read_any_profile(path: Path, model: str | None = None) -> Profile:
-    """`model`: what it must be of."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ProfileError(
-            f"{path}: the profile cannot be read ({error}); make one with `loraplex profile`, or with "
-            "`loraplex profile fit`"
-        ) from error
-    if isinstance(document, dict) and document.get("kind") == KIND:
-        return read_slot_profile(path, model)
-    profile = read_profile(path)
-    if model is not None and profile.subject.model != model:
-        raise ProfileError(
-            f"{path}: it is of model {profile.subject.model!r}, not {model!r}; give a profile of that model, "
-            "or leave --model out"
-        )
-    return profile
 
 
 def check_workload(workload: Sequence[WorkloadRequest], options: ReplayOptions) -> None:
@@ -128,7 +106,8 @@ def longest_of(workload: Iterable[WorkloadRequest]) -> int:
 
 
 class OwnEngines:
-    """Twins of our own engine, any number of them, all alike."""
+    """Twins of our own engine, any number of them, all alike. `ranks`, `sizes` (in bytes): of the adapters,
+    by number. `kv_tokens`: room for requests while there is no adapter."""
 
     def __init__(self, profile: CostModel, options: ReplayOptions, *, longest: int) -> None:
         """`longest`: tokens of the longest request. Raises CapacityError if it could never run, and
@@ -141,11 +120,11 @@ class OwnEngines:
             )
         self._has = profile.memory
         self._versions = [f"adapter-{number}" for number in range(options.num_adapters)]
+        self._numbers = {version: number for number, version in enumerate(self._versions)}
         of_rank = {rank: self._bytes_of_rank(rank) for rank in set(options.ranks)}
-        self.adapter_bytes = {
-            version: of_rank[options.ranks[number % len(options.ranks)]]
-            for number, version in enumerate(self._versions)
-        }
+        self.ranks = [options.ranks[number % len(options.ranks)] for number in range(options.num_adapters)]
+        self.sizes = [of_rank[rank] for rank in self.ranks]
+        self.adapter_bytes = dict(zip(self._versions, self.sizes, strict=True))
         on_gpu = profile.subject.device == "cuda"
         self._kind = AheadSimulator if on_gpu else Simulator
         self._config = SchedulerConfig(
@@ -180,9 +159,16 @@ class OwnEngines:
             costs=DriftWatch(self._profile),
         )
 
+    def adapter_number(self, version: str) -> int:
+        return self._numbers[version]
+
     def register(self, simulator: Simulator, adapter: int) -> None:
         version = self._versions[adapter]
         simulator.scheduler.adapters.add(version, self.adapter_bytes[version])
+
+    def unstage(self, simulator: Simulator, adapter: int) -> None:
+        """The copy in the engine's host memory is let go."""
+        simulator.scheduler.adapters.unstage(self._versions[adapter], self.sizes[adapter])
 
     def _bytes_of_rank(self, rank: int) -> int:
         options = self._options
@@ -191,6 +177,24 @@ class OwnEngines:
         if options.adapter_bytes is not None:
             return options.adapter_bytes
         return self._has.adapter_bytes(rank, options.modules or _MODULES)
+
+    @property
+    def rank_bytes(self) -> float:
+        """Of a unit of rank; where all adapters are said to be equally large, on the mean over theirs."""
+        options = self._options
+        if options.rank_bytes is not None:
+            return options.rank_bytes
+        if options.adapter_bytes is not None:
+            return options.adapter_bytes * len(options.ranks) / sum(options.ranks)
+        return self._has.bytes_per_rank(options.modules or _MODULES)
+
+    @property
+    def max_running(self) -> int:
+        return self._config.max_running
+
+    @property
+    def kv_tokens(self) -> int:
+        return self._memory().max_tokens(0)
 
     def _memory(self) -> Memory:
         has, kv_tokens, host_bytes = self._has, self._options.kv_tokens, self._options.host_memory

@@ -84,28 +84,37 @@ class CostModelTimes:
     def __init__(self, model: CostModel, adapter_bytes: Mapping[str, int]) -> None:
         self._model = model
         self._bytes: Callable[[str], int] = adapter_bytes.__getitem__
-        self._seconds = model.step.seconds
-        self._factor = model.corrections.step
-        self._position_s = model.step.terms.decode_position_s * self._factor
+        self._step_s = model.step_s
+        self._position_s = model.step.terms.decode_position_s * model.corrections.step
 
     def weigh(self, version: str) -> int:
         """Its bytes."""
         return self._bytes(version)
 
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
-        return self._model.step_s(step_features(plan.chunks, self._bytes))
+        return self._step_s(step_features(plan.chunks, self._bytes))
 
     def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
-        num_decodes, num_adapters = len(group), len(group.adapters)
+        num_decodes = len(group)
         features = StepFeatures(
-            num_decodes, 0, 0, group.positions, 0, num_adapters, group.weight, group.row_weight
+            num_decodes,
+            0,
+            0,
+            group.positions,
+            0,
+            len(group.adapters),
+            group.weight,
+            group.row_weight,
+            group.largest_weight,
+            group.num_adapter_rows,
         )
-        return Repeats(self._seconds(features) * self._factor, self._position_s * num_decodes)
+        return Repeats(self._step_s(features), self._position_s * num_decodes)
 
     def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
-        """As `step_features` counts the chunks of all."""
+        """As `step_features` counts the chunks of all. Fields by place: naming them takes twice as long."""
         num_decodes, positions, num_tokens, pairs = len(group), group.positions, 0, 0.0
         num_bytes, row_bytes, others = group.weight, group.row_weight, set[str]()
+        largest, num_adapter_rows = group.largest_weight, group.num_adapter_rows
         for chunk in chunks:
             count, version = chunk.num_tokens, chunk.adapter
             if count == 1:
@@ -117,19 +126,24 @@ class CostModelTimes:
             if version is not None:
                 size = self._bytes(version)
                 row_bytes += count * size
+                num_adapter_rows += count
+                if size > largest:
+                    largest = size
                 if version not in group.adapters and version not in others:
                     others.add(version)
                     num_bytes += size
-        return self._model.step_s(
+        return self._step_s(
             StepFeatures(
-                num_decodes=num_decodes,
-                num_prompts=len(group) + len(chunks) - num_decodes,
-                num_prompt_tokens=num_tokens,
-                decode_positions=positions,
-                prompt_pairs=pairs,
-                num_adapters=len(group.adapters) + len(others),
-                adapter_bytes=num_bytes,
-                row_adapter_bytes=row_bytes,
+                num_decodes,
+                len(group) + len(chunks) - num_decodes,
+                num_tokens,
+                positions,
+                pairs,
+                len(group.adapters) + len(others),
+                num_bytes,
+                row_bytes,
+                largest,
+                num_adapter_rows,
             )
         )
 

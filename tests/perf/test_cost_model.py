@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from cost_models import MIB, PREFILL_S, RANK_64_LAYERS, SUBJECT, h200_model
 
 from loraplex.core.shape import ModelShape
-from loraplex.perf.cost_model import Corrections, CostKind
+from loraplex.perf.cost_model import Corrections, CostKind, CostModel, KernelKind, with_padded_kernels
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.perf.subject import Subject, shape_key
+from loraplex.scheduling.plan import Chunk
+from loraplex.scheduling.step_features import step_features
 
 SHAPE = ModelShape(
     family="llama",
@@ -34,6 +37,48 @@ def test_costs_are_multiplied_with_their_own_correction() -> None:
     assert slower.step_s(PREFILL) == 5 * model.step_s(PREFILL) > 0
     assert [slower.corrections.of(kind) for kind in CostKind] == [2.0, 5.0]
     assert slower.arrivals_s([MIB], [1])[0] == pytest.approx(2 * model.arrivals_s([MIB], [1])[0])
+
+
+def decode_s(model: CostModel, sizes_mib: Sequence[int | None]) -> float:
+    """Of a step in which each request decodes with an adapter of its own; None: with the base model."""
+    chunks = [
+        Chunk(
+            request_id=str(number),
+            adapter=None if size is None else f"{number}",
+            start=100,
+            token_ids=[1],
+            block_ids=[],
+            samples=True,
+        )
+        for number, size in enumerate(sizes_mib)
+    ]
+    return model.step_s(step_features(chunks, lambda version: (sizes_mib[int(version)] or 0) * MIB))
+
+
+def row_cost_model() -> CostModel:
+    """With a cost of every row's LoRA as well."""
+    model = h200_model()
+    terms = replace(model.step.terms, row_adapter_byte_s=1e-14)
+    return replace(model, step=replace(model.step, terms=terms))
+
+
+def test_padded_kernels_take_as_long_for_a_batch_of_one_rank() -> None:
+    model = row_cost_model()
+    padded = with_padded_kernels(model)
+    assert (model.kernels, padded.kernels) == (KernelKind.RANK, KernelKind.PADDED)
+    sizes = [100, 100, None, 100]
+    assert decode_s(padded, sizes) == decode_s(model, sizes)
+    assert decode_s(padded, [None, None]) == decode_s(model, [None, None])
+    assert padded.step_s(PREFILL) == model.step_s(PREFILL)
+
+
+def test_a_large_rank_makes_small_ones_dearer_with_padded_kernels() -> None:
+    model = row_cost_model()
+    padded = with_padded_kernels(model)
+    small, mixed = [12] * 7, [*[12] * 7, 100]
+    assert decode_s(padded, mixed) == pytest.approx(decode_s(padded, [100] * 8))
+    large_s = decode_s(model, mixed) - decode_s(model, small)
+    assert decode_s(padded, mixed) - decode_s(padded, small) > 5 * large_s
 
 
 def test_a_slow_bus_makes_workers_worth_while() -> None:

@@ -12,7 +12,7 @@ import pytest
 from cost_models import H200_MEMORY, SUBJECT, h200_model
 
 from loraplex.core.errors import StorageError
-from loraplex.perf.cost_model import Corrections
+from loraplex.perf.cost_model import Corrections, KernelKind, with_padded_kernels
 from loraplex.perf.profile_json import ProfileError, profile_to_json, read_profile, write_profile
 
 
@@ -22,6 +22,7 @@ def test_a_model_is_read_as_it_was_written(tmp_path: Path) -> None:
         h200_model(),
         replace(h200_model(), bus=None, corrections=Corrections(step=1.5)),
         replace(h200_model(), held_out=None, memory=None),
+        with_padded_kernels(h200_model()),
         replace(h200_model(), memory=replace(H200_MEMORY, arena_bytes=None, kv_tokens=1000, table_bytes=0)),
     )
     for model in models:
@@ -40,6 +41,14 @@ def test_an_older_profile_says_nothing_of_a_steps_work(tmp_path: Path) -> None:
     memory = read_profile(path).memory
     assert memory is not None
     assert (memory.step_tokens, memory.position_cost) == (2048, 0.0)
+
+
+def test_an_older_profile_is_of_kernels_that_do_not_pad(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    document = json.loads(profile_to_json(h200_model()))
+    del document["kernels"]
+    path.write_text(json.dumps(document))
+    assert read_profile(path).kernels is KernelKind.RANK
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -75,6 +84,8 @@ Change = Callable[[dict[str, Any]], object]
         (lambda p: p["step"]["prompts"]["seconds_at"].reverse(), "prompts: rows and seconds_at are not in"),
         (lambda p: p["step"]["decodes"]["rows"].__setitem__(0, 0), "rows is 0, not a whole number"),
         (lambda p: p["step"]["prompts"].update(stepped=1), "prompts: stepped is neither true nor false"),
+        (lambda p: p.update(kernels="bgmv"), "kernels is 'bgmv', not one of rank-proportional, padded"),
+        (lambda p: p.update(kernels=None), "kernels is not a text"),
         (lambda p: p.pop("held_out"), "the profile has no 'held_out'"),
         (lambda p: p["held_out"].pop("load"), "held_out has no 'load'"),
         (lambda p: p["held_out"]["decode"].update(num_samples=0), "decode: num_samples is 0"),

@@ -157,4 +157,6 @@ def test_the_features_of_a_plan() -> None:
         num_adapters=2,
         adapter_bytes=1100,
         row_adapter_bytes=2 * 100 + 4 * 1000,
+        largest_adapter_bytes=1000,
+        num_adapter_rows=6,
     )

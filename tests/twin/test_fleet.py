@@ -1,139 +1,353 @@
-"""Many engines under one stream of requests: nothing is lost, and each does what it would do alone."""
+"""Simulated replicas behind the fleet's controller: nothing is lost, each does what it would do alone, and
+looking changes nothing."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import math
+import random
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
+import numpy as np
 import pytest
-from click.testing import Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from recorded import TRUTH
 from twins import imagined_machine, random_workload
-from typer.testing import CliRunner
 
-from loraplex.cli.main import app
-from loraplex.core.errors import UserError
-from loraplex.perf.profile_json import write_profile
-from loraplex.perf.slot_profile import write_slot_profile
-from loraplex.twin.fleet import AdapterRouter, Engine, Fleet, Routing, replay_fleet
+from loraplex.core.errors import CapacityError, UserError
+from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.controller import Controller
+from loraplex.fleet.load import FleetLoad, ReplicaLimits
+from loraplex.fleet.migration.migrate import MigrationView, Migrator, MigratorConfig
+from loraplex.fleet.migration.problem import Move
+from loraplex.fleet.policy import Policy
+from loraplex.fleet.request import RoutedRequest
+from loraplex.fleet.routers.round_robin import RoundRobinRouter
+from loraplex.fleet.routers.router import Router
+from loraplex.fleet.tiers import AdapterTiers
+from loraplex.fleet.view import FleetView
+from loraplex.perf.cost_model import CostModel, with_padded_kernels
+from loraplex.perf.set_costs import StepSetCosts
+from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
+from loraplex.twin.fleet_figures import figures_of
+from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_tpt_s, shuffled
+from loraplex.twin.links import LinkSpeed
+from loraplex.twin.outcome import RequestOutcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of, replay
-from loraplex.workload.jsonl import WorkloadRequest, write_workload
+from loraplex.workload.jsonl import WorkloadRequest
 
 OPTIONS = ReplayOptions(num_adapters=9, ranks=(8, 16, 64), rank_bytes=1 << 20, kv_tokens=4000)
 WORKLOAD = random_workload(3, num_requests=300, num_adapters=9, rps=30.0)
+LINK = LinkSpeed(bytes_per_s=2e9)
+POLICIES = (
+    "random", "round-robin", "first-fit", "most-idle", "pending-time", "rank-aware", "affinity", "rendezvous",
+    "routing-table+contiguous", "routing-table-random+random", "most-idle+burst-tolerance",
+)  # fmt: skip
+
+
+def run(
+    policy: str,
+    *,
+    num_replicas: int = 3,
+    options: ReplayOptions = OPTIONS,
+    workload: list[WorkloadRequest] = WORKLOAD,
+    seed: int = 0,
+    period_s: float = 2.0,
+    link: LinkSpeed | None = None,
+) -> FleetOutcome:
+    chosen = FleetOptions(num_replicas=num_replicas, replay=options, slo_s=0.01, period_s=period_s, link=link)
+    return FleetRuns(imagined_machine(), workload, chosen).run(Policy.of_name(policy), seed)
+
+
+def check_all_served(outcome: FleetOutcome, workload: list[WorkloadRequest]) -> None:
+    assert [each.request for each in outcome.all.requests] == workload
+    assert all(each.finish_s is not None and not each.failed for each in outcome.all.requests)
+    assert sum(each.num_requests for each in outcome.replicas) == len(workload)
+    num_gaps = sum(num_steps * num_tokens for _, _, num_steps, num_tokens in outcome.all.gaps)
+    assert num_gaps == sum(each.output_tokens - 1 for each in workload)
+    num_tokens = sum(each.prompt_tokens + each.output_tokens for each in workload)
+    assert sum(each.num_tokens for each in outcome.replicas) == num_tokens
+
+
+@pytest.mark.parametrize("link", [None, LINK])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_is_served_by_one_replica(policy: str, link: LinkSpeed | None) -> None:
+    check_all_served(run(policy, link=link), WORKLOAD)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    policy=st.sampled_from(POLICIES),
+    num_replicas=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+    rps=st.sampled_from([5.0, 50.0, 500.0]),
+)
+def test_random_fleets_lose_nothing_and_repeat_themselves(
+    policy: str, num_replicas: int, seed: int, rps: float
+) -> None:
+    workload = random_workload(seed, num_requests=60, num_adapters=9, rps=rps)
+    first, second = (
+        run(policy, num_replicas=num_replicas, workload=workload, seed=seed % 3, period_s=0.5)
+        for _ in range(2)
+    )
+    check_all_served(first, list(shuffled(workload, seed % 3)))
+    assert list(first.all.requests) == list(second.all.requests)
+    assert list(first.chosen) == list(second.chosen)
+
+
+@pytest.mark.parametrize("until_s", [math.inf, 4.0])
+@pytest.mark.parametrize("policy", ["most-idle", "routing-table+contiguous"])
+def test_a_fleet_of_one_does_what_the_engine_does(policy: str, until_s: float) -> None:
+    options = replace(OPTIONS, until_s=until_s)
+    alone = replay(imagined_machine(), WORKLOAD, options)
+    outcome = run(policy, num_replicas=1, options=options)
+    assert list(outcome.all.requests) == list(alone.requests)
+    assert outcome.all.summary() == alone.summary()
+
+
+@pytest.mark.parametrize("policy", ["most-idle", "rank-aware", "rendezvous"])
+def test_a_replica_does_what_it_would_with_its_share_alone(policy: str) -> None:
+    outcome = run(policy, num_replicas=4)
+    for number in range(4):
+        mine = [index for index, chosen in enumerate(outcome.chosen) if chosen == number]
+        alone = replay(imagined_machine(), [WORKLOAD[index] for index in mine], OPTIONS)
+        # The same steps; leaps that are cut at other places add up to the same but for the last digit.
+        found = [outcome.all.requests[index] for index in mine]
+        assert times_of(found) == pytest.approx(times_of(alone.requests), rel=1e-12)
+
+
+def times_of(requests: Sequence[RequestOutcome]) -> list[float | None]:
+    return [moment for each in requests for moment in (each.first_token_s, each.finish_s)]
 
 
 class Lookout:
-    """Sends each request to the engine with the fewest inside."""
+    """Looks at everything, and then does what another router does."""
 
-    def choose(self, request: WorkloadRequest, engines: Sequence[Engine]) -> int:
-        inside = [len(engine.at(request.arrival_s).scheduler.request_ids) for engine in engines]
-        return inside.index(min(inside))
+    def __init__(self) -> None:
+        self._router = RoundRobinRouter()
+        self.seen: list[int] = []
 
-
-@pytest.mark.parametrize("routing", Routing)
-@pytest.mark.parametrize("num_engines", [1, 2, 5])
-def test_every_request_is_served_by_one_engine(routing: Routing, num_engines: int) -> None:
-    outcome = replay_fleet(imagined_machine(), WORKLOAD, OPTIONS, num_engines=num_engines, routing=routing)
-    assert [each.request for each in outcome.all.requests] == WORKLOAD
-    assert all(each.finish_s is not None and not each.failed for each in outcome.all.requests)
-    assert sum(each.num_requests for each in outcome.engines) == len(WORKLOAD)
-    assert sum(each.num_served for each in outcome.engines) == outcome.all.summary()["num_served"] == 300
-    num_gaps = sum(num_steps * num_tokens for _, _, num_steps, num_tokens in outcome.all.gaps)
-    assert num_gaps == sum(each.output_tokens - 1 for each in WORKLOAD)
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
+        candidates = view.candidates(request)
+        view.costs.decode_s(view.load.everything)
+        view.load_s(request, candidates)
+        view.load.check_integrity()
+        self.seen.append(sum(view.load.replica(number).num_running for number in range(3)))
+        return self._router.choose(request, view)
 
 
-@pytest.mark.parametrize("until_s", [float("inf"), 4.0])
-@pytest.mark.parametrize("routing", Routing)
-def test_a_fleet_of_one_does_what_the_engine_does(routing: Routing, until_s: float) -> None:
-    options = ReplayOptions(num_adapters=9, adapter_bytes=8 << 20, kv_tokens=4000, until_s=until_s)
-    alone = replay(imagined_machine(), WORKLOAD, options)
-    outcome = replay_fleet(imagined_machine(), WORKLOAD, options, num_engines=1, routing=routing)
-    assert list(outcome.all.requests) == list(alone.requests)
-    assert outcome.all.summary() == alone.summary()
-    assert list(outcome.all.gaps) == list(alone.gaps)
+def simulate(
+    router: Router,
+    workload: list[WorkloadRequest],
+    migrator: Migrator | None = None,
+    machine: CostModel | None = None,
+) -> tuple[FleetOutcome, FleetView]:
+    machine = machine or imagined_machine()
+    engines = OwnEngines(machine, OPTIONS, longest=longest_of(workload))
 
+    class Moves:
+        def from_host_s(self, adapter: int) -> float:
+            return 0.01
 
-def test_an_engine_does_what_it_would_with_its_share_alone() -> None:
-    outcome = replay_fleet(imagined_machine(), WORKLOAD, OPTIONS, num_engines=4)
-    for number in range(4):
-        share = [request for request in WORKLOAD if request.adapter % 4 == number]
-        alone = replay(imagined_machine(), share, OPTIONS)
-        found = [each for each in outcome.all.requests if each.request.adapter % 4 == number]
-        assert found == list(alone.requests)
+        def from_elsewhere_s(self, adapter: int) -> float:
+            return 0.1
 
-
-def test_an_adapter_is_where_it_belongs() -> None:
-    outcome = replay_fleet(imagined_machine(), WORKLOAD, OPTIONS, num_engines=4)
-    asked = Counter(request.adapter % 4 for request in WORKLOAD)
-    assert [each.num_requests for each in outcome.engines] == [asked[number] for number in range(4)]
-    assert [each.num_adapters for each in outcome.engines] == [3, 2, 2, 2]
-    assert [each.num_loads for each in outcome.engines] == [3, 2, 2, 2]
-    choose = AdapterRouter().choose
-    maker = OwnEngines(imagined_machine(), OPTIONS, longest=200)
-    engines = [Engine(maker, 1.0) for _ in range(4)]
-    assert {choose(each, engines) for each in WORKLOAD if each.adapter == 6} == {2}
-
-
-def test_engines_take_turns() -> None:
-    outcome = replay_fleet(imagined_machine(), WORKLOAD, OPTIONS, num_engines=4, routing=Routing.ROUND_ROBIN)
-    assert [each.num_requests for each in outcome.engines] == [75] * 4
-
-
-def test_looking_at_engines_changes_nothing_but_where_requests_go() -> None:
-    maker = OwnEngines(imagined_machine(), OPTIONS, longest=longest_of(WORKLOAD))
-    outcome = Fleet(maker, 3, Lookout()).run(WORKLOAD)
-    assert [each.request for each in outcome.all.requests] == WORKLOAD
-    assert outcome.all.summary()["num_served"] == 300
-    # With one engine to choose from, there is nothing to choose.
-    watched, alone = Fleet(maker, 1, Lookout()).run(WORKLOAD), replay(imagined_machine(), WORKLOAD, OPTIONS)
-    assert list(watched.all.requests) == list(alone.requests)
-
-
-def run(tmp_path: Path, *args: str, slots: bool = False) -> Result:
-    profile, workload = tmp_path / "profile.json", tmp_path / "workload.jsonl"
-    if slots:
-        write_slot_profile(profile, TRUTH)
-    else:
-        write_profile(profile, imagined_machine())
-    write_workload(workload, WORKLOAD)
-    return CliRunner().invoke(
-        app, ["twin", "run", "--profile", str(profile), "--workload", str(workload), *args]
+    limits = ReplicaLimits(max_running=engines.max_running, kv_tokens=engines.kv_tokens)
+    view = FleetView(
+        load=FleetLoad([limits] * 3),
+        tiers=AdapterTiers(),
+        costs=StepSetCosts(machine, rank_bytes=engines.rank_bytes),
+        moves=Moves(),
     )
+    adapters = AdapterTable.of(ranks=engines.ranks, num_bytes=engines.sizes)
+    controller = Controller(adapters=adapters, view=view, router=router, migrator=migrator)
+    return SimulatedFleet(engines, controller).run(workload), view
 
 
-def test_the_command_tells_of_all_engines(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    result = run(tmp_path, "--engines", "3", "--routing", "round-robin", "--json", str(out))
-    assert result.exit_code == 0, result.output
-    assert "300 of 300 requests served" in result.output
-    assert "3 engines" in result.output
-    found = json.loads(out.read_text())
-    assert [each["num_requests"] for each in found["engines"]] == [100, 100, 100]
-    assert found["summary"]["num_served"] == len(found["requests"]) == 300
+def test_looking_at_replicas_changes_nothing() -> None:
+    lookout = Lookout()
+    watched, view = simulate(lookout, WORKLOAD)
+    unwatched, _ = simulate(RoundRobinRouter(), WORKLOAD)
+    assert list(watched.all.requests) == list(unwatched.all.requests)
+    assert watched.all.summary() == unwatched.all.summary()
+    assert max(lookout.seen) > 3, "requests were seen running"
+    for column in (*view.load.everything, *view.load.waiting):
+        assert not np.any(column), "all have ended"
 
 
-def test_a_fleet_without_engines_is_refused(tmp_path: Path) -> None:
-    result = run(tmp_path, "--engines", "0")
-    assert result.exit_code == 2
-    assert "must be at least 1, not 0" in result.output
-    with pytest.raises(UserError, match="at least one engine, not 0"):
-        replay_fleet(imagined_machine(), WORKLOAD, OPTIONS, num_engines=0)
+def test_a_burst_is_seen_before_any_step_is_decided() -> None:
+    burst = [WorkloadRequest(arrival_s=1.0, prompt_tokens=9, output_tokens=5, adapter=0) for _ in range(9)]
+    outcome = run("most-idle", workload=burst)
+    assert [each.num_requests for each in outcome.replicas] == [3, 3, 3]
 
 
-@pytest.mark.parametrize(
-    ("args", "slots", "says"),
-    [
-        (("--routing", "best"), False, "there is no routing 'best'; there are adapter, round-robin"),
-        ((), True, "a fleet is of our own engines"),
-        (("--adapters", "3"), False, "there are 3, counted from 0"),
-    ],
-)
-def test_what_no_fleet_can_do_is_refused(
-    tmp_path: Path, args: tuple[str, ...], slots: bool, says: str
-) -> None:
-    result = run(tmp_path, "--engines", "2", *args, slots=slots)
-    assert isinstance(result.exception, UserError), result.output
-    assert says in str(result.exception)
+def test_routers_see_adapters_where_they_are() -> None:
+    """The second of two requests that come far apart is cheaper where the first one was."""
+    requests = [
+        WorkloadRequest(arrival_s=float(second), prompt_tokens=9, output_tokens=5, adapter=4)
+        for second in range(8)
+    ]
+    outcome = run("pending-time", workload=requests)
+    assert len(set(outcome.chosen)) == 1
+    assert sum(each.num_loads for each in outcome.replicas) == 1
+
+
+def test_a_placement_keeps_adapters_to_their_replicas() -> None:
+    outcome = run("most-idle+contiguous")
+    homes: dict[int, set[int]] = {}
+    for request, chosen in zip(WORKLOAD, outcome.chosen, strict=True):
+        homes.setdefault(request.adapter, set()).add(chosen)
+    assert all(len(replicas) == 1 for replicas in homes.values())
+    assert [each.num_adapters for each in outcome.replicas] == [3, 3, 3]
+
+
+def test_an_adapter_is_fetched_once_however_many_wait() -> None:
+    burst = [
+        WorkloadRequest(arrival_s=1.0 + index / 1e4, prompt_tokens=9, output_tokens=5, adapter=5)
+        for index in range(6)
+    ]
+    outcome = run("round-robin", workload=burst, link=LINK)
+    assert outcome.most_bytes_held is not None
+    # Its home is replica 2; the two others fetch it once each.
+    assert [each.num_fetches for each in outcome.replicas] == [1, 1, 0]
+    assert outcome.bytes_moved == 2 * (64 << 20)
+    first = [each.first_token_s for each in outcome.all.requests]
+    assert all(moment is not None and moment - 1.0 >= (64 << 20) / 2e9 for moment in (first[0], first[1]))
+
+
+def test_adapters_that_are_placed_are_there_from_the_beginning() -> None:
+    outcome = run("routing-table+contiguous", link=LINK)
+    assert outcome.bytes_moved == 0
+    assert sum(each.num_loads for each in outcome.replicas) == 9
+
+
+def test_a_slow_link_shows_in_first_tokens() -> None:
+    slow, fast = (
+        run("round-robin", link=LinkSpeed(bytes_per_s=speed)).all.summary()["ttft_s"]["mean"]
+        for speed in (1e8, 1e11)
+    )
+    assert slow > fast
+
+
+def test_moved_adapters_are_fetched_and_let_go() -> None:
+    """The demand for ranks turns round, so that LoRAServe's placement moves adapters while requests run."""
+    workload = [
+        replace(each, adapter=each.adapter if each.arrival_s < 5 else 8 - each.adapter)
+        for each in random_workload(5, num_requests=400, num_adapters=3, rps=40.0)
+    ]
+    options = FleetOptions(
+        num_replicas=3, replay=OPTIONS, slo_s=0.01, period_s=1.0, link=LINK, points={8: 900, 16: 800, 64: 500}
+    )
+    outcome = FleetRuns(imagined_machine(), workload, options).run(Policy.of_name("routing-table+loraserve"))
+    check_all_served(outcome, workload)
+    assert outcome.bytes_moved > 0
+    assert outcome.most_bytes_held is not None
+    assert outcome.most_bytes_held < sum(rank << 20 for rank in (8, 16, 64) * 3), "no host holds all"
+
+
+class RestlessMigrator(Migrator):
+    """Moves requests at random, all the time."""
+
+    def __init__(self, seed: int, num_replicas: int) -> None:
+        super().__init__(MigratorConfig(period_s=0.05))
+        self._rng = random.Random(seed)
+        self._num_replicas = num_replicas
+
+    def decide(self, now_s: float, view: MigrationView) -> list[Move]:
+        super().decide(now_s, view)  # so that it is due again when the period is over
+        found = [each for replica in range(self._num_replicas) for each in view.requests_on(replica)]
+        return [
+            Move(each.request_id, each.replica, (each.replica + 1) % self._num_replicas)
+            for each in found
+            if self._rng.random() < 0.2
+        ]
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1000), rps=st.sampled_from([20.0, 200.0]), on_gpu=st.booleans())
+def test_requests_that_move_lose_no_token(seed: int, rps: float, on_gpu: bool) -> None:
+    workload = random_workload(seed, num_requests=40, num_adapters=9, rps=rps)
+    machine = imagined_machine()
+    if not on_gpu:
+        machine = replace(machine, subject=replace(machine.subject, device="cpu"))
+    outcome, view = simulate(RoundRobinRouter(), workload, RestlessMigrator(seed, 3), machine)
+    assert outcome.num_moves > 0
+    check_all_served(outcome, workload)
+    for column in (*view.load.everything, *view.load.waiting):
+        assert not np.any(column), "all have ended"
+    for each in outcome.all.requests:
+        assert each.first_token_s is not None
+        assert each.finish_s is not None
+        assert each.request.arrival_s < each.first_token_s <= each.finish_s
+
+
+def test_a_hot_replica_hands_requests_over() -> None:
+    """All requests are on an adapter of one replica; migration sends some of them to the other."""
+    made = random_workload(3, num_requests=900, num_adapters=9, rps=90.0)
+    workload = [replace(each, adapter=0) for each in made]
+    options = replace(OPTIONS, max_running=8)
+    stays, moves = (
+        run(policy, num_replicas=2, workload=workload, options=options)
+        for policy in ("routing-table+contiguous", "routing-table+contiguous+migrate")
+    )
+    check_all_served(moves, workload)
+    assert stays.num_moves == 0
+    assert moves.num_moves > 0
+    assert moves.all.duration_s < stays.all.duration_s
+
+
+def test_figures_of_a_run() -> None:
+    outcome = run("rank-aware")
+    found = figures_of(outcome, 0.01)
+    assert found.attainment == outcome.all.slo_attainment(0.01)
+    assert found.adapter_loads == sum(each.num_loads for each in outcome.replicas)
+    sizes = [rank << 20 for rank in (8, 16, 64)]
+    assert found.bytes_moved >= 3 * sum(sizes), "every adapter came to some host"
+    assert found.busiest_over_mean >= 1.0
+
+
+def test_padded_kernels_make_a_mixed_fleet_slower() -> None:
+    options = FleetOptions(num_replicas=2, replay=OPTIONS, slo_s=0.01)
+    plain, padded = (
+        FleetRuns(model, WORKLOAD, options).run(Policy(routing="round-robin")).all.summary()["tpt_s"]["mean"]
+        for model in (imagined_machine(), with_padded_kernels(imagined_machine()))
+    )
+    assert padded > plain
+
+
+def test_base_time_per_token_is_of_requests_alone() -> None:
+    request = WorkloadRequest(arrival_s=7.0, prompt_tokens=9, output_tokens=5, adapter=3)
+    alone = replay(imagined_machine(), [replace(request, adapter=0)], replace(OPTIONS, num_adapters=0))
+    expected = alone.summary()["tpt_s"]["mean"]
+    assert base_tpt_s(imagined_machine(), [request] * 3, OPTIONS) == pytest.approx(expected)
+
+
+def test_another_seed_is_another_workload_like_it() -> None:
+    assert shuffled(WORKLOAD, 0) is WORKLOAD
+    other = shuffled(WORKLOAD, 1)
+    assert other != WORKLOAD
+    assert [each.arrival_s for each in other] == [each.arrival_s for each in WORKLOAD]
+
+    def bodies(requests: list[WorkloadRequest]) -> list[tuple[int, int, int]]:
+        return sorted((each.prompt_tokens, each.output_tokens, each.adapter) for each in requests)
+
+    assert bodies(list(other)) == bodies(WORKLOAD)
+
+
+def test_what_no_fleet_can_do_is_refused() -> None:
+    options = FleetOptions(num_replicas=0, replay=OPTIONS)
+    with pytest.raises(UserError, match="at least one replica, not 0"):
+        FleetRuns(imagined_machine(), WORKLOAD, options)
+    with pytest.raises(UserError, match="a fleet is of our own engines"):
+        FleetRuns(TRUTH, WORKLOAD, FleetOptions(num_replicas=2, replay=replace(OPTIONS, kv_tokens=None)))
+    with pytest.raises(UserError, match="there are 3, counted from 0"):
+        FleetRuns(
+            imagined_machine(),
+            WORKLOAD,
+            FleetOptions(num_replicas=2, replay=replace(OPTIONS, num_adapters=3)),
+        )
+    with pytest.raises(CapacityError, match="KV memory holds"):
+        FleetRuns(
+            imagined_machine(), WORKLOAD, FleetOptions(num_replicas=2, replay=replace(OPTIONS, kv_tokens=64))
+        )

@@ -38,6 +38,7 @@ OWN_ENGINES = st.fixed_dictionaries(
         ),
         "ahead": st.booleans(),
         "position_cost": st.sampled_from([0.0, 0.001, 0.05]),
+        "padded": st.booleans(),
     }
 )
 QUICK = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])

@@ -253,11 +253,6 @@ def test_options_without_effect_are_refused(workload: Path, tmp_path: Path) -> N
     profile = tmp_path / "profile.json"
     write_profile(profile, imagined_machine())
     assert "leave --slots out" in error_of(twin("run", profile, workload, "--slots", "4"))
-    fleet = twin("run", profile, workload, "--slots", "4", "--engines", "2")
-    assert "leave --slots out" in error_of(fleet)
-    alone = twin("run", profile, workload, "--routing", "round-robin")
-    assert alone.exit_code == 2
-    assert "has no effect without --engines" in " ".join(alone.output.replace("│", " ").split())
 
 
 def test_an_unknown_adapter_is_refused(profile: Path, workload: Path) -> None:

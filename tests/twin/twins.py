@@ -7,7 +7,7 @@ import random
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.modules import MODULES
 from loraplex.perf.assist_cost import AssistCost
-from loraplex.perf.cost_model import CostModel
+from loraplex.perf.cost_model import CostModel, with_padded_kernels
 from loraplex.perf.drift import DriftWatch
 from loraplex.perf.engine_memory import EngineMemory
 from loraplex.perf.layer_pipeline import Bus
@@ -111,8 +111,10 @@ def own_twin(
     cold_start: ColdStart = ColdStart.OVERLAP,
     ahead: bool = False,
     position_cost: float = 0.0,
+    padded: bool = False,
 ) -> Simulator:
     """Our own engine on an imagined machine, with an arena (`shared`) or with a memory for each."""
+    machine = with_padded_kernels(imagined_machine()) if padded else imagined_machine()
     adapters = [f"adapter-{number}" for number in range(num_adapters)]
     sizes = {version: (number + 1) << 20 for number, version in enumerate(adapters)}
     memory = (
@@ -132,14 +134,14 @@ def own_twin(
         max_running=max_running,
         cold_start=cold_start,
     )
-    times = CostModelTimes(imagined_machine(), sizes)
+    times = CostModelTimes(machine, sizes)
     simulator = (AheadSimulator if ahead else Simulator)(
         config=config,
         memory=memory,
         times=times,
         adapters=adapters,
         leaps=leaps,
-        costs=DriftWatch(imagined_machine()),
+        costs=DriftWatch(machine),
     )
     for version, num_bytes in sizes.items():
         simulator.scheduler.adapters.add(version, num_bytes)
@@ -163,6 +165,7 @@ def imagined_machine() -> CostModel:
                 prompt_pair_s=1e-9,
                 adapter_s=50e-6,
                 adapter_byte_s=1e-12,
+                row_adapter_byte_s=1e-13,
             ),
         ),
         assist=AssistCost(round_trip_s=0, call_s=0, weight_s=0, serial_s=0, shared_s=0),

@@ -1,0 +1,360 @@
+"""`loraplex fleet`: many replicas behind a router, simulated.
+
+Imports wait until a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loraplex.cli.flags import App
+from loraplex.cli.json_out import check_picture, check_writable, write_json
+from loraplex.cli.sizes import parse_rate
+from loraplex.cli.slo import parse_slo
+from loraplex.cli.twin_options import (
+    AdapterMib,
+    Adapters,
+    JsonPath,
+    KvTokens,
+    MaxRunning,
+    Modules,
+    ProfilePath,
+    Ranks,
+    Seconds,
+    TwinOptions,
+    WorkloadPath,
+    read_inputs,
+    read_profile_of,
+)
+from loraplex.core.errors import UserError
+from loraplex.core.progress import shown_progress
+from loraplex.core.words import plural
+
+if TYPE_CHECKING:
+    from loraplex.fleet.policy import Policy
+    from loraplex.twin.fleet import FleetOutcome
+    from loraplex.twin.fleet_compare import FleetInputs
+    from loraplex.twin.fleet_figures import PolicyFigures
+
+app = App(help="Many replicas behind a router: what a policy would do, simulated.", no_args_is_help=True)
+
+_Replicas = Annotated[int, typer.Option("--replicas", help="Engines of the fleet, all alike.")]
+_Policies = Annotated[
+    str,
+    typer.Option(help="ROUTING+PLACEMENT[+migrate] of each, with commas: random,routing-table+loraserve."),
+]
+_SloTpt = Annotated[
+    str,
+    typer.Option(
+        "--slo-tpt", help="Time per token that a request may take: 1.5x of the base model alone, or 30ms."
+    ),
+]
+_Period = Annotated[float, typer.Option("--period", help="Seconds after which adapters are placed again.")]
+_Link = Annotated[
+    str | None,
+    typer.Option(
+        "--link", help="Replicas fetch adapters from each other at 25GB/s; default: each from its own disk."
+    ),
+]
+_Plot = Annotated[Path | None, typer.Option(help="Draw it to this .png.")]
+
+
+@app.command()
+def simulate(
+    profile: ProfilePath,
+    workload: WorkloadPath,
+    replicas: _Replicas,
+    routing: Annotated[str, typer.Option(help="Who serves a request; `loraplex fleet policies` has them.")],
+    placement: Annotated[str, typer.Option(help="Which replicas serve an adapter.")] = "everywhere",
+    migrate: Annotated[
+        bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
+    ] = False,
+    slo_tpt: _SloTpt = "1.5x",
+    period: _Period = 60.0,
+    link: _Link = None,
+    adapters: Adapters = None,
+    ranks: Ranks = None,
+    seconds: Seconds = None,
+    kv_tokens: KvTokens = None,
+    adapter_mib: AdapterMib = None,
+    modules: Modules = None,
+    max_running: MaxRunning = None,
+    json_out: JsonPath = None,
+    plot: _Plot = None,
+) -> None:
+    """Simulate a workload on a fleet under one policy."""
+    from loraplex.fleet.policy import Policy
+    from loraplex.twin.fleet_figures import figures_of
+    from loraplex.twin.fleet_run import FleetRuns
+
+    _check_files(profile, workload, json_out, plot)
+    policy = Policy(routing=routing, placement=placement, migrates=migrate)
+    options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
+    inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
+    runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
+    with shown_progress("simulating", expected=f"{len(inputs.workload):,} requests") as progress:
+        progress(policy.name, None)
+        outcome = runs.run(policy)
+    figures = figures_of(outcome, inputs.options.slo_s)
+    _show_outcome(outcome, figures, inputs)
+    if json_out is not None:
+        document = {
+            "policy": policy.name,
+            "slo_tpt_s": inputs.options.slo_s,
+            "figures": asdict(figures),
+            "summary": outcome.all.summary(),
+            "timeline": asdict(outcome.all.timeline()),
+            "replicas": [asdict(each) for each in outcome.replicas],
+        }
+        write_json(json_out, document)
+    if plot is not None:
+        from loraplex.cli.fleet_plot import draw_outcome
+
+        title = (
+            f"{workload.name} on {replicas} {plural('replica', replicas)} of {profile.name}: {policy.name}"
+        )
+        _write_plot(draw_outcome(outcome, title=title), plot)
+
+
+@app.command()
+def compare(
+    profile: ProfilePath,
+    workload: WorkloadPath,
+    replicas: _Replicas,
+    policies: _Policies,
+    seeds: Annotated[
+        int,
+        typer.Option(min=1, help="Runs of each: the workload, and others in which neighbours swap places."),
+    ] = 5,
+    slo_tpt: _SloTpt = "1.5x",
+    period: _Period = 60.0,
+    link: _Link = None,
+    adapters: Adapters = None,
+    ranks: Ranks = None,
+    seconds: Seconds = None,
+    kv_tokens: KvTokens = None,
+    adapter_mib: AdapterMib = None,
+    modules: Modules = None,
+    max_running: MaxRunning = None,
+    json_out: JsonPath = None,
+    plot: _Plot = None,
+) -> None:
+    """Simulate the same workload under several policies, on all cores."""
+    from loraplex.twin.fleet_compare import compare_policies
+    from loraplex.twin.fleet_figures import interval_of, mean_of
+
+    _check_files(profile, workload, json_out, plot)
+    named = _named(policies)
+    options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
+    inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
+    expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
+    with shown_progress("simulating", expected=expected) as progress:
+        found = compare_policies(inputs, named, seeds, progress)
+    means = {name: mean_of([run.figures for run in runs]) for name, runs in found.items()}
+    _show_policies(means, inputs)
+    if json_out is not None:
+        write_json(
+            json_out,
+            {
+                "slo_tpt_s": inputs.options.slo_s,
+                "num_seeds": seeds,
+                "policies": {
+                    name: {**asdict(mean), "interval_95": interval_of([run.figures for run in found[name]])}
+                    for name, mean in means.items()
+                },
+            },
+        )
+    if plot is not None:
+        from loraplex.cli.fleet_plot import draw_policies
+
+        title = f"{workload.name} on {replicas} {plural('replica', replicas)} of {profile.name}"
+        _write_plot(draw_policies(found, slo_s=inputs.options.slo_s, title=title), plot)
+
+
+@app.command()
+def capacity(
+    profile: ProfilePath,
+    workload: WorkloadPath,
+    replicas: _Replicas,
+    policies: _Policies,
+    attainment: Annotated[float, typer.Option(help="Share of requests that must be within the SLO.")] = 0.99,
+    slo_tpt: _SloTpt = "1.5x",
+    period: _Period = 60.0,
+    link: _Link = None,
+    adapters: Adapters = None,
+    ranks: Ranks = None,
+    seconds: Seconds = None,
+    kv_tokens: KvTokens = None,
+    adapter_mib: AdapterMib = None,
+    modules: Modules = None,
+    max_running: MaxRunning = None,
+    json_out: JsonPath = None,
+    plot: _Plot = None,
+) -> None:
+    """Find the highest rate at which the SLO holds under each policy: the workload, faster and slower."""
+    from loraplex.twin.fleet_compare import capacities
+
+    _check_files(profile, workload, json_out, plot)
+    if not 0 < attainment <= 1:
+        raise typer.BadParameter("must be above 0 and at most 1", param_hint="--attainment")
+    named = _named(policies)
+    options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
+    inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
+    with shown_progress("bisecting", expected=f"about 12 runs for each of {len(named)}") as progress:
+        found = capacities(inputs, named, attainment, progress)
+    typer.echo(f"{attainment:.1%} of requests within {(inputs.options.slo_s or 0) * 1e3:.1f} ms per token")
+    for name, each in found.items():
+        typer.echo(f"{name:32} {_rate(each.rps)}")
+    if json_out is not None:
+        rates = {name: each.rps if math.isfinite(each.rps) else None for name, each in found.items()}
+        tried = {name: each.tried for name, each in found.items()}
+        write_json(
+            json_out,
+            {
+                "slo_tpt_s": inputs.options.slo_s,
+                "attainment": attainment,
+                "capacity_rps": rates,
+                "tried": tried,
+            },
+        )
+    if plot is not None:
+        from loraplex.cli.fleet_plot import draw_capacities
+
+        _write_plot(draw_capacities(found, attainment=attainment, title=workload.name), plot)
+
+
+@app.command()
+def policies() -> None:
+    """List the routings and placements that there are."""
+    from loraplex.fleet.policy import MIGRATE, PLACEMENTS
+    from loraplex.fleet.routers.named import ROUTERS
+
+    typer.echo("routing:   " + ", ".join(ROUTERS))
+    typer.echo("placement: " + ", ".join(PLACEMENTS))
+    typer.echo(f"a policy is ROUTING+PLACEMENT, and with +{MIGRATE} requests leave overloaded replicas")
+
+
+def _check_files(profile: Path, workload: Path, json_out: Path | None, plot: Path | None) -> None:
+    check_writable(json_out, inputs=(profile, workload))
+    check_picture(plot, inputs=(profile, workload, *([] if json_out is None else [json_out])))
+
+
+def _named(text: str) -> list[Policy]:
+    from loraplex.fleet.policy import Policy
+
+    found = [Policy.of_name(name.strip()) for name in text.split(",")]
+    if len(set(found)) < len(found):
+        raise UserError(f"--policies {text}: a policy is named twice")
+    return found
+
+
+def _inputs(
+    profile: Path,
+    workload: Path,
+    replicas: int,
+    slo_tpt: str,
+    period: float,
+    link: str | None,
+    options: TwinOptions,
+) -> FleetInputs:
+    from loraplex.perf.cost_model import CostModel
+    from loraplex.twin.fleet_compare import FleetInputs
+    from loraplex.twin.fleet_run import FleetOptions, base_tpt_s
+    from loraplex.twin.links import LinkSpeed
+
+    slo = parse_slo(slo_tpt, "--slo-tpt")
+    speed = None if link is None else LinkSpeed(bytes_per_s=parse_rate(link, "--link"))
+    if not 0 < period < math.inf:
+        raise typer.BadParameter("must be more than 0", param_hint="--period")
+    if replicas < 1:
+        raise typer.BadParameter(f"must be at least 1, not {replicas}", param_hint="--replicas")
+    found = read_profile_of(profile, None)
+    if not isinstance(found, CostModel):
+        raise UserError(
+            f"{profile}: it is of an engine with slots for adapters, and a fleet is of our own; give a "
+            "profile of `loraplex profile`"
+        )
+    requests, replay_options = read_inputs(workload, options)
+    slo_s = slo.seconds
+    if slo_s is None:
+        assert slo.multiple is not None
+        slo_s = slo.multiple * base_tpt_s(found, requests, replay_options)
+    return FleetInputs(
+        profile=found,
+        workload=requests,
+        options=FleetOptions(
+            num_replicas=replicas, replay=replay_options, slo_s=slo_s, period_s=period, link=speed
+        ),
+    )
+
+
+def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetInputs) -> None:
+    summary = outcome.all.summary()
+    typer.echo(
+        f"{summary['num_served']:,} of {summary['num_requests']:,} requests served in "
+        f"{summary['duration_s']:,.1f} simulated seconds, {summary['output_tok_s']:,.0f} output tok/s"
+    )
+    slo_ms = (inputs.options.slo_s or 0) * 1e3
+    if figures.attainment is not None:
+        typer.echo(f"{figures.attainment:.2%} within {slo_ms:.1f} ms per token")
+    for name in ("ttft_s", "tpt_s"):
+        if (row := summary[name]) is not None:
+            cells = "  ".join(f"{key} {value * 1e3:,.1f}" for key, value in row.items())
+            typer.echo(f"{name[:-2].upper():5} ms  {cells}")
+    typer.echo(f"{'':10} {'least':>10} {'mean':>10} {'most':>10}   over {len(outcome.replicas)} replicas")
+    for key, words in (
+        ("num_requests", "requests"),
+        ("mean_running", "running"),
+        ("mean_waiting", "waiting"),
+        ("num_adapters", "adapters"),
+        ("num_loads", "loads"),
+    ):
+        values = [getattr(each, key) for each in outcome.replicas]
+        mean = sum(values) / len(values)
+        typer.echo(f"{words:10} {min(values):10,.1f} {mean:10,.1f} {max(values):10,.1f}")
+    if outcome.num_moves:
+        typer.echo(f"{outcome.num_moves:,} {plural('move', outcome.num_moves)} of requests between replicas")
+    if outcome.most_bytes_held is not None:
+        typer.echo(
+            f"adapters: {outcome.bytes_moved / 1e9:,.1f} GB fetched, {outcome.most_bytes_held / 1e9:,.1f} GB "
+            "in the host memory that holds most"
+        )
+    if summary["starved"]:
+        waiting = [each.mean_waiting for each in outcome.replicas]
+        worst = sorted(range(len(waiting)), key=waiting.__getitem__, reverse=True)[:3]
+        typer.echo(
+            "overloaded: it serves less than 90% of what is asked for; most wait at "
+            + ", ".join(f"replica {number} ({waiting[number]:,.1f})" for number in worst)
+        )
+
+
+def _show_policies(means: dict[str, PolicyFigures], inputs: FleetInputs) -> None:
+    typer.echo(f"within {(inputs.options.slo_s or 0) * 1e3:.1f} ms per token; means over seeds")
+    typer.echo(
+        f"{'policy':32} {'attained':>9} {'TTFT p95 ms':>12} {'TPT ms':>8} {'loads':>9} {'busiest':>8} "
+        f"{'moved GB':>9}"
+    )
+    for name, each in means.items():
+        typer.echo(
+            f"{name:32} {_cell(each.attainment, 1e2, '%'):>9} {_cell(each.ttft_p95_s, 1e3):>12} "
+            f"{_cell(each.tpt_mean_s, 1e3):>8} {each.adapter_loads:9,.0f} {each.busiest_over_mean:7.2f}x "
+            f"{each.bytes_moved / 1e9:9,.1f}"
+        )
+
+
+def _cell(value: float | None, factor: float, unit: str = "") -> str:
+    return "-" if value is None else f"{value * factor:,.2f}{unit}"
+
+
+def _rate(rps: float) -> str:
+    return f"{rps:10,.2f} requests/s" if math.isfinite(rps) else "holds at every rate that was tried"
+
+
+def _write_plot(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    typer.echo(f"wrote {path}")

@@ -1,0 +1,155 @@
+"""What commands that simulate are told: options they have in common, and the files these name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from loraplex.cli.profile_table import warn_of_poor_fits
+from loraplex.core.errors import UserError
+
+if TYPE_CHECKING:
+    from loraplex.perf.named_profiles import Profile
+    from loraplex.twin.compare import LiveEngine
+    from loraplex.twin.replay import ReplayOptions
+    from loraplex.workload.jsonl import WorkloadRequest
+
+ProfilePath = Annotated[
+    Path,
+    typer.Option(
+        "--profile",
+        metavar="NAME|PATH",
+        help="One of `loraplex profile list`, or a file of `loraplex profile` or `profile fit`.",
+    ),
+]
+WorkloadPath = Annotated[Path, typer.Option("--workload", help="A .jsonl file, one request a line.")]
+Model = Annotated[
+    str | None, typer.Option(help="Refuse a profile of any other model; named as in the profile.")
+]
+Adapters = Annotated[int | None, typer.Option(min=1, help="How many; default: as the workload says.")]
+Ranks = Annotated[
+    str | None,
+    typer.Option(help="Ranks of the adapters, over and over: 8,16,32; default: the workload's, or 16."),
+]
+Slots = Annotated[int | None, typer.Option(min=1, help="Of an engine with slots; default: one for each.")]
+Seconds = Annotated[float | None, typer.Option("--seconds", help="End after so many simulated seconds.")]
+KvTokens = Annotated[
+    int | None, typer.Option(min=16, help="KV memory, instead of the profile's; on a GPU adapters share it.")
+]
+AdapterMib = Annotated[
+    float | None,
+    typer.Option(help="Size of each adapter (our own engine); default: by its rank, as the profile has it."),
+]
+Modules = Annotated[
+    str | None, typer.Option(help="What adapters are on (our own engine): q,k,v (default) or all.")
+]
+MaxRunning = Annotated[
+    int | None, typer.Option(min=1, help="Requests in a step at most (our own engine); default: 256.")
+]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+
+
+_DEFAULT_RANKS = (16,)
+_MOST_ADAPTERS = 1_000_000
+"""That a workload has unless somebody says so: each is known to the scheduler, used or not."""
+_POOR_ERROR = 0.15
+
+
+class TwinOptions(NamedTuple):
+    """The options that both commands that simulate have."""
+
+    adapters: int | None
+    ranks: str | None
+    slots: int | None
+    kv_tokens: int | None
+    adapter_mib: float | None
+    modules: str | None
+    max_running: int | None
+    seconds: float | None = None
+
+
+def read_profile_of(path: Path, model: str | None) -> Profile:
+    """Read a profile by its path or name, with a warning if it was measured badly: what comes of it is no
+    better."""
+    from loraplex.perf.cost_model import CostModel
+    from loraplex.perf.named_profiles import find_profile
+
+    profile = find_profile(path, model)
+    if not isinstance(profile, CostModel):
+        return profile
+    advice = f"the twin is no better than {path.name}, so measure again when the machine is idle"
+    if not warn_of_poor_fits(profile, advice) and (held_out := profile.held_out) is not None:
+        worst = max(held_out.decode.mean_error, held_out.prefill.mean_error)
+        if worst > _POOR_ERROR:
+            typer.echo(
+                f"the profile is off by {worst:.0%} on the mean for steps it was not fitted to; measure "
+                "again with `loraplex profile` while the machine does nothing else",
+                err=True,
+            )
+    return profile
+
+
+def read_inputs(
+    workload: Path, options: TwinOptions, engine: LiveEngine | None = None
+) -> tuple[list[WorkloadRequest], ReplayOptions]:
+    """`engine`: what holds where no option says otherwise."""
+    from loraplex.core.modules import module_names
+    from loraplex.twin.replay import ReplayOptions
+    from loraplex.workload.jsonl import WorkloadFile
+
+    if options.seconds is not None and not options.seconds > 0:
+        raise typer.BadParameter("must be more than 0", param_hint="--seconds")
+    mib = options.adapter_mib
+    if mib is not None and not 0 < mib < math.inf:
+        raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
+    file = WorkloadFile(workload)
+    requests, header = list(file), file.header
+    named = max(request.adapter for request in requests) + 1
+    if header is None and options.adapters is None and named > _MOST_ADAPTERS:
+        raise UserError(
+            f"{workload}: a request is on adapter {named - 1}, counted from 0, so there would be {named:,}; "
+            "give --adapters if that is meant"
+        )
+    chosen = ReplayOptions(
+        num_adapters=options.adapters or (named if header is None else header.num_adapters),
+        ranks=(_DEFAULT_RANKS if header is None else header.ranks)
+        if options.ranks is None
+        else _ranks(options.ranks),
+        num_slots=options.slots,
+        until_s=math.inf if options.seconds is None else options.seconds,
+        kv_tokens=options.kv_tokens,
+        adapter_bytes=None if mib is None else max(int(mib * (1 << 20)), 1),
+        modules=None if options.modules is None else module_names(options.modules),
+        max_running=options.max_running,
+    )
+    if engine is None:
+        return requests, chosen
+    chosen = _as_live(chosen, options, engine)
+    wrapped = (replace(each, adapter=each.adapter % max(chosen.num_adapters, 1)) for each in requests)
+    return list(wrapped), chosen
+
+
+def _as_live(chosen: ReplayOptions, options: TwinOptions, engine: LiveEngine) -> ReplayOptions:
+    return replace(
+        chosen,
+        num_adapters=options.adapters or engine.num_adapters,
+        ranks=engine.ranks if options.ranks is None else chosen.ranks,
+        modules=chosen.modules or engine.modules,
+        kv_tokens=chosen.kv_tokens or engine.kv_tokens,
+        work=engine.work,
+        staged=True,
+    )
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        ranks = tuple(int(each) for each in text.split(","))
+    except ValueError:
+        ranks = ()
+    if not ranks or min(ranks) < 1:
+        raise typer.BadParameter(f"{text!r} is not a list of ranks such as 8,16,32", param_hint="--ranks")
+    return ranks

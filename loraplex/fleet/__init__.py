@@ -1,0 +1,1 @@
+"""The deciding code of many replicas: loads, routing, placement, migration."""

@@ -1,0 +1,42 @@
+"""The adapters of a fleet, by number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loraplex.core.errors import UserError
+from loraplex.fleet.arrays import IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AdapterTable:
+    """What a fleet knows of its adapters 0 to A-1. Adapters are added at the end, so that a number stays."""
+
+    ranks: IntArray
+    """The largest rank of any module of the adapter."""
+    num_bytes: IntArray
+    """What one copy takes in memory, on the host or on a device."""
+
+    def __post_init__(self) -> None:
+        if self.ranks.shape != self.num_bytes.shape or self.ranks.ndim != 1:
+            raise UserError(
+                f"an adapter table needs a rank and a size for each adapter; it has {self.ranks.size} ranks "
+                f"and {self.num_bytes.size} sizes"
+            )
+        for name, values in (("rank", self.ranks), ("size in bytes", self.num_bytes)):
+            wrong = np.flatnonzero(values < 1)
+            if wrong.size:
+                raise UserError(
+                    f"adapter {wrong[0]} has {values[wrong[0]]} as its {name}; it must be 1 at least"
+                )
+
+    @classmethod
+    def of(cls, *, ranks: Sequence[int], num_bytes: Sequence[int]) -> AdapterTable:
+        """Return the table of these columns."""
+        return cls(ranks=np.array(ranks, dtype=np.int64), num_bytes=np.array(num_bytes, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.ranks)

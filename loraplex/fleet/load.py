@@ -1,0 +1,249 @@
+"""The load of every replica, as seen from in front of the fleet.
+
+`FleetLoad` is updated when a request is sent, has its first token and ends, each time in constant time; it
+counts a request from the moment it is sent. Routers read columns with one value per replica: none of them
+walks over requests, and looking changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from loraplex.fleet.answer_length import AnswerLength
+from loraplex.fleet.arrays import BoolArray, FloatArray, IntArray
+from loraplex.fleet.request import RoutedRequest
+from loraplex.perf.set_costs import RequestSets
+
+_NOWHERE: Final[Mapping[int, int]] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaLimits:
+    """What one replica can hold: requests in a step, KV tokens, and adapters at a time (None: any number)."""
+
+    max_running: int
+    kv_tokens: int
+    max_adapters: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.max_running > 0, "a replica must be able to run a request"
+        assert self.kv_tokens > 0, "a replica must be able to hold a token"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaLoad:
+    """One replica's load at one moment, for tests and for people; routers read the columns of `FleetLoad`."""
+
+    num_running: int
+    num_waiting: int
+    sum_ranks: int
+    max_rank: int
+    waiting_tokens: int
+    kv_tokens_left: float
+    adapters: frozenset[int]
+
+
+class _Open(NamedTuple):
+    """A request that was sent and has not ended. `kv_tokens`: what it was counted with."""
+
+    request: RoutedRequest
+    replica: int
+    kv_tokens: float
+    is_running: bool
+
+
+class _RequestColumns:
+    """Counts, sums and maxima over a set of requests per replica.
+
+    Whole numbers are kept as floats as well: costs are computed from all columns for every request, and
+    converting them would take a tenth of a router's time.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_requests: FloatArray = np.zeros(num_replicas)
+        self.sum_ranks: FloatArray = np.zeros(num_replicas)
+        self.max_rank: FloatArray = np.zeros(num_replicas)
+        self.prompt_tokens: FloatArray = np.zeros(num_replicas)
+        self.kv_tokens: FloatArray = np.zeros(num_replicas)
+        self.num_adapters: FloatArray = np.zeros(num_replicas)
+        # By adapter and replica: an adapter in flight is at few replicas.
+        self.by_adapter: dict[int, dict[int, int]] = {}
+        self._by_rank: list[dict[int, int]] = [{} for _ in range(num_replicas)]
+
+    def add(self, replica: int, request: RoutedRequest, kv_tokens: float) -> None:
+        adapter, rank, prompt_tokens = request
+        self.num_requests[replica] += 1
+        self.prompt_tokens[replica] += prompt_tokens
+        self.kv_tokens[replica] += kv_tokens
+        if adapter is None:
+            return
+        self.sum_ranks[replica] += rank
+        ranks = self._by_rank[replica]
+        ranks[rank] = ranks.get(rank, 0) + 1
+        if rank > self.max_rank[replica]:
+            self.max_rank[replica] = rank
+        replicas = self.by_adapter.setdefault(adapter, {})
+        replicas[replica] = replicas.get(replica, 0) + 1
+        if replicas[replica] == 1:
+            self.num_adapters[replica] += 1
+
+    def remove(self, replica: int, request: RoutedRequest, kv_tokens: float) -> None:
+        adapter, rank, prompt_tokens = request
+        self.num_requests[replica] -= 1
+        self.prompt_tokens[replica] -= prompt_tokens
+        # An empty replica holds exactly nothing, whatever was rounded on the way.
+        self.kv_tokens[replica] = self.kv_tokens[replica] - kv_tokens if self.num_requests[replica] else 0.0
+        if adapter is None:
+            return
+        self.sum_ranks[replica] -= rank
+        ranks, replicas = self._by_rank[replica], self.by_adapter[adapter]
+        _count_down(ranks, rank)
+        if rank not in ranks and rank == self.max_rank[replica]:
+            self.max_rank[replica] = max(ranks, default=0)
+        _count_down(replicas, replica)
+        if replica not in replicas:
+            self.num_adapters[replica] -= 1
+        if not replicas:
+            del self.by_adapter[adapter]
+
+    def lacks(self, adapter: int | None, replicas: IntArray) -> BoolArray:
+        lacks = np.full(len(self.num_requests), adapter is not None)
+        if adapter in self.by_adapter:
+            lacks[list(self.by_adapter[adapter])] = False
+        return lacks[replicas]
+
+    def sets(self) -> RequestSets:
+        return RequestSets(
+            num_requests=self.num_requests,
+            sum_ranks=self.sum_ranks,
+            max_rank=self.max_rank,
+            prompt_tokens=self.prompt_tokens,
+            kv_tokens=self.kv_tokens,
+            num_adapters=self.num_adapters,
+        )
+
+
+def _count_down(counts: dict[int, int], key: int) -> None:
+    left = counts[key] - 1
+    if left:
+        counts[key] = left
+    else:
+        del counts[key]
+
+
+class FleetLoad:
+    """The requests that each replica was sent and has not finished.
+
+    `everything` and `waiting` are columns over replicas, kept up to date: all requests, and those without a
+    first token. A request counts with its prompt and an answer of the mean length as KV tokens. `accepts`:
+    False for a replica that is down or drains.
+    """
+
+    def __init__(self, limits: Sequence[ReplicaLimits], answers: AnswerLength | None = None) -> None:
+        num_replicas = len(limits)
+        self.limits: Final = tuple(limits)
+        self.max_running: Final[IntArray] = np.array([each.max_running for each in limits], np.int64)
+        self.kv_capacity: Final[IntArray] = np.array([each.kv_tokens for each in limits], np.int64)
+        self.max_adapters: Final[FloatArray] = np.array(
+            [math.inf if each.max_adapters is None else each.max_adapters for each in limits]
+        )
+        self.accepts = np.ones(num_replicas, np.bool_)
+        self.answers: Final = AnswerLength() if answers is None else answers
+        self._all = _RequestColumns(num_replicas)
+        self._waiting = _RequestColumns(num_replicas)
+        self._open: dict[Hashable, _Open] = {}
+        self.everything: Final = self._all.sets()
+        self.waiting: Final = self._waiting.sets()
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.limits)
+
+    def sent(self, request_id: Hashable, request: RoutedRequest, replica: int) -> None:
+        """Count a request that was sent to a replica just now."""
+        assert request_id not in self._open, f"request {request_id} was sent before"
+        kv_tokens = request.prompt_tokens + self.answers.mean_tokens
+        self._open[request_id] = _Open(request, replica, kv_tokens, False)
+        self._all.add(replica, request, kv_tokens)
+        self._waiting.add(replica, request, kv_tokens)
+
+    def first_token(self, request_id: Hashable) -> None:
+        """Count a request as running from now on."""
+        found = self._open[request_id]
+        if not found.is_running:
+            self._open[request_id] = found._replace(is_running=True)
+            self._waiting.remove(found.replica, found.request, found.kv_tokens)
+
+    def ended(self, request_id: Hashable, output_tokens: int | None = None) -> RoutedRequest:
+        """Forget a request, and return it. `output_tokens`: of a whole answer, from which the length of later
+        ones is estimated."""
+        found = self._open.pop(request_id)
+        self._all.remove(found.replica, found.request, found.kv_tokens)
+        if not found.is_running:
+            self._waiting.remove(found.replica, found.request, found.kv_tokens)
+        if output_tokens is not None:
+            self.answers.observe(output_tokens)
+        return found.request
+
+    def moved(self, request_id: Hashable, replica: int, num_output: int) -> RoutedRequest:
+        """A request goes to another replica, where its prompt and its answer so far are read again; return it
+        as it is now."""
+        request = self.ended(request_id)
+        longer = request._replace(prompt_tokens=request.prompt_tokens + num_output)
+        self.sent(request_id, longer, replica)
+        return longer
+
+    def requests_on(self, replica: int) -> list[tuple[Hashable, RoutedRequest]]:
+        """All requests of a replica, in the order in which they were sent. This looks at every request."""
+        return [
+            (request_id, each.request) for request_id, each in self._open.items() if each.replica == replica
+        ]
+
+    def in_flight(self, adapter: int) -> Mapping[int, int]:
+        """The number of this adapter's requests by replica, of those that have any."""
+        return self._all.by_adapter.get(adapter, _NOWHERE)
+
+    def waiting_on(self, adapter: int) -> Mapping[int, int]:
+        """The same of this adapter's requests that have no token yet."""
+        return self._waiting.by_adapter.get(adapter, _NOWHERE)
+
+    def lacks(self, adapter: int | None, replicas: IntArray) -> BoolArray:
+        """Tell which of these replicas have no request of this adapter; none if there is no adapter."""
+        return self._all.lacks(adapter, replicas)
+
+    def lacks_waiting(self, adapter: int | None, replicas: IntArray) -> BoolArray:
+        """The same for requests that have no token yet."""
+        return self._waiting.lacks(adapter, replicas)
+
+    def replica(self, number: int) -> ReplicaLoad:
+        everything, waiting = self._all, self._waiting
+        num_waiting = int(waiting.num_requests[number])
+        return ReplicaLoad(
+            num_running=int(everything.num_requests[number]) - num_waiting,
+            num_waiting=num_waiting,
+            sum_ranks=int(everything.sum_ranks[number]),
+            max_rank=int(everything.max_rank[number]),
+            waiting_tokens=int(waiting.prompt_tokens[number]),
+            kv_tokens_left=float(self.kv_capacity[number] - everything.kv_tokens[number]),
+            adapters=frozenset(each for each, at in everything.by_adapter.items() if number in at),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that the columns say what the open requests add up to."""
+        fresh = FleetLoad(self.limits)
+        for request_id, each in self._open.items():
+            fresh._open[request_id] = each
+            fresh._all.add(each.replica, each.request, each.kv_tokens)
+            if not each.is_running:
+                fresh._waiting.add(each.replica, each.request, each.kv_tokens)
+        for kept, counted in ((self._all, fresh._all), (self._waiting, fresh._waiting)):
+            assert kept.by_adapter == counted.by_adapter
+            for name, column, expected in zip(RequestSets._fields, kept.sets(), counted.sets(), strict=True):
+                # Sums of fractions depend on the order of what was added.
+                same = np.allclose if name == "kv_tokens" else np.array_equal
+                assert same(column, expected), (name, column, expected)

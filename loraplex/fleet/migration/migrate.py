@@ -1,0 +1,116 @@
+"""dLoRA's reactive migration: a trigger picks replicas, a relaxed program places their requests anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from loraplex.core.errors import UserError
+from loraplex.fleet.migration.columns import columns_of
+from loraplex.fleet.migration.problem import (
+    MigrationAdapter,
+    MigrationCosts,
+    MigrationProblem,
+    MigrationReplica,
+    MigrationRequest,
+    Move,
+)
+from loraplex.fleet.migration.relaxed import solve_relaxed
+from loraplex.fleet.migration.trigger import PERIOD_S, Column, Entrants, TriggerConfig, entrants_of
+
+
+class MigrationView(Protocol):
+    """The fleet as migration sees it: columns with one value per replica, the rest of those that enter."""
+
+    @property
+    def kv_share(self) -> Column:
+        """The share of each replica's KV cache that is in use."""
+        ...
+
+    @property
+    def num_requests(self) -> Column:
+        """Requests that each replica was sent and has not finished."""
+        ...
+
+    @property
+    def queueing_s(self) -> Column | None:
+        """How long a request waits on each replica until it runs; None if nobody estimates it."""
+        ...
+
+    @property
+    def costs(self) -> MigrationCosts: ...
+
+    def replica(self, replica: int) -> MigrationReplica: ...
+
+    def requests_on(self, replica: int) -> Sequence[MigrationRequest]:
+        """The requests of a replica, in an order that does not change from one run to the next."""
+        ...
+
+    def adapter(self, adapter: int) -> MigrationAdapter: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MigratorConfig:
+    """`period_s`: seconds from one look at the fleet to the next."""
+
+    period_s: float = PERIOD_S
+    trigger: TriggerConfig = field(default_factory=TriggerConfig)
+
+    def __post_init__(self) -> None:
+        if not self.period_s > 0:
+            raise UserError(f"migration every {self.period_s:g} s: the period must be above 0")
+
+
+class Migrator:
+    """Decides at most once a period which requests move. Its time is handed in."""
+
+    def __init__(self, config: MigratorConfig | None = None) -> None:
+        self._config = config or MigratorConfig()
+        self._due_s = 0.0
+
+    @property
+    def due_s(self) -> float:
+        """The earliest time at which the next `decide` looks at the fleet."""
+        return self._due_s
+
+    def decide(self, now_s: float, view: MigrationView) -> list[Move]:
+        """Return the moves to be made now; none before the period is over or while the load is even."""
+        if now_s < self._due_s:
+            return []
+        self._due_s = now_s + self._config.period_s
+        entrants = entrants_of(
+            self._config.trigger,
+            kv_share=view.kv_share,
+            num_requests=view.num_requests,
+            queueing_s=view.queueing_s,
+        )
+        return [] if entrants is None else moves_for(problem_of(entrants, view))
+
+
+def problem_of(entrants: Entrants, view: MigrationView) -> MigrationProblem:
+    """Return the problem of the replicas that enter: requests go from overloaded to underloaded ones."""
+    replicas = [replace(view.replica(each), gives=True, receives=False) for each in entrants.overloaded]
+    replicas += [replace(view.replica(each), gives=False, receives=True) for each in entrants.underloaded]
+    requests = [request for each in replicas for request in view.requests_on(each.replica)]
+    adapters = sorted({request.adapter for request in requests if request.adapter is not None})
+    return MigrationProblem(
+        replicas=tuple(replicas),
+        requests=tuple(requests),
+        adapters=tuple(view.adapter(each) for each in adapters),
+        costs=view.costs,
+    )
+
+
+def moves_for(problem: MigrationProblem) -> list[Move]:
+    """Return moves that shorten the predicted makespan, in the order of the requests; there may be none."""
+    columns = columns_of(problem)
+    place_N = solve_relaxed(columns).place_N
+    moved = np.flatnonzero(place_N != columns.source_N).tolist()
+    requests, replicas = problem.requests, problem.replicas
+    return [
+        Move(requests[i].request_id, requests[i].replica, replicas[place].replica)
+        for i, place in zip(moved, place_N[moved].tolist(), strict=True)
+    ]

@@ -1,0 +1,35 @@
+"""dLoRA's gamma: executed time with migration over executed time without."""
+
+from __future__ import annotations
+
+from loraplex.core.errors import UserError
+
+
+class MigrationFactor:
+    """Counts the seconds that replicas execute requests, and those of them that migrations caused.
+
+    A fleet whose requests move often has a large factor, and a large factor makes each further move dearer.
+    """
+
+    def __init__(self) -> None:
+        self._useful_s = 0.0
+        self._migration_s = 0.0
+
+    def record_execution(self, seconds: float) -> None:
+        """Record time in which a replica executed requests, other than `record_migration`'s."""
+        self._useful_s += _at_least_zero(seconds)
+
+    def record_migration(self, seconds: float) -> None:
+        """Record time in which a replica prefilled migrated tokens again, or loaded an adapter for them."""
+        self._migration_s += _at_least_zero(seconds)
+
+    @property
+    def gamma(self) -> float:
+        """One at least, and one as long as nothing was executed."""
+        return 1.0 + self._migration_s / self._useful_s if self._useful_s > 0 else 1.0
+
+
+def _at_least_zero(seconds: float) -> float:
+    if not seconds >= 0:
+        raise UserError(f"a time of {seconds:g} s cannot be counted; it must be zero or more")
+    return seconds

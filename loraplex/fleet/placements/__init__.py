@@ -1,0 +1,1 @@
+"""Which replicas serve which adapters: one policy a file, all behind `placement.Placement`."""

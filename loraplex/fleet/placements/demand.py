@@ -1,0 +1,31 @@
+"""The demand of the next period, from how many tokens/s each adapter had in the last ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loraplex.core.errors import UserError
+from loraplex.fleet.arrays import FloatArray
+
+
+def extrapolated_demand(rates: FloatArray) -> FloatArray:
+    """Return the tokens/s of each adapter in the next period: its linear trend continued, zero at least.
+
+    `rates`: tokens/s of the last periods, oldest first, as [periods, adapters]. The trend is the straight
+    line of least squares; one period alone is continued as it is."""
+    if rates.ndim != 2 or not len(rates):
+        raise UserError("demand needs the token rates of at least one period, by period and adapter")
+    weights = _trend_weights(len(rates))
+    return np.maximum(weights @ rates, 0.0)
+
+
+def _trend_weights(num_periods: int) -> FloatArray:
+    """Return by how much each period counts for the value of the line one period after the last.
+
+    The line is linear in the rates, so that one product with these weights serves all adapters."""
+    if num_periods == 1:
+        return np.ones(1)
+    offsets = np.arange(num_periods) - (num_periods - 1) / 2
+    next_offset = offsets[-1] + 1
+    weights: FloatArray = 1 / num_periods + offsets * next_offset / (offsets @ offsets)
+    return weights

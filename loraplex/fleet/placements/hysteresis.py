@@ -1,0 +1,63 @@
+"""A placement that leaves adapters where they are for as long as that is good enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loraplex.core.errors import UserError
+from loraplex.fleet.placements.placement import Placement, PlacementProblem
+from loraplex.fleet.placements.utilisation import utilisation_by_replica
+from loraplex.fleet.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HysteresisPlacement:
+    """Places again each period, but moves only what pays.
+
+    The measure is the predicted utilisation of the busiest replica. The previous plan stays while that is at
+    most `1 + margin` times what the fresh plan would give, and while it fits the hosts. Adapters that the
+    previous plan lacks get the places of the fresh one."""
+
+    placement: Placement
+    margin: float = 0.1
+    operating_points: Mapping[int, float] | None = None
+    """Tokens/s that a replica sustains, by rank; None: all tokens count alike."""
+    padded: bool = True
+    """Kernels pad to the largest rank in a batch."""
+
+    def __post_init__(self) -> None:
+        if not self.margin >= 0:
+            raise UserError(
+                f"a margin of {self.margin:g} would move adapters for nothing; it must be 0 or more"
+            )
+
+    def place(self, problem: PlacementProblem) -> Plan:
+        fresh = self.placement.place(problem)
+        if problem.previous is None:
+            return fresh
+        kept = _completed(problem.previous, fresh)
+        if not _fits(kept, problem):
+            return fresh
+        most_used = self._busiest(fresh, problem) * (1 + self.margin)
+        return kept if self._busiest(kept, problem) <= most_used else fresh
+
+    def _busiest(self, plan: Plan, problem: PlacementProblem) -> float:
+        return float(utilisation_by_replica(plan, problem, self.operating_points, padded=self.padded).max())
+
+
+def _completed(previous: Plan, fresh: Plan) -> Plan:
+    """Return the previous plan, with the places of the fresh one for the adapters that it lacks."""
+    num_placed = len(previous.replicas)
+    if num_placed == len(fresh.replicas):
+        return previous
+    return Plan(
+        replicas=previous.replicas + fresh.replicas[num_placed:],
+        shares=previous.shares + fresh.shares[num_placed:],
+    )
+
+
+def _fits(plan: Plan, problem: PlacementProblem) -> bool:
+    if problem.host_bytes is None:
+        return True
+    return int(plan.bytes_by_replica(problem.adapters, problem.num_replicas).max()) <= problem.host_bytes

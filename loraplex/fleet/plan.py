@@ -1,0 +1,161 @@
+"""The result of a placement: which replicas serve each adapter, with which share of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from loraplex.core.errors import UserError
+from loraplex.core.words import plural
+from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.arrays import FloatArray, IntArray
+
+_SHARE_TOLERANCE: Final = 1e-9
+
+
+class Copies(NamedTuple):
+    """All copies of a plan as columns, by adapter and then by replica."""
+
+    adapters: IntArray
+    replicas: IntArray
+    shares: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Which replicas serve each adapter, and which share of its requests each of them gets."""
+
+    replicas: tuple[tuple[int, ...], ...]
+    """By adapter; at least one each, distinct and ascending."""
+    shares: tuple[tuple[float, ...], ...]
+    """By adapter, beside `replicas`; each above zero, and one in sum."""
+
+    @classmethod
+    def with_equal_shares(cls, replicas: Sequence[Sequence[int]]) -> Plan:
+        """Return the plan in which the replicas of an adapter get the same share each."""
+        kept = tuple(tuple(sorted(each)) for each in replicas)
+        equal = {num: (1 / num,) * num for num in {len(each) for each in kept} if num}
+        return cls(replicas=kept, shares=tuple(equal.get(len(each), ()) for each in kept))
+
+    @classmethod
+    def of_homes(cls, homes: IntArray) -> Plan:
+        """Return the plan that places each adapter on one replica, `homes[adapter]`."""
+        return cls(replicas=tuple((home,) for home in homes.tolist()), shares=((1.0,),) * len(homes))
+
+    @classmethod
+    def of_weights(cls, weights: Sequence[Mapping[int, float]]) -> Plan:
+        """Return the plan of weights by replica, for each adapter; its shares are in proportion to them."""
+        replicas: list[tuple[int, ...]] = []
+        shares: list[tuple[float, ...]] = []
+        for by_replica in weights:
+            if len(by_replica) == 1:
+                replicas.append(tuple(by_replica))
+                shares.append((1.0,))
+            else:
+                placed = tuple(sorted(by_replica))
+                total = sum(by_replica.values())
+                replicas.append(placed)
+                shares.append(tuple(by_replica[replica] / total for replica in placed))
+        return cls(replicas=tuple(replicas), shares=tuple(shares))
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies of adapters there are in the fleet."""
+        return sum(map(len, self.replicas))
+
+    def check(self, num_adapters: int, num_replicas: int) -> None:
+        """Raise a UserError that says what is wrong with the plan for a fleet of this size."""
+        if len(self.replicas) < num_adapters:
+            raise UserError(
+                f"adapter {len(self.replicas)} has no replica: the plan places {len(self.replicas)} of "
+                f"{num_adapters} adapters"
+            )
+        self.check_known(num_adapters, num_replicas)
+
+    def check_known(self, num_adapters: int, num_replicas: int) -> None:
+        """Like `check`, for a plan that may be older than the last adapters."""
+        if len(self.replicas) > num_adapters:
+            raise UserError(
+                f"the plan names adapter {len(self.replicas) - 1}, but the fleet has {num_adapters} "
+                f"{plural('adapter', num_adapters)}"
+            )
+        self._check_shapes()
+        copies = self.copies()
+        unknown = np.flatnonzero((copies.replicas < 0) | (copies.replicas >= num_replicas))
+        if unknown.size:
+            adapter, replica = copies.adapters[unknown[0]], copies.replicas[unknown[0]]
+            raise UserError(
+                f"the plan places adapter {adapter} on replica {replica}, but the fleet has {num_replicas} "
+                f"{plural('replica', num_replicas)}, numbered from 0"
+            )
+        same_adapter = copies.adapters[1:] == copies.adapters[:-1]
+        unordered = np.flatnonzero(same_adapter & (copies.replicas[1:] <= copies.replicas[:-1]))
+        if unordered.size:
+            adapter = int(copies.adapters[unordered[0]])
+            raise UserError(
+                f"the replicas of adapter {adapter} must be distinct and ascending; they are "
+                f"{self.replicas[adapter]}"
+            )
+        self._check_shares(copies)
+
+    def _check_shapes(self) -> None:
+        if len(self.shares) != len(self.replicas):
+            raise UserError(
+                f"the plan has replicas for {len(self.replicas)} adapters and shares for {len(self.shares)}"
+            )
+        for adapter, (replicas, shares) in enumerate(zip(self.replicas, self.shares, strict=True)):
+            if not replicas:
+                raise UserError(f"adapter {adapter} has no replica")
+            if len(replicas) != len(shares):
+                raise UserError(
+                    f"adapter {adapter} has {len(replicas)} replicas and {len(shares)} shares; each replica "
+                    "needs one"
+                )
+
+    def _check_shares(self, copies: Copies) -> None:
+        # Written so that a share that is not a number is refused as well.
+        wrong = np.flatnonzero(~(copies.shares > 0))
+        if wrong.size:
+            raise UserError(
+                f"adapter {copies.adapters[wrong[0]]} has a share of {copies.shares[wrong[0]]:g} on replica "
+                f"{copies.replicas[wrong[0]]}; shares must be above 0"
+            )
+        sums = np.bincount(copies.adapters, weights=copies.shares, minlength=len(self.replicas))
+        wrong = np.flatnonzero(~(np.abs(sums - 1) <= _SHARE_TOLERANCE))
+        if wrong.size:
+            raise UserError(f"the shares of adapter {wrong[0]} sum to {sums[wrong[0]]:g}, not to 1")
+
+    def copies(self) -> Copies:
+        """Return all copies as columns."""
+        num_copies = self.num_copies
+        counts = np.fromiter(map(len, self.replicas), np.int64, len(self.replicas))
+        return Copies(
+            adapters=np.repeat(np.arange(len(self.replicas), dtype=np.int64), counts),
+            replicas=np.fromiter(chain.from_iterable(self.replicas), np.int64, num_copies),
+            shares=np.fromiter(chain.from_iterable(self.shares), np.float64, num_copies),
+        )
+
+    def adapters_of(self, replica: int) -> tuple[int, ...]:
+        """Return the adapters that this replica serves, ascending."""
+        return tuple(adapter for adapter, placed in enumerate(self.replicas) if replica in placed)
+
+    def bytes_by_replica(self, table: AdapterTable, num_replicas: int) -> IntArray:
+        """Return how much memory the adapters of each replica take."""
+        copies = self.copies()
+        taken_bytes = np.zeros(num_replicas, dtype=np.int64)
+        np.add.at(taken_bytes, copies.replicas, table.num_bytes[copies.adapters])
+        return taken_bytes
+
+    def moves_from(self, previous: Plan | None) -> tuple[tuple[int, int], ...]:
+        """Return the copies that `previous` does not have, as (adapter, replica): what must be fetched."""
+        moves: list[tuple[int, int]] = []
+        before = () if previous is None else previous.replicas
+        for adapter, placed in enumerate(self.replicas):
+            held = before[adapter] if adapter < len(before) else ()
+            if placed is not held and placed != held:
+                moves.extend((adapter, replica) for replica in placed if replica not in held)
+        return tuple(moves)

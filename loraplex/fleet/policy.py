@@ -1,0 +1,91 @@
+"""A fleet's policy by its name: ROUTING+PLACEMENT[+migrate], as commands and results spell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from loraplex.core.errors import UserError
+from loraplex.core.words import unknown_name
+from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
+from loraplex.fleet.placements.contiguous import ContiguousPlacement
+from loraplex.fleet.placements.hysteresis import HysteresisPlacement
+from loraplex.fleet.placements.loraserve import LoRAServePlacement
+from loraplex.fleet.placements.placement import Placement
+from loraplex.fleet.placements.random_placement import RandomPlacement
+from loraplex.fleet.routers.named import ROUTERS
+
+MIGRATE: Final = "migrate"
+EVERYWHERE: Final = "everywhere"
+DEFAULT_PLACEMENT: Final = EVERYWHERE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementContext:
+    """What some placements need to know. `operating_points`: tokens/s that one replica sustains, by rank."""
+
+    operating_points: Mapping[int, float]
+    padded: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedPlacement:
+    """`is_static`: made once. `needs_points`: asks for operating points."""
+
+    make: Callable[[PlacementContext], Placement]
+    is_static: bool = False
+    needs_points: bool = False
+
+
+def _loraserve(context: PlacementContext) -> Placement:
+    points = context.operating_points
+    return HysteresisPlacement(
+        placement=LoRAServePlacement(operating_points=points, padded=context.padded),
+        operating_points=points,
+        padded=context.padded,
+    )
+
+
+PLACEMENTS: Final[Mapping[str, NamedPlacement | None]] = {
+    EVERYWHERE: None,
+    "contiguous": NamedPlacement(make=lambda context: ContiguousPlacement(), is_static=True),
+    "random": NamedPlacement(make=lambda context: RandomPlacement(), is_static=True),
+    "burst-tolerance": NamedPlacement(
+        make=lambda context: HysteresisPlacement(placement=BurstTolerancePlacement())
+    ),
+    "loraserve": NamedPlacement(make=_loraserve, needs_points=True),
+}
+"""None: every replica serves every adapter, and nothing has to be planned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """How a fleet decides. `migrates`: requests may move from overloaded replicas."""
+
+    routing: str
+    placement: str = DEFAULT_PLACEMENT
+    migrates: bool = False
+
+    def __post_init__(self) -> None:
+        if self.routing not in ROUTERS:
+            raise UserError(unknown_name("routing", self.routing, ROUTERS))
+        if self.placement not in PLACEMENTS:
+            raise UserError(unknown_name("placement", self.placement, PLACEMENTS))
+
+    @classmethod
+    def of_name(cls, name: str) -> Policy:
+        """Raises UserError for a name that is none."""
+        routing, *rest = name.split("+")
+        migrates = rest[-1:] == [MIGRATE]
+        placements = rest[:-1] if migrates else rest
+        if len(placements) > 1:
+            raise UserError(
+                f"{name!r} is no policy; write ROUTING+PLACEMENT or ROUTING+PLACEMENT+{MIGRATE}, such as "
+                "most-idle+everywhere"
+            )
+        return cls(routing=routing, placement=(placements or [DEFAULT_PLACEMENT])[0], migrates=migrates)
+
+    @property
+    def name(self) -> str:
+        return f"{self.routing}+{self.placement}" + (f"+{MIGRATE}" if self.migrates else "")

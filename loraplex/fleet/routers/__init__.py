@@ -1,0 +1,1 @@
+"""Who serves which request: one policy a file."""

@@ -1,0 +1,69 @@
+"""LoRAServe's way: each adapter's requests are divided over its replicas by the shares of the placement.
+
+`random`: each request is sent with these probabilities. `stride`: after any number of requests, each replica
+has had its share of them to within less than one request. Stride scheduling alone cannot promise that: a
+replica with a large share would get a run of requests before those with small shares get their first. So a
+replica that is ahead of its share waits, as in the quota method of Balinski and Young.
+"""
+
+from __future__ import annotations
+
+import random
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+
+from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.fleet.plan import Plan
+from loraplex.fleet.request import RoutedRequest
+from loraplex.fleet.routers.router import Turns
+from loraplex.fleet.view import FleetView
+
+_ROUNDING: Final = 1e-9
+"""Requests. A replica that has exactly its share is not behind, however the share was rounded."""
+
+
+class Division(StrEnum):
+    """How shares are kept."""
+
+    RANDOM = "random"
+    STRIDE = "stride"
+
+
+class RoutingTableRouter:
+    def __init__(self, division: Division = Division.STRIDE, seed: int = 0) -> None:
+        self._division = division
+        self._random = random.Random(seed)
+        self._turns = Turns()
+        self._plan: Plan | None = None
+        self._sent: dict[int, FloatArray] = {}  # by adapter, how many each of its replicas was sent
+
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
+        """Without a plan, for the base model, and where a replica is down, the others share evenly."""
+        candidates, plan, adapter = view.candidates(request), view.plan, request.adapter
+        if plan is not self._plan:
+            self._plan = plan
+            self._sent.clear()
+        if plan is None or adapter is None or tuple(candidates.tolist()) != plan.replicas[adapter]:
+            return self._among_equals(candidates)
+        return int(candidates[self._place(adapter, plan.shares[adapter])])
+
+    def _among_equals(self, candidates: IntArray) -> int:
+        if self._division is Division.RANDOM:
+            return int(candidates[self._random.randrange(len(candidates))])
+        return self._turns.pick(candidates)
+
+    def _place(self, adapter: int, shares: tuple[float, ...]) -> int:
+        if len(shares) == 1:
+            return 0
+        if self._division is Division.RANDOM:
+            return self._random.choices(range(len(shares)), shares)[0]
+        sent = self._sent.get(adapter)
+        if sent is None:
+            sent = self._sent[adapter] = np.zeros(len(shares))
+        due = np.array(shares)
+        is_behind = sent < due * (sent.sum() + 1) - _ROUNDING
+        place = int(np.where(is_behind, (sent + 1) / due, np.inf).argmin())
+        sent[place] += 1
+        return place

@@ -1,0 +1,321 @@
+"""What it costs to serve a set of requests, asked for many sets at once: PrePerf and DecPerf of routers.
+
+A router asks this of every replica for every request that arrives, so sets are columns of sums and maxima
+that are kept up to date beside the requests, and one call answers for all replicas. The linear forms are
+those of CaraServe and Toppings (Eq. 2); the others are the models that twins compute steps by.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.perf.cost_model import CostModel, KernelKind
+from loraplex.perf.least_squares import FitQuality, fit_non_negative, quality_of
+from loraplex.perf.slot_profile import SlotCosts
+from loraplex.perf.step_cost import RowCurve
+
+FloatArray = npt.NDArray[np.float64]
+Column = npt.NDArray[np.int64] | npt.NDArray[np.floating]
+
+_TAIL_BITS: Final = 20
+"""How far behind its last size a curve is followed: by a factor of two to this power."""
+
+
+class RequestSets(NamedTuple):
+    """One set of requests per replica, as columns of equal length.
+
+    `sum_ranks`, `max_rank`: of the requests' adapters; a request for the base model has rank 0.
+    `prompt_tokens`: of all prompts, each of which has one at least. `kv_tokens`: what one decode step of the
+    set attends to. `num_adapters`: distinct ones. In an empty set all of these are zero.
+    """
+
+    num_requests: Column
+    sum_ranks: Column
+    max_rank: Column
+    prompt_tokens: Column
+    kv_tokens: Column
+    num_adapters: Column
+
+    def at(self, replicas: npt.NDArray[np.int64]) -> RequestSets:
+        """Return the sets of these replicas, which are distinct and ascending; nothing is copied for all."""
+        if len(replicas) == len(self.num_requests):
+            return self
+        return RequestSets(*(column[replicas] for column in self))
+
+    def at_most(self, num_requests: Column) -> RequestSets:
+        """Return sets of so many requests at most, of the same mix: the part that runs in a step
+        where no more fit."""
+        share = np.minimum(num_requests / np.maximum(self.num_requests, 1), 1.0)
+        return RequestSets(
+            num_requests=self.num_requests * share,
+            sum_ranks=self.sum_ranks * share,
+            max_rank=self.max_rank,
+            prompt_tokens=self.prompt_tokens * share,
+            kv_tokens=self.kv_tokens * share,
+            num_adapters=self.num_adapters * share,
+        )
+
+    def joined_by(
+        self, *, rank: int, prompt_tokens: int, kv_tokens: float, is_new: npt.NDArray[np.bool_]
+    ) -> RequestSets:
+        """Return each set with one request more. `is_new`: where the set has no request of its adapter yet;
+        false everywhere for a request without an adapter, whose rank is 0."""
+        return RequestSets(
+            num_requests=self.num_requests + 1,
+            sum_ranks=self.sum_ranks + rank,
+            max_rank=np.maximum(self.max_rank, rank),
+            prompt_tokens=self.prompt_tokens + prompt_tokens,
+            kv_tokens=self.kv_tokens + kv_tokens,
+            num_adapters=self.num_adapters + is_new,
+        )
+
+
+class SetCosts(Protocol):
+    """Seconds for each set; an empty set takes none."""
+
+    def prefill_s(self, sets: RequestSets) -> FloatArray:
+        """PrePerf: the seconds to read all prompts of each set."""
+        ...
+
+    def decode_s(self, sets: RequestSets) -> FloatArray:
+        """DecPerf: the seconds of one decode step of each set."""
+        ...
+
+
+class SetSamples(NamedTuple):
+    """Sets, none of them empty, and the seconds that were measured of each."""
+
+    sets: RequestSets
+    seconds: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LinearSetCosts(ABC):
+    """Decoding: `decode_rank_s` for each unit of rank that the kernels compute with, and `decode_base_s`.
+    Prefill: `prefill_token_s` for each token, `prefill_token_rank_s` for each token and unit of rank, and
+    `prefill_base_s`. The qualities are of a fit; None if there was none."""
+
+    decode_rank_s: float
+    decode_base_s: float
+    prefill_token_s: float
+    prefill_token_rank_s: float
+    prefill_base_s: float
+    decode_quality: FitQuality | None = None
+    prefill_quality: FitQuality | None = None
+
+    @staticmethod
+    @abstractmethod
+    def _decode_ranks(sets: RequestSets) -> Column:
+        """The units of rank that a decode step computes with."""
+
+    @staticmethod
+    @abstractmethod
+    def _token_ranks(sets: RequestSets) -> Column:
+        """The same for all prompt tokens: tokens times units of rank."""
+
+    def prefill_s(self, sets: RequestSets) -> FloatArray:
+        seconds = (
+            self.prefill_token_s * sets.prompt_tokens
+            + self.prefill_token_rank_s * self._token_ranks(sets)
+            + self.prefill_base_s
+        )
+        return _where(seconds, sets.prompt_tokens)
+
+    def decode_s(self, sets: RequestSets) -> FloatArray:
+        seconds = self.decode_rank_s * self._decode_ranks(sets) + self.decode_base_s
+        return _where(seconds, sets.num_requests)
+
+    @classmethod
+    def fit(cls, decodes: SetSamples, prefills: SetSamples) -> Self:
+        """The coefficients that explain both best, none of them negative."""
+        sets = prefills.sets
+        rank_s, decode_base_s = _fit_columns([cls._decode_ranks(decodes.sets)], decodes.seconds)
+        token_s, token_rank_s, prefill_base_s = _fit_columns(
+            [sets.prompt_tokens, cls._token_ranks(sets)], prefills.seconds
+        )
+        fitted = cls(
+            decode_rank_s=rank_s,
+            decode_base_s=decode_base_s,
+            prefill_token_s=token_s,
+            prefill_token_rank_s=token_rank_s,
+            prefill_base_s=prefill_base_s,
+        )
+        return replace(
+            fitted,
+            decode_quality=_quality(fitted.decode_s(decodes.sets), decodes.seconds),
+            prefill_quality=_quality(fitted.prefill_s(sets), prefills.seconds),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaddedSetCosts(_LinearSetCosts):
+    """By kernels that pad (BGMV): every request costs as much as the largest rank in its set."""
+
+    @staticmethod
+    def _decode_ranks(sets: RequestSets) -> Column:
+        return sets.num_requests * sets.max_rank
+
+    @staticmethod
+    def _token_ranks(sets: RequestSets) -> Column:
+        return sets.prompt_tokens * sets.max_rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSetCosts(_LinearSetCosts):
+    """By kernels that do not pad (MBGMV): every request costs as much as its own rank. Prompts of all ranks
+    are taken to be equally long."""
+
+    @staticmethod
+    def _decode_ranks(sets: RequestSets) -> Column:
+        return sets.sum_ranks
+
+    @staticmethod
+    def _token_ranks(sets: RequestSets) -> Column:
+        return _mean_token_ranks(sets)
+
+
+class StepSetCosts:
+    """By the cost model of our own engine, for either kind of kernels: `StepCost.seconds` of a step that
+    decodes a whole set, or reads all its prompts.
+
+    The columns leave two things open. The ranks of distinct adapters add up to what those of the requests
+    do, or to the largest rank for each adapter where that is less: exact if all adapters differ and if all
+    ranks are equal, and never less because a set has grown. With padded kernels all requests of a set that
+    has an adapter count as rows with one.
+    """
+
+    def __init__(self, model: CostModel, *, rank_bytes: float, prompt_positions: float = 128.0) -> None:
+        """`rank_bytes`: of an adapter, for each unit of its rank (`EngineMemory.bytes_per_rank`).
+        `prompt_positions`: how many positions a prompt token attends to, on the mean."""
+        factor, terms = model.corrections.step, model.step.terms
+        self._pads = model.kernels is KernelKind.PADDED
+        self._decodes = _Curve(model.step.decodes, factor)
+        self._prompts = _Curve(
+            model.step.prompts, factor, alone_s=terms.alone_s, row_s=terms.prompt_pair_s * prompt_positions
+        )
+        self._position_s = _factor(terms.decode_position_s * factor)
+        self._prompt_s = _factor(terms.prompt_s * factor)
+        self._lora_s = _factor(terms.lora_s * factor)
+        self._prompt_lora_s = _factor((terms.lora_s + terms.prompt_lora_s) * factor)
+        self._adapter_s = _factor(terms.adapter_s * factor)
+        self._adapter_rank_s = _factor(terms.adapter_byte_s * rank_bytes * factor)
+        self._row_rank_s = _factor(terms.row_adapter_byte_s * rank_bytes * factor)
+
+    def prefill_s(self, sets: RequestSets) -> FloatArray:
+        tokens = sets.prompt_tokens
+        token_ranks = tokens * sets.max_rank if self._pads else _mean_token_ranks(sets)
+        seconds = (
+            self._prompts.seconds(tokens)
+            + self._prompt_s * sets.num_requests
+            + self._adapters_s(sets, self._prompt_lora_s)
+            + self._row_rank_s * token_ranks
+        )
+        return np.asarray(seconds, np.float64)
+
+    def decode_s(self, sets: RequestSets) -> FloatArray:
+        row_ranks = sets.num_requests * sets.max_rank if self._pads else sets.sum_ranks
+        seconds = (
+            self._decodes.seconds(sets.num_requests)
+            + self._position_s * sets.kv_tokens
+            + self._adapters_s(sets, self._lora_s)
+            + self._row_rank_s * row_ranks
+        )
+        return np.asarray(seconds, np.float64)
+
+    def _adapters_s(self, sets: RequestSets, lora_s: FloatArray) -> FloatArray:
+        """The seconds of having adapters at all, and of each of them."""
+        num_adapters = sets.num_adapters
+        ranks = num_adapters * sets.max_rank
+        if not self._pads:
+            ranks = np.minimum(ranks, sets.sum_ranks)
+        has_any = np.sign(num_adapters)
+        return lora_s * has_any + self._adapter_s * num_adapters + self._adapter_rank_s * ranks
+
+
+class SlotSetCosts:
+    """By the costs of an engine with slots for adapters (vLLM), which pads to the rank its slots are sized
+    for, whatever is in a set. Deciding on a step is not counted."""
+
+    def __init__(self, costs: SlotCosts, *, num_slots: int, max_rank: int) -> None:
+        """`max_rank`: of the slots."""
+        decode, prefill = costs.decode, costs.prefill
+        self._decode_base_s = decode.base_s + num_slots * (decode.slot_s + decode.slot_rank_s * max_rank)
+        self._request_s = (
+            decode.request_s + decode.request_rank_s * max_rank + decode.request_slot_s * num_slots
+        )
+        self._adapter_s = decode.adapter_s + decode.adapter_rank_s * max_rank
+        self._request_adapter_s = decode.request_adapter_s
+        self._kv_token_s = decode.kv_token_s
+        self._prefill_base_s = prefill.base_s + prefill.slot_s * num_slots
+        self._token_s = prefill.token_s + prefill.token_rank_s * max_rank
+        self._prefill_adapter_s = prefill.adapter_s
+
+    def prefill_s(self, sets: RequestSets) -> FloatArray:
+        seconds = (
+            self._token_s * sets.prompt_tokens
+            + self._prefill_adapter_s * sets.num_adapters
+            + self._prefill_base_s
+        )
+        return _where(seconds, sets.prompt_tokens)
+
+    def decode_s(self, sets: RequestSets) -> FloatArray:
+        num_requests, num_adapters = sets.num_requests, sets.num_adapters
+        seconds = (
+            (self._request_adapter_s * num_adapters + self._request_s) * num_requests
+            + self._adapter_s * num_adapters
+            + self._kv_token_s * sets.kv_tokens
+            + self._decode_base_s
+        )
+        return _where(seconds, num_requests)
+
+
+class _Curve:
+    """`RowCurve.seconds` of many numbers of rows at once, with a constant and something for each row added;
+    of no rows, zero. Numbers of rows are whole, so that a stepped curve is lines between neighbours."""
+
+    def __init__(self, curve: RowCurve, factor: float, *, alone_s: float = 0.0, row_s: float = 0.0) -> None:
+        last = curve.rows[-1]
+        # Lines bend at the sizes; a step is from a size to the next number of rows. Behind the last size
+        # there is one line, drawn up to more rows than any set has.
+        bends = {1, *curve.rows, *(rows + 1 for rows in curve.rows if curve.stepped), last << _TAIL_BITS}
+        rows = sorted(bends)
+        self._rows = np.array([0, *rows], np.float64)
+        seconds_at = [(curve.seconds(each) + alone_s + row_s * each) * factor for each in rows]
+        self._seconds_at = np.array([0.0, *seconds_at])
+
+    def seconds(self, num_rows: Column) -> FloatArray:
+        seconds: FloatArray = np.interp(num_rows, self._rows, self._seconds_at)
+        return seconds
+
+
+def _factor(value: float) -> FloatArray:
+    """Return the value as an array without dimensions: a short column is multiplied by it in two thirds of
+    the time that a Python number takes."""
+    return np.array(value, np.float64)
+
+
+def _mean_token_ranks(sets: RequestSets) -> Column:
+    """Tokens times their ranks, where prompts of all ranks are equally long."""
+    mean_ranks = sets.sum_ranks / np.maximum(sets.num_requests, 1)
+    return mean_ranks * sets.prompt_tokens
+
+
+def _where(seconds: Column, amounts: Column) -> FloatArray:
+    """The seconds where there is an amount of work, zero elsewhere."""
+    return np.asarray(seconds * (amounts > 0), np.float64)
+
+
+def _fit_columns(columns: Sequence[Column], seconds: FloatArray) -> list[float]:
+    """A coefficient for each column, and one for what every sample takes."""
+    table = np.column_stack([*columns, np.ones(len(seconds))])
+    return fit_non_negative(table.tolist(), seconds.tolist())
+
+
+def _quality(predicted_s: FloatArray, measured_s: FloatArray) -> FitQuality:
+    return quality_of(predicted_s.tolist(), measured_s.tolist())

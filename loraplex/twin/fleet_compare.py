@@ -1,0 +1,167 @@
+"""Policies beside each other: the same workloads under each of them, on all cores."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from loraplex.core.errors import UserError
+from loraplex.core.progress import Report
+from loraplex.fleet.policy import PLACEMENTS, Policy
+from loraplex.perf.cost_model import CostModel
+from loraplex.twin.fleet_figures import PolicyFigures, figures_of
+from loraplex.twin.fleet_run import FleetOptions, FleetRuns, at_rate
+from loraplex.twin.highest_rate import highest_rate
+from loraplex.twin.operating_points import operating_points
+from loraplex.workload.jsonl import WorkloadRequest
+
+_QUANTILES: Final = np.linspace(0.0, 1.0, 101)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetInputs:
+    """What policies are compared on."""
+
+    profile: CostModel
+    workload: Sequence[WorkloadRequest]
+    options: FleetOptions
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return len(self.workload) / (self.workload[-1].arrival_s or 1.0)
+
+
+class PolicyRun(NamedTuple):
+    """One simulated run. `ttft_s`, `tpt_s`: of the requests that were served, at 101 even quantiles."""
+
+    figures: PolicyFigures
+    ttft_s: list[float]
+    tpt_s: list[float]
+
+
+class Capacity(NamedTuple):
+    """`rps`: the highest rate at which the SLO holds. `tried`: rates and the attainment there, ascending."""
+
+    rps: float
+    tried: list[tuple[float, float]]
+
+
+def with_points(inputs: FleetInputs, policies: Iterable[Policy]) -> FleetInputs:
+    """Return the inputs with operating points, if a policy's placement needs them."""
+    named = [PLACEMENTS[policy.placement] for policy in policies]
+    if not any(each is not None and each.needs_points for each in named):
+        return inputs
+    points = operating_points(inputs.profile, inputs.workload, inputs.options.replay)
+    return replace(inputs, options=replace(inputs.options, points=points))
+
+
+def compare_policies(
+    inputs: FleetInputs, policies: Sequence[Policy], num_seeds: int, progress: Report
+) -> dict[str, list[PolicyRun]]:
+    """Return a run of each policy for each seed, by the policy's name."""
+    inputs = with_points(inputs, policies)
+    found: dict[str, dict[int, PolicyRun]] = {policy.name: {} for policy in policies}
+    with _workers(inputs, len(policies) * num_seeds) as pool:
+        tasks = {
+            pool.submit(_run, policy, seed): (policy, seed)
+            for seed in range(num_seeds)
+            for policy in policies
+        }
+        for number, task in enumerate(as_completed(tasks), start=1):
+            policy, seed = tasks[task]
+            found[policy.name][seed] = task.result()
+            progress(f"{policy.name}, seed {seed}", number / len(tasks))
+    return {name: [runs[seed] for seed in sorted(runs)] for name, runs in found.items()}
+
+
+def capacities(
+    inputs: FleetInputs, policies: Sequence[Policy], attainment: float, progress: Report
+) -> dict[str, Capacity]:
+    """Return the highest rate of each policy at which so many requests are within the SLO."""
+    inputs = with_points(inputs, policies)
+    found: dict[str, Capacity] = {}
+    with _workers(inputs, len(policies)) as pool:
+        tasks = {pool.submit(_capacity, policy, attainment): policy for policy in policies}
+        for number, task in enumerate(as_completed(tasks), start=1):
+            found[tasks[task].name] = task.result()
+            progress(tasks[task].name, number / len(tasks))
+    return {policy.name: found[policy.name] for policy in policies}
+
+
+# ---- in the workers
+
+_inputs: FleetInputs | None = None
+
+
+@contextmanager
+def _workers(inputs: FleetInputs, num_tasks: int) -> Iterator[ProcessPoolExecutor]:
+    num_workers = max(min(len(os.sched_getaffinity(0)), num_tasks), 1)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, context, _take_inputs, (inputs,)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _take_inputs(inputs: FleetInputs) -> None:
+    global _inputs
+    _inputs = inputs
+
+
+def _runs(rate_factor: float = 1.0) -> FleetRuns:
+    assert _inputs is not None
+    workload = _inputs.workload if rate_factor == 1.0 else at_rate(_inputs.workload, rate_factor)
+    return FleetRuns(_inputs.profile, workload, _inputs.options)
+
+
+def _run(policy: Policy, seed: int) -> PolicyRun:
+    assert _inputs is not None
+    return policy_run(_runs(), policy, seed, _inputs.options.slo_s)
+
+
+def policy_run(runs: FleetRuns, policy: Policy, seed: int, slo_s: float | None) -> PolicyRun:
+    outcome = runs.run(policy, seed)
+    served = [
+        (first_s - each.request.arrival_s, (finish_s - each.request.arrival_s) / each.request.output_tokens)
+        for each in outcome.all.requests
+        if (first_s := each.first_token_s) is not None
+        and (finish_s := each.finish_s) is not None
+        and not each.failed
+    ]
+    ttft_s, tpt_s = (_quantiles(values) for values in (zip(*served, strict=True) if served else ((), ())))
+    return PolicyRun(figures_of(outcome, slo_s), ttft_s, tpt_s)
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    return np.quantile(values, _QUANTILES).tolist() if values else []
+
+
+def _capacity(policy: Policy, attainment: float) -> Capacity:
+    assert _inputs is not None
+    rate, slo_s = _inputs.rate, _inputs.options.slo_s
+    assert slo_s is not None
+    tried: dict[float, float] = {}
+
+    def holds(factor: float) -> bool:
+        tried[factor * rate] = _runs(factor).run(policy).all.slo_attainment(slo_s)
+        return tried[factor * rate] >= attainment
+
+    highest = highest_rate(holds, 1.0)
+    if highest is None:
+        best = max(tried.values())
+        raise UserError(
+            f"{policy.name}: at no rate, however low, are {attainment:.1%} of requests within "
+            f"{slo_s * 1e3:.1f} ms per token; the most was {best:.1%}; allow more with --slo-tpt"
+        )
+    return Capacity(highest * rate if highest < math.inf else math.inf, sorted(tried.items()))

@@ -1,0 +1,66 @@
+"""What a policy comes to, in the few figures that policies are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+
+from loraplex.twin.fleet import FleetOutcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyFigures:
+    """One run, or the mean of several.
+
+    `attainment`: the share of requests within the SLO; None without one. `tpt_mean_s`: seconds per token,
+    from arrival to end. `busiest_over_mean`: by tokens served. `bytes_moved`: of adapters, to the hosts of
+    replicas. Figures of requests are None if none was served.
+    """
+
+    attainment: float | None
+    ttft_p95_s: float | None
+    tpt_mean_s: float | None
+    adapter_loads: float
+    busiest_over_mean: float
+    bytes_moved: float
+
+
+def figures_of(outcome: FleetOutcome, slo_s: float | None) -> PolicyFigures:
+    summary = outcome.all.summary()
+    ttft_s, tpt_s = summary["ttft_s"], summary["tpt_s"]
+    tokens = [each.num_tokens for each in outcome.replicas]
+    mean = sum(tokens) / len(tokens)
+    return PolicyFigures(
+        attainment=None if slo_s is None else outcome.all.slo_attainment(slo_s),
+        ttft_p95_s=None if ttft_s is None else ttft_s["p95"],
+        tpt_mean_s=None if tpt_s is None else tpt_s["mean"],
+        adapter_loads=outcome.all.num_loads,
+        busiest_over_mean=max(tokens) / mean if mean else 1.0,
+        bytes_moved=outcome.bytes_moved,
+    )
+
+
+def mean_of(runs: Sequence[PolicyFigures]) -> PolicyFigures:
+    """Return the mean of each figure, over the runs that have it."""
+    means = {name: _mean([getattr(each, name) for each in runs]) for name in NAMES}
+    return PolicyFigures(**means)  # type: ignore[arg-type]
+
+
+NAMES = tuple(field.name for field in fields(PolicyFigures))
+
+
+def interval_of(runs: Sequence[PolicyFigures]) -> dict[str, float]:
+    """Return half the width of each mean's 95% confidence interval, by the normal distribution."""
+    found: dict[str, float] = {}
+    for name in NAMES:
+        values = [value for each in runs if (value := asdict(each)[name]) is not None]
+        if len(values) > 1:
+            found[name] = float(1.96 * np.std(values, ddof=1) / np.sqrt(len(values)))
+    return found
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,65 @@
+"""How many tokens per second one replica sustains of each rank alone, found in the twin.
+
+The operating points that LoRAServe's placement divides work by: the highest rate of requests, of the lengths
+that the workload has, at which the P95 of the time to the first token stays within the objective.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from loraplex.core.errors import UserError
+from loraplex.perf.cost_model import CostModel
+from loraplex.twin.highest_rate import highest_rate
+from loraplex.twin.replay import ReplayOptions, replay
+from loraplex.workload.jsonl import WorkloadRequest
+
+TTFT_S: Final = 10.0
+"""LoRAServe's objective for the P95 of the time to the first token."""
+_DURATION_S: Final = 60.0
+"""Of each run: long enough for a queue to show in first tokens that may take ten seconds."""
+_NUM_ADAPTERS: Final = 8
+_TOLERANCE: Final = 0.05
+
+
+def operating_points(
+    profile: CostModel,
+    workload: Sequence[WorkloadRequest],
+    options: ReplayOptions,
+    *,
+    ttft_s: float = TTFT_S,
+) -> dict[int, float]:
+    """Return tokens/s, of prompts and answers, by rank."""
+    tokens = sum(each.prompt_tokens + each.output_tokens for each in workload) / len(workload)
+    points: dict[int, float] = {}
+    guess = 10.0
+    for rank in sorted(set(options.ranks)):
+        alone = replace(options, ranks=(rank,), num_adapters=_NUM_ADAPTERS, num_slots=None, staged=True)
+
+        def holds(rate: float, alone: ReplayOptions = alone) -> bool:
+            ttft = replay(profile, _at_rate(workload, rate), alone).summary()["ttft_s"]
+            return ttft is not None and bool(ttft["p95"] <= ttft_s)
+
+        found = highest_rate(holds, guess, _TOLERANCE)
+        if found is None or found == math.inf:
+            raise UserError(
+                f"no rate was found at which a replica just keeps first tokens within {ttft_s:g} s (P95) on "
+                f"adapters of rank {rank}; the profile and the workload do not go together"
+            )
+        guess = found
+        points[rank] = found * tokens
+    return points
+
+
+def _at_rate(workload: Sequence[WorkloadRequest], rate: float) -> list[WorkloadRequest]:
+    """Poisson arrivals of requests that are drawn from the workload, on a few adapters in turn."""
+    rng, now_s, number = random.Random(0), 0.0, 0
+    requests: list[WorkloadRequest] = []
+    while (now_s := now_s + rng.expovariate(rate)) < _DURATION_S or not requests:
+        number += 1
+        requests.append(replace(rng.choice(workload), arrival_s=now_s, adapter=number % _NUM_ADAPTERS))
+    return requests

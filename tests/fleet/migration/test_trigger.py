@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex.core.errors import UserError
+from loraplex.fleet.migration.trigger import Entrants, TriggerConfig, entrants_of
+
+DEFAULTS = TriggerConfig()
+
+
+@pytest.mark.parametrize(
+    ("kv_share", "num_requests", "entrants"),
+    [
+        ([0.95, 0.5, 0.2], [5, 5, 5], ([0], [2])),
+        ([0.9, 0.89, 0.89], [5, 5, 5], ([0], [1])),
+        ([0.89, 0.1, 0.1], [5, 5, 5], None),
+        ([0.95, 0.95, 0.95], [5, 5, 5], None),
+        ([0.1, 0.1, 0.1], [30, 4, 2], ([0], [2])),
+        ([0.1, 0.1, 0.1], [26, 4, 2], None),
+        # Where everybody is short of memory, the requests decide.
+        ([0.95, 0.95, 0.95], [30, 4, 2], ([0], [2])),
+        ([0.5], [100], None),
+    ],
+)
+def test_the_artifacts_thresholds_pair_the_most_with_the_least_loaded(
+    kv_share: list[float], num_requests: list[int], entrants: tuple[list[int], list[int]] | None
+) -> None:
+    found = entrants_of(DEFAULTS, kv_share=kv_share, num_requests=num_requests)
+    assert (found and (list(found.overloaded), list(found.underloaded))) == entrants
+
+
+def test_several_pairs_enter_the_most_extreme_first() -> None:
+    config = TriggerConfig(num_pairs=2)
+    found = entrants_of(config, kv_share=[0.92, 0.3, 0.95, 0.99, 0.1, 0.2], num_requests=[0] * 6)
+    assert found == Entrants(overloaded=(3, 2), underloaded=(4, 5))
+
+
+def test_a_long_queue_triggers_where_a_threshold_is_set() -> None:
+    load = {"kv_share": [0.5, 0.5], "num_requests": [4, 4], "queueing_s": [9.0, 1.0]}
+    assert entrants_of(DEFAULTS, **load) is None
+    found = entrants_of(TriggerConfig(queueing_s_above_mean=2.0), **load)
+    assert found == Entrants(overloaded=(0,), underloaded=(1,))
+    with pytest.raises(UserError, match="needs the queueing delay of each replica"):
+        entrants_of(TriggerConfig(queueing_s_above_mean=2.0), **{**load, "queueing_s": None})
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 200)), min_size=1, max_size=12),
+    st.integers(1, 4),
+)
+def test_no_replica_enters_on_both_sides_and_looking_changes_nothing(
+    load: list[tuple[float, int]], num_pairs: int
+) -> None:
+    shares = np.array([share for share, _ in load])
+    requests = np.array([number for _, number in load], np.int64)
+    before = shares.copy(), requests.copy()
+    found = entrants_of(TriggerConfig(num_pairs=num_pairs), kv_share=shares, num_requests=requests)
+    assert (shares == before[0]).all()
+    assert (requests == before[1]).all()
+    if found is not None:
+        assert not set(found.overloaded) & set(found.underloaded)
+        assert 1 <= len(found.overloaded) <= num_pairs
+        assert 1 <= len(found.underloaded) <= num_pairs
+
+
+@given(st.integers(1, 12), st.floats(0, 1), st.integers(0, 1000))
+def test_equal_replicas_never_enter(num_replicas: int, share: float, requests: int) -> None:
+    load = {"kv_share": [share] * num_replicas, "num_requests": [requests] * num_replicas}
+    assert entrants_of(DEFAULTS, **load) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("kv_share", 0.0, "a KV share of 0 triggers no migration"),
+        ("kv_share", 1.5, "a KV share of 1.5"),
+        ("requests_above_mean", 0.0, "the number must be above 0"),
+        ("queueing_s_above_mean", -1.0, "it must be above 0"),
+        ("num_pairs", 0, "0 pairs of replicas"),
+    ],
+)
+def test_thresholds_without_sense_are_refused(field: str, value: float, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TriggerConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("kv_share", "num_requests", "message"),
+    [
+        ([], [], "a fleet of no replicas"),
+        ([0.5, 0.5], [1], "KV shares of 2 replicas and requests of 1"),
+        ([0.5, math.nan], [1, 1], "among the KV shares is nan, of replica 1"),
+        ([0.5, 0.5], [-1, 1], "among the numbers of requests is -1, of replica 0"),
+    ],
+)
+def test_loads_without_sense_are_refused(
+    kv_share: list[float], num_requests: list[int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        entrants_of(DEFAULTS, kv_share=kv_share, num_requests=num_requests)

@@ -1,0 +1,176 @@
+"""`loraplex fleet`: what it prints, writes, draws and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from recorded import TRUTH
+from twins import imagined_machine, random_workload
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.core.errors import UserError
+from loraplex.perf.profile_json import write_profile
+from loraplex.perf.slot_profile import write_slot_profile
+from loraplex.workload.jsonl import write_workload
+
+FIGURES = {
+    "attainment", "ttft_p95_s", "tpt_mean_s", "adapter_loads", "busiest_over_mean", "bytes_moved",
+}  # fmt: skip
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    write_profile(path, imagined_machine())
+    return path
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "workload.jsonl"
+    write_workload(path, random_workload(3, num_requests=120, num_adapters=9, rps=40.0))
+    return path
+
+
+def fleet(command: str, profile: Path, workload: Path, *args: str) -> Result:
+    files = ("--profile", str(profile), "--workload", str(workload), "--adapter-mib", "8")
+    return CliRunner().invoke(app, ["fleet", command, *files, *args])
+
+
+def written(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_a_fleet_is_simulated(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    result = fleet(
+        "simulate", profile, workload, "--replicas", "3", "--routing", "round-robin", "--link", "200Gb/s",
+        "--json", str(out), "--plot", str(plot),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "120 of 120 requests served" in result.output
+    assert "over 3 replicas" in result.output
+    assert "GB fetched" in result.output
+    found = written(out)
+    assert found["policy"] == "round-robin+everywhere"
+    assert found["figures"].keys() == FIGURES
+    assert [each["num_requests"] for each in found["replicas"]] == [40, 40, 40]
+    assert found["summary"]["num_served"] == 120
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_fleet_that_is_overloaded_ends_and_says_where(profile: Path, tmp_path: Path) -> None:
+    path = tmp_path / "burst.jsonl"
+    write_workload(path, random_workload(3, num_requests=300, num_adapters=9, rps=2000.0))
+    args = ("--replicas", "2", "--routing", "first-fit", "--max-running", "4", "--kv-tokens", "1000")
+    result = fleet("simulate", profile, path, *args)
+    assert result.exit_code == 0, result.output
+    assert "overloaded: it serves less than 90%" in result.output
+    assert "most wait at replica" in result.output
+
+
+def test_policies_are_compared(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    result = fleet(
+        "compare", profile, workload, "--replicas", "2", "--policies", "most-idle,rank-aware+contiguous",
+        "--seeds", "2", "--slo-tpt", "9ms", "--json", str(out), "--plot", str(plot),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = written(out)
+    assert list(found["policies"]) == ["most-idle+everywhere", "rank-aware+contiguous"]
+    assert found["slo_tpt_s"] == pytest.approx(0.009)
+    for figures in found["policies"].values():
+        assert figures.keys() == {*FIGURES, "interval_95"}
+        assert 0 <= figures["attainment"] <= 1
+        assert figures["interval_95"]["tpt_mean_s"] > 0, "seeds differ"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_capacity_is_found_by_bisection(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    args = (
+        "--replicas", "2", "--policies", "round-robin", "--attainment", "0.9", "--slo-tpt", "12ms",
+        "--max-running", "8", "--json", str(out), "--plot", str(plot),
+    )  # fmt: skip
+    result = fleet("capacity", profile, workload, *args)
+    assert result.exit_code == 0, result.output
+    found = written(out)
+    rate = found["capacity_rps"]["round-robin+everywhere"]
+    tried = found["tried"]["round-robin+everywhere"]
+    assert rate == max(each for each, attained in tried if attained >= 0.9)
+    assert min(each for each, attained in tried if attained < 0.9) <= rate * 1.021
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_slo_that_no_rate_can_hold_is_refused(profile: Path, workload: Path) -> None:
+    args = ("--replicas", "1", "--policies", "most-idle", "--slo-tpt", "0.1ms")
+    result = fleet("capacity", profile, workload, *args)
+    assert isinstance(result.exception, UserError), result.output
+    assert "at no rate, however low, are 99.0% of requests within 0.1 ms per token" in str(result.exception)
+
+
+def test_requests_migrate_if_they_may(profile: Path, tmp_path: Path) -> None:
+    path = tmp_path / "hot.jsonl"
+    requests = random_workload(3, num_requests=900, num_adapters=1, rps=90.0)
+    write_workload(path, requests)
+    args = ("--replicas", "2", "--routing", "first-fit", "--placement", "contiguous", "--max-running", "8")
+    assert "of requests between replicas" not in fleet("simulate", profile, path, *args).output
+    result = fleet("simulate", profile, path, *args, "--migrate")
+    assert result.exit_code == 0, result.output
+    assert "of requests between replicas" in result.output
+
+
+def test_policies_are_listed() -> None:
+    result = CliRunner().invoke(app, ["fleet", "policies"])
+    assert "rank-aware" in result.output
+    assert "loraserve" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--routing", "rank-awre"), "there is no routing 'rank-awre'; did you mean rank-aware"),
+        (
+            ("--routing", "random", "--placement", "somewhere"),
+            "there is no placement 'somewhere'; did you mean",
+        ),
+        (("--routing", "zzz"), "there is no routing 'zzz'; there are random, round-robin"),
+        (("--routing", "random", "--replicas", "0"), "must be at least 1, not 0"),
+        (("--routing", "random", "--slo-tpt", "fast"), "'fast' is no objective; write 1.5x"),
+        (("--routing", "random", "--slo-tpt", "0x"), "'0x' is no objective"),
+        (("--routing", "random", "--period", "0"), "must be more than 0"),
+        (("--routing", "random", "--link", "0GB/s"), "nothing ever arrives at 0GB/s"),
+        (("--routing", "random", "--link", "25GB"), "'25GB' is no speed; write it like 25GB/s"),
+        (("--routing", "random", "--adapters", "3"), "there are 3, counted from 0"),
+        (("--routing", "random", "--plot", "a.txt"), "a.txt is no .png"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    profile: Path, workload: Path, args: tuple[str, ...], says: str
+) -> None:
+    replicas = () if "--replicas" in args else ("--replicas", "2")
+    result = fleet("simulate", profile, workload, *replicas, *args)
+    assert result.exit_code != 0
+    said = result.output.replace("│", " ") + str(result.exception)
+    assert says in " ".join(said.split())
+
+
+def test_a_profile_of_another_kind_is_refused(workload: Path, tmp_path: Path) -> None:
+    path = tmp_path / "slots.json"
+    write_slot_profile(path, TRUTH)
+    result = fleet("simulate", path, workload, "--replicas", "2", "--routing", "random")
+    assert isinstance(result.exception, UserError)
+    assert "it is of an engine with slots for adapters" in str(result.exception)
+
+
+def test_a_policy_that_is_named_twice_is_refused(profile: Path, workload: Path) -> None:
+    args = ("--replicas", "2", "--policies", "random,random+everywhere")
+    result = fleet("compare", profile, workload, *args)
+    assert "a policy is named twice" in str(result.exception)
+    result = fleet("compare", profile, workload, "--replicas", "2", "--policies", "random+random+random")
+    assert "is no policy; write ROUTING+PLACEMENT" in str(result.exception)

@@ -1,0 +1,71 @@
+"""What became of a workload, in figures: who met an objective, and which adapter waited for long."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from twins import own_twin, random_workload
+
+from loraplex.twin.outcome import Outcome, RequestOutcome
+from loraplex.workload.jsonl import WorkloadRequest
+
+
+def outcome_of(*requests: RequestOutcome) -> Outcome:
+    return Outcome(
+        requests=requests,
+        duration_s=10.0,
+        num_steps=1,
+        num_loads=0,
+        num_preemptions=0,
+        mean_running=1.0,
+        mean_waiting=0.0,
+        gaps=(),
+    )
+
+
+def asked(adapter: int = 0, arrival_s: float = 1.0) -> WorkloadRequest:
+    return WorkloadRequest(arrival_s=arrival_s, prompt_tokens=5, output_tokens=10, adapter=adapter)
+
+
+def test_requests_that_were_not_served_miss_the_objective() -> None:
+    outcome = outcome_of(
+        RequestOutcome(asked(), first_token_s=1.1, finish_s=2.0),  # 0.1 s a token
+        RequestOutcome(asked(), first_token_s=2.5, finish_s=3.0),  # 0.2 s a token
+        RequestOutcome(asked(), first_token_s=1.1),
+        RequestOutcome(asked(), finish_s=1.2, failed=True),
+        RequestOutcome(asked(), lost=True),
+    )
+    attained = [outcome.slo_attainment(slo_s) for slo_s in (0.05, 0.1, 0.15, 0.2, 100.0)]
+    assert attained == [0.0, 0.2, 0.2, 0.4, 0.4]
+
+
+def test_where_nobody_asked_nothing_is_missed() -> None:
+    assert outcome_of().slo_attainment(0.1) == 1.0
+    assert outcome_of().ttft_p99_by_adapter() == {}
+
+
+def test_attainment_is_the_share_below_a_percentile_of_the_summary() -> None:
+    outcome = own_twin(num_blocks=400).run(random_workload(1, num_requests=200))
+    tpt_s = outcome.summary()["tpt_s"]
+    assert outcome.slo_attainment(tpt_s["p50"]) == 0.5
+    assert outcome.slo_attainment(tpt_s["p95"]) == 0.95
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0.0, 100.0) | st.none()), max_size=60))
+def test_the_wait_of_each_adapter_is_the_percentile_of_its_requests(
+    waits: list[tuple[int, float | None]],
+) -> None:
+    outcome = outcome_of(
+        *(RequestOutcome(asked(adapter, arrival_s=0.0), first_token_s=wait_s) for adapter, wait_s in waits)
+    )
+    by_adapter = {
+        adapter: [wait_s for other, wait_s in waits if other == adapter and wait_s is not None]
+        for adapter, wait_s in waits
+        if wait_s is not None
+    }
+    found = outcome.ttft_p99_by_adapter()
+    assert found.keys() == by_adapter.keys()
+    for adapter, waits_s in by_adapter.items():
+        assert found[adapter] == pytest.approx(float(np.percentile(waits_s, 99)))
