@@ -14,6 +14,7 @@ import typer
 
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, write_json
+from loraplex.cli.sizes import parse_rate
 from loraplex.cli.slo import parse_slo
 from loraplex.cli.twin_options import (
     AdapterMib,
@@ -45,7 +46,7 @@ app = App(help="Many replicas behind a router: what a policy would do, simulated
 _Replicas = Annotated[int, typer.Option("--replicas", help="Engines of the fleet, all alike.")]
 _Policies = Annotated[
     str,
-    typer.Option(help="ROUTING+PLACEMENT of each, with commas: random,most-idle,routing-table+loraserve."),
+    typer.Option(help="ROUTING+PLACEMENT[+migrate] of each, with commas: random,routing-table+loraserve."),
 ]
 _SloTpt = Annotated[
     str,
@@ -54,6 +55,12 @@ _SloTpt = Annotated[
     ),
 ]
 _Period = Annotated[float, typer.Option("--period", help="Seconds after which adapters are placed again.")]
+_Link = Annotated[
+    str | None,
+    typer.Option(
+        "--link", help="Replicas fetch adapters from each other at 25GB/s; default: each from its own disk."
+    ),
+]
 _Plot = Annotated[Path | None, typer.Option(help="Draw it to this .png.")]
 
 
@@ -64,8 +71,12 @@ def simulate(
     replicas: _Replicas,
     routing: Annotated[str, typer.Option(help="Who serves a request; `loraplex fleet policies` has them.")],
     placement: Annotated[str, typer.Option(help="Which replicas serve an adapter.")] = "everywhere",
+    migrate: Annotated[
+        bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
+    ] = False,
     slo_tpt: _SloTpt = "1.5x",
     period: _Period = 60.0,
+    link: _Link = None,
     adapters: Adapters = None,
     ranks: Ranks = None,
     seconds: Seconds = None,
@@ -82,9 +93,9 @@ def simulate(
     from loraplex.twin.fleet_run import FleetRuns
 
     _check_files(profile, workload, json_out, plot)
-    policy = Policy(routing=routing, placement=placement)
+    policy = Policy(routing=routing, placement=placement, migrates=migrate)
     options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
-    inputs = _inputs(profile, workload, replicas, slo_tpt, period, options)
+    inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     with shown_progress("simulating", expected=f"{len(inputs.workload):,} requests") as progress:
         progress(policy.name, None)
@@ -122,6 +133,7 @@ def compare(
     ] = 5,
     slo_tpt: _SloTpt = "1.5x",
     period: _Period = 60.0,
+    link: _Link = None,
     adapters: Adapters = None,
     ranks: Ranks = None,
     seconds: Seconds = None,
@@ -139,7 +151,7 @@ def compare(
     _check_files(profile, workload, json_out, plot)
     named = _named(policies)
     options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
-    inputs = _inputs(profile, workload, replicas, slo_tpt, period, options)
+    inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
     expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
     with shown_progress("simulating", expected=expected) as progress:
         found = compare_policies(inputs, named, seeds, progress)
@@ -173,6 +185,7 @@ def capacity(
     attainment: Annotated[float, typer.Option(help="Share of requests that must be within the SLO.")] = 0.99,
     slo_tpt: _SloTpt = "1.5x",
     period: _Period = 60.0,
+    link: _Link = None,
     adapters: Adapters = None,
     ranks: Ranks = None,
     seconds: Seconds = None,
@@ -191,7 +204,7 @@ def capacity(
         raise typer.BadParameter("must be above 0 and at most 1", param_hint="--attainment")
     named = _named(policies)
     options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
-    inputs = _inputs(profile, workload, replicas, slo_tpt, period, options)
+    inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
     with shown_progress("bisecting", expected=f"about 12 runs for each of {len(named)}") as progress:
         found = capacities(inputs, named, attainment, progress)
     typer.echo(f"{attainment:.1%} of requests within {(inputs.options.slo_s or 0) * 1e3:.1f} ms per token")
@@ -218,11 +231,12 @@ def capacity(
 @app.command()
 def policies() -> None:
     """List the routings and placements that there are."""
-    from loraplex.fleet.policy import PLACEMENTS
+    from loraplex.fleet.policy import MIGRATE, PLACEMENTS
     from loraplex.fleet.routers.named import ROUTERS
 
     typer.echo("routing:   " + ", ".join(ROUTERS))
     typer.echo("placement: " + ", ".join(PLACEMENTS))
+    typer.echo(f"a policy is ROUTING+PLACEMENT, and with +{MIGRATE} requests leave overloaded replicas")
 
 
 def _check_files(profile: Path, workload: Path, json_out: Path | None, plot: Path | None) -> None:
@@ -240,13 +254,21 @@ def _named(text: str) -> list[Policy]:
 
 
 def _inputs(
-    profile: Path, workload: Path, replicas: int, slo_tpt: str, period: float, options: TwinOptions
+    profile: Path,
+    workload: Path,
+    replicas: int,
+    slo_tpt: str,
+    period: float,
+    link: str | None,
+    options: TwinOptions,
 ) -> FleetInputs:
     from loraplex.perf.cost_model import CostModel
     from loraplex.twin.fleet_compare import FleetInputs
     from loraplex.twin.fleet_run import FleetOptions, base_tpt_s
+    from loraplex.twin.links import LinkSpeed
 
     slo = parse_slo(slo_tpt, "--slo-tpt")
+    speed = None if link is None else LinkSpeed(bytes_per_s=parse_rate(link, "--link"))
     if not 0 < period < math.inf:
         raise typer.BadParameter("must be more than 0", param_hint="--period")
     if replicas < 1:
@@ -265,7 +287,9 @@ def _inputs(
     return FleetInputs(
         profile=found,
         workload=requests,
-        options=FleetOptions(num_replicas=replicas, replay=replay_options, slo_s=slo_s, period_s=period),
+        options=FleetOptions(
+            num_replicas=replicas, replay=replay_options, slo_s=slo_s, period_s=period, link=speed
+        ),
     )
 
 
@@ -293,6 +317,13 @@ def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetIn
         values = [getattr(each, key) for each in outcome.replicas]
         mean = sum(values) / len(values)
         typer.echo(f"{words:10} {min(values):10,.1f} {mean:10,.1f} {max(values):10,.1f}")
+    if outcome.num_moves:
+        typer.echo(f"{outcome.num_moves:,} {plural('move', outcome.num_moves)} of requests between replicas")
+    if outcome.most_bytes_held is not None:
+        typer.echo(
+            f"adapters: {outcome.bytes_moved / 1e9:,.1f} GB fetched, {outcome.most_bytes_held / 1e9:,.1f} GB "
+            "in the host memory that holds most"
+        )
     if summary["starved"]:
         waiting = [each.mean_waiting for each in outcome.replicas]
         worst = sorted(range(len(waiting)), key=waiting.__getitem__, reverse=True)[:3]

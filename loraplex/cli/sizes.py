@@ -16,6 +16,8 @@ _UNITS: Final = {
 }  # fmt: skip
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
+_RATE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)/s\s*", re.IGNORECASE)
+
 
 def parse_size(text: str, option: str | None = None) -> int:
     """Bytes; GB is 10^9, GiB and a bare g are 2^30. Raises a usage error, which names the option."""
@@ -31,6 +33,21 @@ def parse_size(text: str, option: str | None = None) -> int:
             f"{text!r} is no memory at all; leave it out for a size that suits", param_hint=option
         )
     return num_bytes
+
+
+def parse_rate(text: str, option: str | None = None) -> float:
+    """Bytes per second of 25GB/s, or of 200Gb/s in bits. Raises a usage error, which names the option."""
+    match = _RATE.fullmatch(text)
+    unit = None if match is None else _UNITS.get(match[2].lower())
+    if match is None or unit is None:
+        raise typer.BadParameter(
+            f"{text!r} is no speed; write it like 25GB/s, or 200Gb/s in bits", param_hint=option
+        )
+    in_bits = match[2].endswith("b")
+    rate = float(match[1]) * unit / (8 if in_bits else 1)
+    if rate <= 0:
+        raise typer.BadParameter(f"nothing ever arrives at {text}; give more", param_hint=option)
+    return rate
 
 
 def format_size(num_bytes: int) -> str:

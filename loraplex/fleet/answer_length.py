@@ -18,6 +18,7 @@ class AnswerLength:
         self._num_seen = 0
 
     def observe(self, output_tokens: int) -> None:
+        """Count an answer; one that ended without a token counts as one, so that the mean divides."""
         self._num_seen += 1
         weight = max(_WEIGHT, 1.0 / self._num_seen)
-        self.mean_tokens += weight * (output_tokens - self.mean_tokens)
+        self.mean_tokens += weight * (max(output_tokens, 1) - self.mean_tokens)

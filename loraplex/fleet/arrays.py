@@ -1,9 +1,10 @@
-"""The two kinds of arrays that a fleet is described by."""
+"""The kinds of arrays that a fleet is described by."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

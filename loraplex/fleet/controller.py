@@ -7,14 +7,20 @@ controller has no clock of its own: every call says what time it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol
 
 from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.migration.fleet_view import FleetMigrationView
+from loraplex.fleet.migration.migrate import Migrator
+from loraplex.fleet.migration.migration_factor import MigrationFactor
+from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.plan import Plan
+from loraplex.fleet.pool import AdapterPool, Drop
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Router
 from loraplex.fleet.view import FleetView
+from loraplex.perf.line import Line
 
 
 class Planner(Protocol):
@@ -31,20 +37,47 @@ class Planner(Protocol):
         ...
 
 
+class Decisions(NamedTuple):
+    """What a backend is to carry out: copies of adapters that are let go, requests that move."""
+
+    drops: list[Drop]
+    moves: list[Move]
+
+
 class Controller:
-    """`planner`: None to serve every adapter everywhere."""
+    """`planner`: None to serve every adapter everywhere. `pool`: None where adapters come from disk alone.
+    `migrator`: None to leave requests where they are."""
 
     def __init__(
-        self, *, adapters: AdapterTable, view: FleetView, router: Router, planner: Planner | None = None
+        self,
+        *,
+        adapters: AdapterTable,
+        view: FleetView,
+        router: Router,
+        planner: Planner | None = None,
+        shares_adapters: bool = False,
+        migrator: Migrator | None = None,
     ) -> None:
+        """`shares_adapters`: replicas fetch adapters from each other's host memory."""
         self.view = view
         self._ranks: list[int] = adapters.ranks.tolist()
         self._router = router
         self._planner = planner
-        self.next_tick_s = math.inf
+        self._migrator = migrator
+        self._factor = MigrationFactor()
+        # What things took when migration was last decided.
+        self._prefill = Line(latency_s=0.0, unit_s=0.0)
+        self._output_token_s = 0.0
+        self.pool: AdapterPool | None = None
+        self._place_s = math.inf
         if planner is not None:
-            view.plan = planner.place(None)
-            self.next_tick_s = planner.period_s
+            self._place(planner)
+            self._place_s = planner.period_s
+        if shares_adapters:
+            self.pool = AdapterPool(adapters.num_bytes, view.load.num_replicas, view.plan)
+            for adapter in range(len(adapters)):
+                for replica in self.pool.holders(adapter):
+                    view.tiers.staged(replica, adapter)
 
     def route(self, request_id: Hashable, adapter: int | None, prompt_tokens: int) -> int:
         """Return the replica that serves a request, which counts as its load from now on."""
@@ -62,12 +95,52 @@ class Controller:
     def ended(self, request_id: Hashable, output_tokens: int | None) -> None:
         """Record the end of a request. `output_tokens`: None if it failed."""
         request = self.view.load.ended(request_id, output_tokens)
-        if self._planner is not None and request.adapter is not None and output_tokens is not None:
+        if output_tokens is None:
+            return
+        if self._planner is not None and request.adapter is not None:
             self._planner.count(request.adapter, output_tokens)
+        self._factor.record_execution(output_tokens * self._output_token_s)
 
-    def tick(self, now_s: float) -> None:
-        """Place adapters again if a period has ended."""
-        assert self._planner is not None, "nobody asked for ticks"
-        while self.next_tick_s <= now_s:
-            self.view.plan = self._planner.place(self.view.plan)
-            self.next_tick_s += self._planner.period_s
+    def fetched(self, replica: int, adapter: int) -> list[Drop]:
+        """Record that a replica has a complete copy of an adapter; return the copies that are let go."""
+        assert self.pool is not None, "adapters are not shared"
+        return self._let_go(self.pool.fetched(replica, adapter))
+
+    def moved(self, request_id: Hashable, replica: int, num_output: int) -> None:
+        """Record that a move was carried out: a request goes on elsewhere, with its answer so far."""
+        request = self.view.load.moved(request_id, replica, num_output)
+        self._factor.record_migration(self._prefill.seconds(request.prompt_tokens))
+
+    @property
+    def next_tick_s(self) -> float:
+        """When `tick` has something to decide."""
+        return self._place_s if self._migrator is None else min(self._place_s, self._migrator.due_s)
+
+    def tick(self, now_s: float, num_output: Callable[[Hashable], int | None]) -> Decisions:
+        """Place adapters again and let requests migrate, each if its period has ended.
+
+        `num_output`: the tokens that a request was answered with so far, None if it has ended. Raises
+        UserError for a plan that does not fit the fleet.
+        """
+        drops: list[Drop] = []
+        while self._planner is not None and self._place_s <= now_s:
+            drops += self._place(self._planner)
+            self._place_s += self._planner.period_s
+        moves: list[Move] = []
+        if self._migrator is not None and self._migrator.due_s <= now_s:
+            view = FleetMigrationView(self.view, num_output, self._factor.gamma)
+            self._prefill, self._output_token_s = view.costs.prefill, view.output_token_s
+            moves = self._migrator.decide(now_s, view)
+        return Decisions(drops, moves)
+
+    def _place(self, planner: Planner) -> list[Drop]:
+        plan = planner.place(self.view.plan)
+        if plan is not None and plan is not self.view.plan:
+            plan.check(len(self._ranks), self.view.load.num_replicas)
+        self.view.plan = plan
+        return [] if self.pool is None else self._let_go(self.pool.placed(plan))
+
+    def _let_go(self, drops: list[Drop]) -> list[Drop]:
+        for replica, adapter in drops:
+            self.view.tiers.dropped(replica, adapter)
+        return drops

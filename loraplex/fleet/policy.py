@@ -1,4 +1,4 @@
-"""A fleet's policy by its name: ROUTING+PLACEMENT, as commands and results spell it."""
+"""A fleet's policy by its name: ROUTING+PLACEMENT[+migrate], as commands and results spell it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from loraplex.fleet.placements.placement import Placement
 from loraplex.fleet.placements.random_placement import RandomPlacement
 from loraplex.fleet.routers.named import ROUTERS
 
+MIGRATE: Final = "migrate"
 EVERYWHERE: Final = "everywhere"
 DEFAULT_PLACEMENT: Final = EVERYWHERE
 
@@ -60,10 +61,11 @@ PLACEMENTS: Final[Mapping[str, NamedPlacement | None]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """How a fleet decides."""
+    """How a fleet decides. `migrates`: requests may move from overloaded replicas."""
 
     routing: str
     placement: str = DEFAULT_PLACEMENT
+    migrates: bool = False
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTERS:
@@ -75,10 +77,15 @@ class Policy:
     def of_name(cls, name: str) -> Policy:
         """Raises UserError for a name that is none."""
         routing, *rest = name.split("+")
-        if len(rest) > 1:
-            raise UserError(f"{name!r} is no policy; write ROUTING+PLACEMENT, such as most-idle+everywhere")
-        return cls(routing=routing, placement=rest[0] if rest else DEFAULT_PLACEMENT)
+        migrates = rest[-1:] == [MIGRATE]
+        placements = rest[:-1] if migrates else rest
+        if len(placements) > 1:
+            raise UserError(
+                f"{name!r} is no policy; write ROUTING+PLACEMENT or ROUTING+PLACEMENT+{MIGRATE}, such as "
+                "most-idle+everywhere"
+            )
+        return cls(routing=routing, placement=(placements or [DEFAULT_PLACEMENT])[0], migrates=migrates)
 
     @property
     def name(self) -> str:
-        return f"{self.routing}+{self.placement}"
+        return f"{self.routing}+{self.placement}" + (f"+{MIGRATE}" if self.migrates else "")

@@ -23,6 +23,10 @@ class AdapterTiers:
         """The replicas whose host memory holds it, or to which it is being copied."""
         return self._host.get(adapter, _NOWHERE)
 
+    def adapters_on_device(self, replica: int) -> frozenset[int]:
+        """All adapters that a replica can compute with; this looks at every adapter that is on any device."""
+        return frozenset(adapter for adapter, replicas in self._device.items() if replica in replicas)
+
     def loaded(self, replica: int, adapter: int) -> None:
         self._device.setdefault(adapter, set()).add(replica)
 

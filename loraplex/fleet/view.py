@@ -66,12 +66,7 @@ class FleetView:
         if adapter is None:
             return np.zeros(len(candidates))
         copy_s = self.moves.from_host_s(adapter)
-        seconds = np.full(len(candidates), copy_s + self.moves.from_elsewhere_s(adapter))
-        places = candidates.tolist()
-        on_host, on_device = self.tiers.on_host(adapter), self.tiers.on_device(adapter)
-        for index, replica in enumerate(places):
-            if replica in on_device:
-                seconds[index] = 0.0
-            elif replica in on_host:
-                seconds[index] = copy_s
-        return seconds
+        seconds = np.full(self.load.num_replicas, copy_s + self.moves.from_elsewhere_s(adapter))
+        seconds[list(self.tiers.on_host(adapter))] = copy_s
+        seconds[list(self.tiers.on_device(adapter))] = 0.0
+        return seconds[candidates]

@@ -42,19 +42,37 @@ class RequestSets(NamedTuple):
     kv_tokens: Column
     num_adapters: Column
 
-    def at(self, places: npt.NDArray[np.int64]) -> RequestSets:
-        """Return the sets at these places."""
-        return RequestSets(*(column[places] for column in self))
+    def at(self, replicas: npt.NDArray[np.int64]) -> RequestSets:
+        """Return the sets of these replicas, which are distinct and ascending; nothing is copied for all."""
+        if len(replicas) == len(self.num_requests):
+            return self
+        return RequestSets(*(column[replicas] for column in self))
 
-    def joined_by(self, *, rank: int, prompt_tokens: int, kv_tokens: float) -> RequestSets:
-        """Return each set with one request more, whose adapter counts as a new one."""
+    def at_most(self, num_requests: Column) -> RequestSets:
+        """Return sets of so many requests at most, of the same mix: the part that runs in a step
+        where no more fit."""
+        share = np.minimum(num_requests / np.maximum(self.num_requests, 1), 1.0)
+        return RequestSets(
+            num_requests=self.num_requests * share,
+            sum_ranks=self.sum_ranks * share,
+            max_rank=self.max_rank,
+            prompt_tokens=self.prompt_tokens * share,
+            kv_tokens=self.kv_tokens * share,
+            num_adapters=self.num_adapters * share,
+        )
+
+    def joined_by(
+        self, *, rank: int, prompt_tokens: int, kv_tokens: float, is_new: npt.NDArray[np.bool_]
+    ) -> RequestSets:
+        """Return each set with one request more. `is_new`: where the set has no request of its adapter yet;
+        false everywhere for a request without an adapter, whose rank is 0."""
         return RequestSets(
             num_requests=self.num_requests + 1,
             sum_ranks=self.sum_ranks + rank,
             max_rank=np.maximum(self.max_rank, rank),
             prompt_tokens=self.prompt_tokens + prompt_tokens,
             kv_tokens=self.kv_tokens + kv_tokens,
-            num_adapters=self.num_adapters + (rank > 0),
+            num_adapters=self.num_adapters + is_new,
         )
 
 
@@ -181,13 +199,13 @@ class StepSetCosts:
         self._prompts = _Curve(
             model.step.prompts, factor, alone_s=terms.alone_s, row_s=terms.prompt_pair_s * prompt_positions
         )
-        self._position_s = terms.decode_position_s * factor
-        self._prompt_s = terms.prompt_s * factor
-        self._lora_s = terms.lora_s * factor
-        self._prompt_lora_s = (terms.lora_s + terms.prompt_lora_s) * factor
-        self._adapter_s = terms.adapter_s * factor
-        self._adapter_rank_s = terms.adapter_byte_s * rank_bytes * factor
-        self._row_rank_s = terms.row_adapter_byte_s * rank_bytes * factor
+        self._position_s = _factor(terms.decode_position_s * factor)
+        self._prompt_s = _factor(terms.prompt_s * factor)
+        self._lora_s = _factor(terms.lora_s * factor)
+        self._prompt_lora_s = _factor((terms.lora_s + terms.prompt_lora_s) * factor)
+        self._adapter_s = _factor(terms.adapter_s * factor)
+        self._adapter_rank_s = _factor(terms.adapter_byte_s * rank_bytes * factor)
+        self._row_rank_s = _factor(terms.row_adapter_byte_s * rank_bytes * factor)
 
     def prefill_s(self, sets: RequestSets) -> FloatArray:
         tokens = sets.prompt_tokens
@@ -210,13 +228,14 @@ class StepSetCosts:
         )
         return np.asarray(seconds, np.float64)
 
-    def _adapters_s(self, sets: RequestSets, lora_s: float) -> Column:
+    def _adapters_s(self, sets: RequestSets, lora_s: FloatArray) -> FloatArray:
         """The seconds of having adapters at all, and of each of them."""
         num_adapters = sets.num_adapters
         ranks = num_adapters * sets.max_rank
         if not self._pads:
             ranks = np.minimum(ranks, sets.sum_ranks)
-        return lora_s * (num_adapters > 0) + self._adapter_s * num_adapters + self._adapter_rank_s * ranks
+        has_any = np.sign(num_adapters)
+        return lora_s * has_any + self._adapter_s * num_adapters + self._adapter_rank_s * ranks
 
 
 class SlotSetCosts:
@@ -273,6 +292,12 @@ class _Curve:
     def seconds(self, num_rows: Column) -> FloatArray:
         seconds: FloatArray = np.interp(num_rows, self._rows, self._seconds_at)
         return seconds
+
+
+def _factor(value: float) -> FloatArray:
+    """Return the value as an array without dimensions: a short column is multiplied by it in two thirds of
+    the time that a Python number takes."""
+    return np.array(value, np.float64)
 
 
 def _mean_token_ranks(sets: RequestSets) -> Column:

@@ -107,6 +107,12 @@ class AdapterDesk:
         if self._staging is not None:
             self._staging.stage_ahead(version)
 
+    def unstage(self, version: str, num_bytes: int) -> None:
+        """Let go of the copy in host memory unless a request uses it; the next that needs it has it read."""
+        if self._staging is not None and self._staging.stages(version):
+            self._staging.remove(version)
+            self._staging.add(version, num_bytes)
+
     def has_work(self) -> bool:
         """Whether there is something to bring in that no request waits for."""
         return self.pins.has_to_keep or (self._staging is not None and self._staging.has_ahead)

@@ -228,6 +228,10 @@ class LeapingScheduler(Scheduler):
         self._dissolve_group()
         super().cancel(request_id)
 
+    def num_output(self, request_id: str) -> int | None:
+        self._dissolve_group()
+        return super().num_output(request_id)
+
     def _fail_all(self, version: str, message: str, *, pinned: bool) -> None:
         self._dissolve_group()
         super()._fail_all(version, message, pinned=pinned)

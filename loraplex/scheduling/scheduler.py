@@ -72,6 +72,11 @@ class Scheduler:
         if sequence is not None:
             self._drop(sequence)
 
+    def num_output(self, request_id: str) -> int | None:
+        """The tokens that a request has been answered with so far; None if it has ended or is not known."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else sequence.num_output
+
     def adapter_read(self, version: str, error: str | None = None) -> None:
         """A read ended: the version is in the host's memory, or the requests that wait for it fail."""
         self._is_settled = False

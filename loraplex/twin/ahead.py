@@ -46,6 +46,18 @@ class AheadSimulator(Simulator):
     def _take(self, request: EngineRequest) -> None:
         self._due.append(request)
 
+    def num_output(self, request_id: str) -> int | None:
+        if any(each.request_id == request_id for each in (*self._due, *self._joining)):
+            return 0
+        return super().num_output(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        for requests in (self._due, self._joining):
+            requests[:] = [each for each in requests if each.request_id != request_id]
+        self._is_loaded = False  # who joins the known step may be the one that goes: it is decided then
+        super()._drop(request_id)
+        self._glides = self._glides and (self.scheduler.num_running > 0 or bool(self._joining))
+
     def is_idle(self) -> bool:
         if self._glides or self._due or self._joining or self._flights:
             return False

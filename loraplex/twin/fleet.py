@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from loraplex.fleet.controller import Controller
+from loraplex.fleet.migration.problem import Move
+from loraplex.fleet.pool import Drop
+from loraplex.twin.links import Links
 from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome
 from loraplex.twin.simulator import AdapterEvent, Simulator
 from loraplex.workload.jsonl import WorkloadRequest
@@ -28,6 +32,8 @@ class Engines(Protocol):
     def make(self) -> Simulator: ...
 
     def register(self, simulator: Simulator, adapter: int) -> None: ...
+
+    def unstage(self, simulator: Simulator, adapter: int) -> None: ...
 
     def adapter_number(self, version: str) -> int: ...
 
@@ -45,30 +51,48 @@ class _Replica:
         self.simulator.adapter_events = self.adapter_events
         self.adapters: set[int] = set()
         self.numbers: list[int] = []
-        self.num_reads = 0
+        self._request_ids: dict[int, str] = {}
+        self.num_fetches = 0
         self.wake_s = math.inf
 
     def send(self, number: int, request: WorkloadRequest) -> RequestOutcome:
+        self._prepare(number, request)
+        return self.simulator.offer(request)
+
+    def resume(self, number: int, request: WorkloadRequest, outcome: RequestOutcome) -> None:
+        """Go on with a request that comes from another replica."""
+        self._prepare(number, request)
+        self.simulator.resume(request, outcome)
+
+    def hand_over(self, number: int) -> tuple[RequestOutcome, int] | None:
+        """Give up a request that this replica was sent; None if it has ended."""
+        return self.simulator.hand_over(self._request_ids[number])
+
+    def num_output(self, number: int) -> int | None:
+        return self.simulator.num_output(self._request_ids[number])
+
+    def _prepare(self, number: int, request: WorkloadRequest) -> None:
         simulator = self.simulator
         simulator.advance(request.arrival_s)
         if request.adapter not in self.adapters:
             self.adapters.add(request.adapter)
             self._engines.register(simulator, request.adapter)
+        self._request_ids[number] = str(len(self.numbers))  # another one if it comes back
         self.numbers.append(number)
-        return simulator.offer(request)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaFigures:
     """One replica's share. `num_tokens`: prompts and answers of the requests that were served.
-    `num_adapters`: those it was sent requests for. `num_loads`: to its device. `num_reads`: to its host."""
+    `num_adapters`: those it was sent requests for. `num_loads`: to its device. `num_fetches`: to its
+    host memory, from other replicas or from disk."""
 
     num_requests: int
     num_served: int
     num_tokens: int
     num_adapters: int
     num_loads: int
-    num_reads: int
+    num_fetches: int
     num_steps: int
     mean_running: float
     mean_waiting: float
@@ -77,27 +101,48 @@ class ReplicaFigures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
     """What became of all requests, in the order of their arrival, and each replica's share. `chosen`: the
-    replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile."""
+    replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile.
+    `most_bytes_held`: of adapters in one replica's host memory in the end; None if they are not shared.
+    `num_moves`: of requests, which count with the replica where they ended."""
 
     all: Outcome
     chosen: Sequence[int]
     replicas: Sequence[ReplicaFigures]
     bytes_moved: int
+    most_bytes_held: int | None
+    num_moves: int
 
 
 class SimulatedFleet:
     """Runs a workload once, on as many engines as the controller has replicas."""
 
-    def __init__(self, engines: Engines, controller: Controller, until_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        controller: Controller,
+        until_s: float = math.inf,
+        links: Links | None = None,
+    ) -> None:
+        """`links`: between replicas; needed if and only if the controller shares adapters."""
+        assert (links is None) == (controller.pool is None)
         self._engines = engines
         self._controller = controller
+        self._links = links
         self._until_s = until_s
         self._replicas = [_Replica(engines) for _ in range(controller.view.load.num_replicas)]
+        if links is not None:
+            for number, replica in enumerate(self._replicas):
+                replica.simulator.read_end_s = partial(self._fetch_end_s, number)
         self._outcomes: list[RequestOutcome] = []
         self._chosen: list[int] = []
+        self._answered: dict[int, int] = {}  # tokens that requests were answered with before they moved
         self._bytes_moved = 0
+        self._num_moves = 0
         self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
         self._events: list[tuple[float, int, bool]] = []  # a heap: when, which request, whether it has ended
+        self._fetches: list[
+            tuple[float, int, int]
+        ] = []  # a heap: when it ends, to which replica, which adapter
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetOutcome:
         """Simulate the whole workload, or as much of it as comes before the end."""
@@ -130,7 +175,10 @@ class SimulatedFleet:
         while controller.next_tick_s <= now_s:
             tick_s = controller.next_tick_s
             self._run_to(tick_s)
-            controller.tick(tick_s)
+            decisions = controller.tick(tick_s, self._num_output)
+            self._let_go(decisions.drops)
+            for move in decisions.moves:
+                self._move(move)
         self._run_to(now_s)
 
     def _run_to(self, now_s: float) -> None:
@@ -140,6 +188,9 @@ class SimulatedFleet:
             replica = self._replicas[chosen]
             if wake_s == replica.wake_s:  # it was sent nothing since then
                 self._collect(chosen, replica.simulator.run_to(now_s))
+        while self._fetches and self._fetches[0][0] <= now_s:
+            _, chosen, adapter = heapq.heappop(self._fetches)
+            self._let_go(controller.fetched(chosen, adapter))
         while events and events[0][0] <= now_s:
             _, number, has_ended = heapq.heappop(events)
             if has_ended:
@@ -147,6 +198,53 @@ class SimulatedFleet:
                 controller.ended(number, None if outcome.failed else outcome.request.output_tokens)
             else:
                 controller.first_token(number)
+
+    def _num_output(self, number: Hashable) -> int | None:
+        assert isinstance(number, int)
+        return self._replicas[self._chosen[number]].num_output(number)
+
+    def _move(self, move: Move) -> None:
+        """Have a request go on elsewhere, from the end of the step that it is in."""
+        number, source, target = move.request_id, self._replicas[move.source], self._replicas[move.target]
+        assert isinstance(number, int)
+        handed = source.hand_over(number)
+        if handed is None:
+            return
+        outcome, num_output = handed
+        request = outcome.request
+        self._controller.moved(number, move.target, num_output)
+        self._answered[number] = self._answered.get(number, 0) + num_output
+        left = replace(
+            request,
+            arrival_s=source.simulator.now_s,
+            prompt_tokens=request.prompt_tokens + self._answered[number],
+            output_tokens=request.output_tokens - self._answered[number],
+        )
+        target.resume(number, left, outcome)
+        self._chosen[number] = move.target
+        self._num_moves += 1
+        for chosen in (move.source, move.target):
+            self._collect(chosen, self._replicas[chosen].simulator.quiet_until_s())
+
+    def _fetch_end_s(self, chosen: int, version: str) -> float:
+        """When a replica has an adapter in host memory that it asks for now."""
+        pool, links = self._controller.pool, self._links
+        assert pool is not None
+        assert links is not None
+        adapter, now_s = self._engines.adapter_number(version), self._replicas[chosen].simulator.now_s
+        if pool.has(chosen, adapter):
+            return now_s
+        source = pool.fetch(chosen, adapter, links.free_at_s)
+        num_bytes = self._engines.sizes[adapter]
+        end_s = links.copy(source=source, target=chosen, num_bytes=num_bytes, now_s=now_s)
+        heapq.heappush(self._fetches, (end_s, chosen, adapter))
+        self._replicas[chosen].num_fetches += 1
+        self._bytes_moved += num_bytes
+        return end_s
+
+    def _let_go(self, drops: Iterable[Drop]) -> None:
+        for chosen, adapter in drops:
+            self._engines.unstage(self._replicas[chosen].simulator, adapter)
 
     def _collect(self, chosen: int, wake_s: float) -> None:
         """Take over what a replica did, part of which may lie ahead: the step that is under way."""
@@ -160,8 +258,9 @@ class SimulatedFleet:
                 tiers.loaded(chosen, adapter)
             elif kind == "read":
                 tiers.staged(chosen, adapter)
-                replica.num_reads += 1
-                self._bytes_moved += self._engines.sizes[adapter]
+                if self._links is None:
+                    replica.num_fetches += 1
+                    self._bytes_moved += self._engines.sizes[adapter]
             else:
                 tiers.evicted(chosen, adapter)
         replica.adapter_events.clear()
@@ -170,7 +269,7 @@ class SimulatedFleet:
             heapq.heappush(self._wakes, (wake_s, chosen))
 
     def _outcome(self) -> FleetOutcome:
-        simulators = [replica.simulator for replica in self._replicas]
+        pool, simulators = self._controller.pool, [replica.simulator for replica in self._replicas]
         end_s = max(simulator.now_s for simulator in simulators)
         duration_s = end_s if self._until_s == math.inf else self._until_s
         parts = [simulator.outcome(duration_s) for simulator in simulators]
@@ -185,7 +284,14 @@ class SimulatedFleet:
             gaps=[gap for part in parts for gap in part.gaps],
         )
         figures = [_figures(replica, part) for replica, part in zip(self._replicas, parts, strict=True)]
-        return FleetOutcome(all=whole, chosen=self._chosen, replicas=figures, bytes_moved=self._bytes_moved)
+        return FleetOutcome(
+            all=whole,
+            chosen=self._chosen,
+            replicas=figures,
+            bytes_moved=self._bytes_moved,
+            most_bytes_held=None if pool is None else max(pool.num_bytes_held),
+            num_moves=self._num_moves,
+        )
 
 
 def _figures(replica: _Replica, outcome: Outcome) -> ReplicaFigures:
@@ -196,7 +302,7 @@ def _figures(replica: _Replica, outcome: Outcome) -> ReplicaFigures:
         num_tokens=sum(each.num_tokens for each in served),
         num_adapters=len(replica.adapters),
         num_loads=outcome.num_loads,
-        num_reads=replica.num_reads,
+        num_fetches=replica.num_fetches,
         num_steps=outcome.num_steps,
         mean_running=outcome.mean_running,
         mean_waiting=outcome.mean_waiting,

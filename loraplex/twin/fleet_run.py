@@ -12,6 +12,7 @@ from loraplex.core.errors import UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
+from loraplex.fleet.migration.migrate import Migrator
 from loraplex.fleet.policy import PLACEMENTS, PlacementContext, Policy
 from loraplex.fleet.replanner import PERIOD_S, Replanner
 from loraplex.fleet.routers.named import router_named
@@ -22,6 +23,7 @@ from loraplex.perf.named_profiles import Profile
 from loraplex.perf.set_costs import StepSetCosts
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
+from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.replay import (
     OwnEngines,
@@ -34,6 +36,7 @@ from loraplex.twin.replay import (
 from loraplex.workload.jsonl import WorkloadRequest
 
 _NUM_ALONE: Final = 100
+_UNBOUNDED: Final = 1 << 60
 _SHUFFLE_S: Final = 10.0
 """Requests that come within so many seconds of each other are exchanged to make another workload like it."""
 
@@ -41,27 +44,30 @@ _SHUFFLE_S: Final = 10.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOptions:
     """What is simulated, whichever policy decides. `slo_s`: seconds per token that a request may take.
-    `points`: tokens/s that a replica sustains, by rank; None to find them when a placement asks."""
+    `points`: tokens/s that a replica sustains, by rank; None to find them when a placement asks. `link`: over
+    which replicas fetch adapters from each other's host memory; None if each reads them from its disk."""
 
     num_replicas: int
     replay: ReplayOptions
     slo_s: float | None = None
     period_s: float = PERIOD_S
     points: Mapping[int, float] | None = None
+    link: LinkSpeed | None = None
 
 
 class _ModelMoves:
-    """Loads of adapters by the cost model, from a file that the page cache holds."""
+    """Loads of adapters by the cost model: over a link, or from a file that the page cache holds."""
 
-    def __init__(self, model: CostModel, num_bytes: Sequence[int]) -> None:
+    def __init__(self, model: CostModel, num_bytes: Sequence[int], link: LinkSpeed | None) -> None:
         self._model = model
         self._bytes = num_bytes
+        self._elsewhere_s = model.read_s if link is None else link.seconds
 
     def from_host_s(self, adapter: int) -> float:
         return self._model.copy_s(self._bytes[adapter])
 
     def from_elsewhere_s(self, adapter: int) -> float:
-        return self._model.read_s(self._bytes[adapter])
+        return self._elsewhere_s(self._bytes[adapter])
 
 
 class FleetRuns:
@@ -80,14 +86,20 @@ class FleetRuns:
         self._profile = profile
         self._workload = workload
         self._options = options
-        self._engines = OwnEngines(profile, options.replay, longest=longest_of(workload))
+        replay_options = options.replay
+        if options.link is not None:
+            # What a host holds is the pool's to say: the engine's own cache of it must not say otherwise.
+            replay_options = replace(replay_options, host_memory=_UNBOUNDED)
+        self._engines = OwnEngines(profile, replay_options, longest=longest_of(workload))
         self._adapters = AdapterTable.of(ranks=self._engines.ranks, num_bytes=self._engines.sizes)
         self._points = options.points
 
     def run(self, policy: Policy, seed: int = 0) -> FleetOutcome:
         """Simulate the workload, or for another seed than 0 one that is like it."""
         controller = self._controller(policy, seed)
-        fleet = SimulatedFleet(self._engines, controller, self._options.replay.until_s)
+        link, num_replicas = self._options.link, self._options.num_replicas
+        links = None if link is None else Links(link, num_replicas)
+        fleet = SimulatedFleet(self._engines, controller, self._options.replay.until_s, links)
         return fleet.run(shuffled(self._workload, seed))
 
     def _controller(self, policy: Policy, seed: int) -> Controller:
@@ -99,7 +111,7 @@ class FleetRuns:
             load=FleetLoad([limits] * options.num_replicas),
             tiers=AdapterTiers(),
             costs=StepSetCosts(profile, rank_bytes=self._engines.rank_bytes),
-            moves=_ModelMoves(profile, self._adapters.num_bytes.tolist()),
+            moves=_ModelMoves(profile, self._adapters.num_bytes.tolist(), options.link),
             slo_s=options.slo_s,
         )
         return Controller(
@@ -107,6 +119,8 @@ class FleetRuns:
             view=view,
             router=router_named(policy.routing, seed),
             planner=self._planner(policy, seed),
+            shares_adapters=options.link is not None,
+            migrator=Migrator() if policy.migrates else None,
         )
 
     def _planner(self, policy: Policy, seed: int) -> Replanner | None:

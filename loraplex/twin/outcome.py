@@ -56,6 +56,8 @@ class Recorder:
     def __init__(self) -> None:
         self.requests: list[RequestOutcome] = []
         self._open: dict[str, RequestOutcome] = {}
+        self._resumed: set[str] = set()  # came with a part of their answer, and have no token from here yet
+        self._left: set[int] = set()  # by identity: those that went on elsewhere
         self._gaps: list[Gaps] = []
         self._last_s = 0.0
         self.num_steps = 0
@@ -73,6 +75,27 @@ class Recorder:
         self.requests.append(outcome)
         return outcome
 
+    def left(self, request_id: str) -> RequestOutcome:
+        """A request goes on elsewhere: it is not this run's any more."""
+        outcome = self._open.pop(request_id)
+        self._left.add(id(outcome))
+        self._resumed.discard(request_id)
+        return outcome
+
+    def resumed(self, request_id: str, outcome: RequestOutcome, now_s: float) -> None:
+        """A request comes from elsewhere, and may have a part of its answer."""
+        if self._open:
+            self.waiting_s += self._last_s - now_s  # as for one that arrives
+        else:
+            self._last_s = now_s
+        self._open[request_id] = outcome
+        if id(outcome) in self._left:  # it was here before
+            self._left.remove(id(outcome))
+        else:
+            self.requests.append(outcome)
+        if outcome.first_token_s is not None:
+            self._resumed.add(request_id)
+
     def updated(self, updates: Iterable[TokenUpdate], now_s: float) -> int:
         """Each of these requests has a token more, or has ended, or both. Returns how many tokens were the
         first of theirs."""
@@ -87,6 +110,9 @@ class Recorder:
             if is_first:
                 outcome.first_token_s = now_s
                 num_first += 1
+            if self._resumed and update.request_id in self._resumed:
+                self._resumed.remove(update.request_id)
+                is_first = True  # for whoever counts who runs here
             if self.events is not None and (is_first or reason is not None):
                 self.events.append(RequestEvent(now_s, update.request_id, reason))
         return num_first
@@ -125,7 +151,9 @@ class Recorder:
 
     def outcome(self, end_s: float, *, num_loads: int, num_preemptions: int) -> Outcome:
         return Outcome(
-            requests=self.requests,
+            requests=[each for each in self.requests if id(each) not in self._left]
+            if self._left
+            else self.requests,
             duration_s=end_s,
             num_steps=self.num_steps,
             num_loads=num_loads,

@@ -166,6 +166,10 @@ class OwnEngines:
         version = self._versions[adapter]
         simulator.scheduler.adapters.add(version, self.adapter_bytes[version])
 
+    def unstage(self, simulator: Simulator, adapter: int) -> None:
+        """The copy in the engine's host memory is let go."""
+        simulator.scheduler.adapters.unstage(self._versions[adapter], self.sizes[adapter])
+
     def _bytes_of_rank(self, rank: int) -> int:
         options = self._options
         if options.rank_bytes is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Literal, NamedTuple
@@ -36,7 +36,7 @@ class AdapterEvent(NamedTuple):
 
 class Simulator:
     """One engine. `adapters`: the versions of a workload's adapters, by their numbers. `now_s`: where it has
-    come to. `num_loads`: of adapters, that were begun."""
+    come to. `num_loads`: of adapters, that were begun. `num_offered`: requests that came."""
 
     def __init__(
         self,
@@ -60,12 +60,15 @@ class Simulator:
         self._disk_free_s = 0.0
         self._order = count()
         self.num_loads = 0
+        self.num_offered = 0
         self._ends: list[tuple[float, int, str, bool]] = []  # of loads, and of reads (True)
         self._coming: dict[str, tuple[float, float]] = {}  # loads: when they begin and end
         self._repeats_of: tuple[DecodeGroup | None, int, int, int] = (None, 0, 0, 0)
         self._next_repeats = Repeats(0.0, 0.0)
         self.plans: list[StepPlan] | None = None  # kept if a list is put here
         self.adapter_events: list[AdapterEvent] | None = None  # likewise
+        # When a version that is asked for now is in host memory; an owner may say where it comes from.
+        self.read_end_s: Callable[[str], float] = self._disk_end_s
 
     def bring_in_all(self) -> None:
         """Every adapter is there from now on; or, of an engine that loads within its steps, seems to be."""
@@ -130,8 +133,31 @@ class Simulator:
 
     def offer(self, request: WorkloadRequest) -> RequestOutcome:
         """A request arrives, at a time the engine was advanced to. Returns what will become of it."""
+        return self.recorder.arrived(self._enter(request), request)
+
+    def resume(self, request: WorkloadRequest, outcome: RequestOutcome) -> None:
+        """A request comes from another engine: its prompt and the answer so far are to be computed here."""
+        self.recorder.resumed(self._enter(request), outcome, request.arrival_s)
+
+    def hand_over(self, request_id: str) -> tuple[RequestOutcome, int] | None:
+        """Give a request up to another engine; return it and the tokens it was answered with. None if it has
+        ended by the end of the step under way."""
+        num_output = self.num_output(request_id)
+        if num_output is None:
+            return None
+        self._drop(request_id)
+        return self.recorder.left(request_id), num_output
+
+    def num_output(self, request_id: str) -> int | None:
+        """The tokens that a request was answered with so far; None if it has ended."""
+        return self.scheduler.num_output(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        self.scheduler.cancel(request_id)
+
+    def _enter(self, request: WorkloadRequest) -> str:
         self.now_s = max(self.now_s, request.arrival_s)
-        number = len(self.recorder.requests)
+        number, self.num_offered = self.num_offered, self.num_offered + 1
         request_id = str(number)
         # Tokens that no other request begins with, so that the prefix cache finds nothing.
         self._take(
@@ -142,7 +168,7 @@ class Simulator:
                 adapter=self._adapters[request.adapter] if self._adapters else None,
             )
         )
-        return self.recorder.arrived(request_id, request)
+        return request_id
 
     def _take(self, request: EngineRequest) -> None:
         self.scheduler.add(request)
@@ -257,8 +283,8 @@ class Simulator:
             self.adapter_events += [AdapterEvent("read", read.version) for read in reads]
             self.adapter_events += [AdapterEvent("load", load.version) for load in loads]
         for read in reads:
-            self._disk_free_s = max(self._disk_free_s, self.now_s) + self._times.read_s(read.version)
-            heapq.heappush(self._ends, (self._disk_free_s, next(self._order), read.version, True))
+            end_s = self.read_end_s(read.version)
+            heapq.heappush(self._ends, (end_s, next(self._order), read.version, True))
         begin_s = max(self._bus_free_s, self.now_s)
         turns_s = sum(self._times.load_s(load) for load in loads if load.awaited)
         for load in sorted(loads, key=_is_for_later):
@@ -268,6 +294,11 @@ class Simulator:
             self._bus_free_s = end_s
             heapq.heappush(self._ends, (end_s, next(self._order), load.version, False))
         self.num_loads += len(loads)
+
+    def _disk_end_s(self, version: str) -> float:
+        """When a read from disk ends that begins now, behind those under way."""
+        self._disk_free_s = max(self._disk_free_s, self.now_s) + self._times.read_s(version)
+        return self._disk_free_s
 
     def _wait_for(self, versions: frozenset[str]) -> None:
         """The step is not begun before these are there."""

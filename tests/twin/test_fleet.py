@@ -4,6 +4,7 @@ looking changes nothing."""
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,23 +19,27 @@ from loraplex.core.errors import CapacityError, UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
+from loraplex.fleet.migration.migrate import MigrationView, Migrator, MigratorConfig
+from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.round_robin import RoundRobinRouter
 from loraplex.fleet.routers.router import Router
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
-from loraplex.perf.cost_model import with_padded_kernels
+from loraplex.perf.cost_model import CostModel, with_padded_kernels
 from loraplex.perf.set_costs import StepSetCosts
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_figures import figures_of
 from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_tpt_s, shuffled
+from loraplex.twin.links import LinkSpeed
 from loraplex.twin.outcome import RequestOutcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of, replay
 from loraplex.workload.jsonl import WorkloadRequest
 
 OPTIONS = ReplayOptions(num_adapters=9, ranks=(8, 16, 64), rank_bytes=1 << 20, kv_tokens=4000)
 WORKLOAD = random_workload(3, num_requests=300, num_adapters=9, rps=30.0)
+LINK = LinkSpeed(bytes_per_s=2e9)
 POLICIES = (
     "random", "round-robin", "first-fit", "most-idle", "pending-time", "rank-aware", "affinity", "rendezvous",
     "routing-table+contiguous", "routing-table-random+random", "most-idle+burst-tolerance",
@@ -49,8 +54,9 @@ def run(
     workload: list[WorkloadRequest] = WORKLOAD,
     seed: int = 0,
     period_s: float = 2.0,
+    link: LinkSpeed | None = None,
 ) -> FleetOutcome:
-    chosen = FleetOptions(num_replicas=num_replicas, replay=options, slo_s=0.01, period_s=period_s)
+    chosen = FleetOptions(num_replicas=num_replicas, replay=options, slo_s=0.01, period_s=period_s, link=link)
     return FleetRuns(imagined_machine(), workload, chosen).run(Policy.of_name(policy), seed)
 
 
@@ -64,9 +70,10 @@ def check_all_served(outcome: FleetOutcome, workload: list[WorkloadRequest]) -> 
     assert sum(each.num_tokens for each in outcome.replicas) == num_tokens
 
 
+@pytest.mark.parametrize("link", [None, LINK])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_request_is_served_by_one_replica(policy: str) -> None:
-    check_all_served(run(policy), WORKLOAD)
+def test_every_request_is_served_by_one_replica(policy: str, link: LinkSpeed | None) -> None:
+    check_all_served(run(policy, link=link), WORKLOAD)
 
 
 @settings(max_examples=12, deadline=None)
@@ -130,8 +137,13 @@ class Lookout:
         return self._router.choose(request, view)
 
 
-def simulate(router: Router, workload: list[WorkloadRequest]) -> tuple[FleetOutcome, FleetView]:
-    machine = imagined_machine()
+def simulate(
+    router: Router,
+    workload: list[WorkloadRequest],
+    migrator: Migrator | None = None,
+    machine: CostModel | None = None,
+) -> tuple[FleetOutcome, FleetView]:
+    machine = machine or imagined_machine()
     engines = OwnEngines(machine, OPTIONS, longest=longest_of(workload))
 
     class Moves:
@@ -149,7 +161,7 @@ def simulate(router: Router, workload: list[WorkloadRequest]) -> tuple[FleetOutc
         moves=Moves(),
     )
     adapters = AdapterTable.of(ranks=engines.ranks, num_bytes=engines.sizes)
-    controller = Controller(adapters=adapters, view=view, router=router)
+    controller = Controller(adapters=adapters, view=view, router=router, migrator=migrator)
     return SimulatedFleet(engines, controller).run(workload), view
 
 
@@ -188,6 +200,101 @@ def test_a_placement_keeps_adapters_to_their_replicas() -> None:
         homes.setdefault(request.adapter, set()).add(chosen)
     assert all(len(replicas) == 1 for replicas in homes.values())
     assert [each.num_adapters for each in outcome.replicas] == [3, 3, 3]
+
+
+def test_an_adapter_is_fetched_once_however_many_wait() -> None:
+    burst = [
+        WorkloadRequest(arrival_s=1.0 + index / 1e4, prompt_tokens=9, output_tokens=5, adapter=5)
+        for index in range(6)
+    ]
+    outcome = run("round-robin", workload=burst, link=LINK)
+    assert outcome.most_bytes_held is not None
+    # Its home is replica 2; the two others fetch it once each.
+    assert [each.num_fetches for each in outcome.replicas] == [1, 1, 0]
+    assert outcome.bytes_moved == 2 * (64 << 20)
+    first = [each.first_token_s for each in outcome.all.requests]
+    assert all(moment is not None and moment - 1.0 >= (64 << 20) / 2e9 for moment in (first[0], first[1]))
+
+
+def test_adapters_that_are_placed_are_there_from_the_beginning() -> None:
+    outcome = run("routing-table+contiguous", link=LINK)
+    assert outcome.bytes_moved == 0
+    assert sum(each.num_loads for each in outcome.replicas) == 9
+
+
+def test_a_slow_link_shows_in_first_tokens() -> None:
+    slow, fast = (
+        run("round-robin", link=LinkSpeed(bytes_per_s=speed)).all.summary()["ttft_s"]["mean"]
+        for speed in (1e8, 1e11)
+    )
+    assert slow > fast
+
+
+def test_moved_adapters_are_fetched_and_let_go() -> None:
+    """The demand for ranks turns round, so that LoRAServe's placement moves adapters while requests run."""
+    workload = [
+        replace(each, adapter=each.adapter if each.arrival_s < 5 else 8 - each.adapter)
+        for each in random_workload(5, num_requests=400, num_adapters=3, rps=40.0)
+    ]
+    options = FleetOptions(
+        num_replicas=3, replay=OPTIONS, slo_s=0.01, period_s=1.0, link=LINK, points={8: 900, 16: 800, 64: 500}
+    )
+    outcome = FleetRuns(imagined_machine(), workload, options).run(Policy.of_name("routing-table+loraserve"))
+    check_all_served(outcome, workload)
+    assert outcome.bytes_moved > 0
+    assert outcome.most_bytes_held is not None
+    assert outcome.most_bytes_held < sum(rank << 20 for rank in (8, 16, 64) * 3), "no host holds all"
+
+
+class RestlessMigrator(Migrator):
+    """Moves requests at random, all the time."""
+
+    def __init__(self, seed: int, num_replicas: int) -> None:
+        super().__init__(MigratorConfig(period_s=0.05))
+        self._rng = random.Random(seed)
+        self._num_replicas = num_replicas
+
+    def decide(self, now_s: float, view: MigrationView) -> list[Move]:
+        super().decide(now_s, view)  # so that it is due again when the period is over
+        found = [each for replica in range(self._num_replicas) for each in view.requests_on(replica)]
+        return [
+            Move(each.request_id, each.replica, (each.replica + 1) % self._num_replicas)
+            for each in found
+            if self._rng.random() < 0.2
+        ]
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1000), rps=st.sampled_from([20.0, 200.0]), on_gpu=st.booleans())
+def test_requests_that_move_lose_no_token(seed: int, rps: float, on_gpu: bool) -> None:
+    workload = random_workload(seed, num_requests=40, num_adapters=9, rps=rps)
+    machine = imagined_machine()
+    if not on_gpu:
+        machine = replace(machine, subject=replace(machine.subject, device="cpu"))
+    outcome, view = simulate(RoundRobinRouter(), workload, RestlessMigrator(seed, 3), machine)
+    assert outcome.num_moves > 0
+    check_all_served(outcome, workload)
+    for column in (*view.load.everything, *view.load.waiting):
+        assert not np.any(column), "all have ended"
+    for each in outcome.all.requests:
+        assert each.first_token_s is not None
+        assert each.finish_s is not None
+        assert each.request.arrival_s < each.first_token_s <= each.finish_s
+
+
+def test_a_hot_replica_hands_requests_over() -> None:
+    """All requests are on an adapter of one replica; migration sends some of them to the other."""
+    made = random_workload(3, num_requests=900, num_adapters=9, rps=90.0)
+    workload = [replace(each, adapter=0) for each in made]
+    options = replace(OPTIONS, max_running=8)
+    stays, moves = (
+        run(policy, num_replicas=2, workload=workload, options=options)
+        for policy in ("routing-table+contiguous", "routing-table+contiguous+migrate")
+    )
+    check_all_served(moves, workload)
+    assert stays.num_moves == 0
+    assert moves.num_moves > 0
+    assert moves.all.duration_s < stays.all.duration_s
 
 
 def test_figures_of_a_run() -> None:

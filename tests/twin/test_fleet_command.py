@@ -49,12 +49,13 @@ def written(path: Path) -> Any:
 def test_a_fleet_is_simulated(profile: Path, workload: Path, tmp_path: Path) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     result = fleet(
-        "simulate", profile, workload, "--replicas", "3", "--routing", "round-robin", "--json", str(out),
-        "--plot", str(plot),
+        "simulate", profile, workload, "--replicas", "3", "--routing", "round-robin", "--link", "200Gb/s",
+        "--json", str(out), "--plot", str(plot),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "120 of 120 requests served" in result.output
     assert "over 3 replicas" in result.output
+    assert "GB fetched" in result.output
     found = written(out)
     assert found["policy"] == "round-robin+everywhere"
     assert found["figures"].keys() == FIGURES
@@ -113,6 +114,17 @@ def test_an_slo_that_no_rate_can_hold_is_refused(profile: Path, workload: Path) 
     assert "at no rate, however low, are 99.0% of requests within 0.1 ms per token" in str(result.exception)
 
 
+def test_requests_migrate_if_they_may(profile: Path, tmp_path: Path) -> None:
+    path = tmp_path / "hot.jsonl"
+    requests = random_workload(3, num_requests=900, num_adapters=1, rps=90.0)
+    write_workload(path, requests)
+    args = ("--replicas", "2", "--routing", "first-fit", "--placement", "contiguous", "--max-running", "8")
+    assert "of requests between replicas" not in fleet("simulate", profile, path, *args).output
+    result = fleet("simulate", profile, path, *args, "--migrate")
+    assert result.exit_code == 0, result.output
+    assert "of requests between replicas" in result.output
+
+
 def test_policies_are_listed() -> None:
     result = CliRunner().invoke(app, ["fleet", "policies"])
     assert "rank-aware" in result.output
@@ -132,6 +144,8 @@ def test_policies_are_listed() -> None:
         (("--routing", "random", "--slo-tpt", "fast"), "'fast' is no objective; write 1.5x"),
         (("--routing", "random", "--slo-tpt", "0x"), "'0x' is no objective"),
         (("--routing", "random", "--period", "0"), "must be more than 0"),
+        (("--routing", "random", "--link", "0GB/s"), "nothing ever arrives at 0GB/s"),
+        (("--routing", "random", "--link", "25GB"), "'25GB' is no speed; write it like 25GB/s"),
         (("--routing", "random", "--adapters", "3"), "there are 3, counted from 0"),
         (("--routing", "random", "--plot", "a.txt"), "a.txt is no .png"),
     ],

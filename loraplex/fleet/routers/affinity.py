@@ -40,12 +40,12 @@ class AffinityRouter:
 def _affinity(adapter: int | None, candidates: IntArray, load: FleetLoad) -> FloatArray:
     if adapter is None:
         return np.zeros(len(candidates))
-    scores = np.full(len(candidates), ROOM)
-    for index, replica in enumerate(candidates.tolist()):
-        in_flight, waiting = load.in_flight(replica, adapter), load.waiting_on(replica, adapter)
-        most = load.limits[replica].max_adapters
-        if in_flight > waiting:
-            scores[index] = ACTIVE
-        elif most is not None and load.everything.num_adapters[replica] >= most:
-            scores[index] = WAITING if waiting else FULL
-    return scores
+    has_room = load.everything.num_adapters < load.max_adapters
+    scores: FloatArray = np.where(has_room, ROOM, FULL)
+    waiting = load.waiting_on(adapter)
+    for replica, in_flight in load.in_flight(adapter).items():
+        if in_flight > waiting.get(replica, 0):
+            scores[replica] = ACTIVE
+        elif not has_room[replica]:
+            scores[replica] = WAITING
+    return scores[candidates]

@@ -24,7 +24,7 @@ class PendingTimeRouter:
         # A place is free when as many answers have ended as there are requests too many. Answers that run
         # together end evenly over the time that one of them takes.
         too_many = np.maximum(exists.num_requests + 1 - max_running, 0)
-        answer_s = load.answers.mean_tokens * costs.decode_s(exists)
+        answer_s = load.answers.mean_tokens * costs.decode_s(exists.at_most(max_running))
         waits_s = costs.prefill_s(queue) + answer_s * too_many / max_running
         pending_s = waits_s + view.load_s(request, candidates)
         return self._turns.pick(candidates, pending_s, exists.num_requests)

@@ -24,6 +24,7 @@ BOUND: Final = 1.25
 
 class RendezvousRouter:
     def __init__(self, bound: float = BOUND) -> None:
+        assert bound >= 1, "there must always be a replica below the bound"
         self._bound = bound
         self._turns = Turns()
 

@@ -21,22 +21,39 @@ class Router(Protocol):
 
 
 class Turns:
-    """Breaks ties: of replicas that are equally good, each in turn."""
+    """Breaks ties: of replicas that are equally good, the one that was picked longest ago.
+
+    Requests may have different candidates; still every replica has its turn, at the latest when all the
+    others have been picked once since.
+    """
 
     def __init__(self) -> None:
-        self._next = 0
+        self._num_picks = 0
+        self._last_pick: IntArray = np.zeros(0, np.int64)
 
     def pick(self, candidates: IntArray, *costs: npt.NDArray[Any]) -> int:
-        """Return the candidate with the lowest first cost; among equals the second decides, and so on."""
-        left = np.arange(len(candidates))
-        for cost in costs:
-            found = cost[left]
-            left = left[found == found.min()]
-            if len(left) == 1:
-                return int(candidates[left[0]])
-        equals = candidates[left]
-        # The first at or after the turn: replicas that come and go do not shift everybody's turn.
-        place = int(np.searchsorted(equals, self._next))
-        chosen = int(equals[place if place < len(equals) else 0])
-        self._next = chosen + 1
+        """Return the candidate with the lowest first cost; among equals the second decides, and so on.
+
+        `candidates`: ascending, at least one. `costs`: a number for each of them.
+        """
+        equals = candidates
+        if costs:
+            left = _lowest(costs[0])
+            for cost in costs[1:]:
+                if len(left) == 1:
+                    break
+                left = left[_lowest(cost[left])]
+            equals = candidates[left]
+        num_known = int(candidates[-1]) + 1
+        if len(self._last_pick) < num_known:
+            self._last_pick = np.pad(self._last_pick, (0, num_known - len(self._last_pick)))
+        chosen = int(equals[self._last_pick[equals].argmin()])
+        self._num_picks += 1
+        self._last_pick[chosen] = self._num_picks
         return chosen
+
+
+def _lowest(cost: npt.NDArray[Any]) -> IntArray:
+    """Return the places of the lowest cost, by methods that take half the time of `min` and `flatnonzero`."""
+    places: IntArray = (cost == cost[cost.argmin()]).nonzero()[0]
+    return places

@@ -1,21 +1,27 @@
 """LoRAServe's way: each adapter's requests are divided over its replicas by the shares of the placement.
 
-`random`: each request is sent with these probabilities. `stride`: each goes where the share is least used so
-far, so that any run of requests is divided as evenly as it can be.
+`random`: each request is sent with these probabilities. `stride`: after any number of requests, each replica
+has had its share of them to within less than one request. Stride scheduling alone cannot promise that: a
+replica with a large share would get a run of requests before those with small shares get their first. So a
+replica that is ahead of its share waits, as in the quota method of Balinski and Young.
 """
 
 from __future__ import annotations
 
 import random
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 
-from loraplex.fleet.arrays import IntArray
+from loraplex.fleet.arrays import FloatArray, IntArray
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
+
+_ROUNDING: Final = 1e-9
+"""Requests. A replica that has exactly its share is not behind, however the share was rounded."""
 
 
 class Division(StrEnum):
@@ -31,7 +37,7 @@ class RoutingTableRouter:
         self._random = random.Random(seed)
         self._turns = Turns()
         self._plan: Plan | None = None
-        self._sent: dict[int, list[int]] = {}  # by adapter, how many each of its replicas was sent
+        self._sent: dict[int, FloatArray] = {}  # by adapter, how many each of its replicas was sent
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
         """Without a plan, for the base model, and where a replica is down, the others share evenly."""
@@ -39,7 +45,7 @@ class RoutingTableRouter:
         if plan is not self._plan:
             self._plan = plan
             self._sent.clear()
-        if plan is None or adapter is None or len(candidates) != len(plan.replicas[adapter]):
+        if plan is None or adapter is None or tuple(candidates.tolist()) != plan.replicas[adapter]:
             return self._among_equals(candidates)
         return int(candidates[self._place(adapter, plan.shares[adapter])])
 
@@ -53,7 +59,11 @@ class RoutingTableRouter:
             return 0
         if self._division is Division.RANDOM:
             return self._random.choices(range(len(shares)), shares)[0]
-        sent = self._sent.setdefault(adapter, [0] * len(shares))
-        place = int(np.argmin((np.array(sent) + 1) / np.maximum(shares, 1e-12)))
+        sent = self._sent.get(adapter)
+        if sent is None:
+            sent = self._sent[adapter] = np.zeros(len(shares))
+        due = np.array(shares)
+        is_behind = sent < due * (sent.sum() + 1) - _ROUNDING
+        place = int(np.where(is_behind, (sent + 1) / due, np.inf).argmin())
         sent[place] += 1
         return place

@@ -1,0 +1,43 @@
+"""The network between replicas: each has one link, which copies take one by one in each direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.core.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkSpeed:
+    """Bytes per second of a replica's link, and seconds until the first byte is there."""
+
+    bytes_per_s: float
+    latency_s: float = 20e-6
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise UserError(f"a link of {self.bytes_per_s:g} bytes/s never delivers an adapter; give more")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of a copy that nothing is in the way of."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+class Links:
+    """When copies between replicas end."""
+
+    def __init__(self, speed: LinkSpeed, num_replicas: int) -> None:
+        self._speed = speed
+        self._sends_until_s = [0.0] * num_replicas
+        self._receives_until_s = [0.0] * num_replicas
+
+    def free_at_s(self, replica: int) -> float:
+        """When a replica has sent all that it was asked for."""
+        return self._sends_until_s[replica]
+
+    def copy(self, *, source: int, target: int, num_bytes: int, now_s: float) -> float:
+        """Begin a copy as soon as both links are free; return when it ends."""
+        begin_s = max(now_s, self._sends_until_s[source], self._receives_until_s[target])
+        end_s = begin_s + self._speed.seconds(num_bytes)
+        self._sends_until_s[source] = self._receives_until_s[target] = end_s
+        return end_s

@@ -1,0 +1,206 @@
+"""The controller and the replanner, with planners that are written out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+from fleet_views import RANKS, fleet_of
+
+from loraplex.core.errors import UserError
+from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.controller import Controller
+from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
+from loraplex.fleet.placements.hysteresis import HysteresisPlacement
+from loraplex.fleet.placements.placement import PlacementProblem
+from loraplex.fleet.plan import Plan
+from loraplex.fleet.replanner import Replanner
+from loraplex.fleet.routers.round_robin import RoundRobinRouter
+
+ADAPTERS = AdapterTable.of(ranks=RANKS, num_bytes=[100] * len(RANKS))
+ON_0, ON_1 = (Plan.of_homes(np.full(len(RANKS), home)) for home in (0, 1))
+
+
+def nobody(request_id: Hashable) -> int | None:
+    """No request is asked for by those who do not migrate."""
+    raise AssertionError(request_id)
+
+
+class WrittenPlanner:
+    """Returns these plans one after the other."""
+
+    period_s = 10.0
+
+    def __init__(self, *plans: Plan | None) -> None:
+        self.plans = list(plans)
+        self.previous: list[Plan | None] = []
+        self.counted: list[tuple[int, int]] = []
+
+    def count(self, adapter: int, num_tokens: int) -> None:
+        self.counted.append((adapter, num_tokens))
+
+    def place(self, previous: Plan | None) -> Plan | None:
+        self.previous.append(previous)
+        return self.plans.pop(0)
+
+
+class WrittenPlacement:
+    """Keeps what it is asked, and places everything on replica 0."""
+
+    def __init__(self) -> None:
+        self.problems: list[PlacementProblem] = []
+
+    def place(self, problem: PlacementProblem) -> Plan:
+        self.problems.append(problem)
+        return ON_0
+
+
+def controller_of(planner: WrittenPlanner | Replanner | None = None) -> Controller:
+    return Controller(adapters=ADAPTERS, view=fleet_of(2).view, router=RoundRobinRouter(), planner=planner)
+
+
+# ---- the controller
+
+
+def test_a_request_is_load_from_its_sending_to_its_end() -> None:
+    controller = controller_of()
+    load = controller.view.load
+    assert [controller.route(number, number, 30) for number in range(2)] == [0, 1]
+    assert controller.route("base", None, 7) == 0
+    assert load.replica(0).num_waiting == 2
+    assert load.replica(0).sum_ranks == RANKS[0]
+    assert load.replica(1).max_rank == RANKS[1]
+    controller.first_token(0)
+    assert (load.replica(0).num_running, load.replica(0).num_waiting) == (1, 1)
+    mean_tokens = load.answers.mean_tokens
+    controller.ended(0, None)
+    assert load.answers.mean_tokens == mean_tokens
+    controller.ended(1, 40)
+    assert load.answers.mean_tokens == 40
+    controller.ended("base", 1)
+    assert not load.everything.num_requests.any()
+
+
+def test_tokens_are_counted_for_adapters_and_not_for_failed_answers() -> None:
+    planner = WrittenPlanner(None)
+    controller = controller_of(planner)
+    for request_id, adapter, prompt_tokens in (("a", 3, 30), ("b", 4, 40), ("base", None, 50)):
+        controller.route(request_id, adapter, prompt_tokens)
+    controller.ended("a", 300)
+    controller.ended("b", None)
+    controller.ended("base", 500)
+    assert planner.counted == [(3, 30), (4, 40), (3, 300)]
+
+
+def test_a_plan_is_asked_for_each_period() -> None:
+    planner = WrittenPlanner(ON_0, ON_1, ON_0, ON_1)
+    controller = controller_of(planner)
+    assert (controller.view.plan, controller.next_tick_s) == (ON_0, 10.0)
+    assert controller.route("a", 5, 1) == 0
+    controller.tick(9.9, nobody)
+    assert controller.view.plan == ON_0
+    controller.tick(10.0, nobody)
+    assert (controller.view.plan, controller.next_tick_s) == (ON_1, 20.0)
+    assert controller.route("b", 5, 1) == 1
+    controller.tick(35.0, nobody)
+    assert (controller.view.plan, controller.next_tick_s) == (ON_1, 40.0)
+    assert planner.previous == [None, ON_0, ON_1, ON_0]
+
+
+def test_without_a_planner_there_is_nothing_to_tick_for() -> None:
+    assert controller_of().next_tick_s == math.inf
+    assert controller_of().view.plan is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (
+            Plan.of_homes(np.full(len(RANKS), 2)),
+            "places adapter 0 on replica 2, but the fleet has 2 replicas",
+        ),
+        (Plan.of_homes(np.zeros(9, np.int64)), "names adapter 8, but the fleet has 8 adapters"),
+        (Plan.of_homes(np.zeros(3, np.int64)), "adapter 3 has no replica"),
+    ],
+)
+def test_a_plan_that_names_what_is_not_there_is_refused(plan: Plan, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        controller_of(WrittenPlanner(plan))
+    controller = controller_of(WrittenPlanner(ON_0, plan))
+    with pytest.raises(UserError, match=words):
+        controller.tick(10.0, nobody)
+    assert controller.view.plan == ON_0
+
+
+# ---- the replanner
+
+
+def test_demand_is_the_trend_of_counted_tokens_per_second() -> None:
+    placement = WrittenPlacement()
+    replanner = Replanner(
+        placement,
+        adapters=ADAPTERS,
+        num_replicas=2,
+        period_s=10.0,
+        host_bytes=1000,
+        device_bytes=5000,
+        seed=7,
+    )
+    plan = replanner.place(None)
+    assert plan == ON_0
+    assert placement.problems[0].demand.tolist() == [1.0] * len(RANKS)
+    for tokens in (100, 200, 300):
+        replanner.count(2, tokens - 50)
+        replanner.count(2, 50)
+        replanner.count(5, 70)
+        replanner.place(plan)
+    first, second, third = (problem.demand for problem in placement.problems[1:])
+    assert first[[2, 5]] == pytest.approx([10, 7])
+    assert second[[2, 5]] == pytest.approx([30, 7])
+    assert third[[2, 5]] == pytest.approx([40, 7])
+    problem = placement.problems[-1]
+    assert problem.demand.sum() == pytest.approx(47)
+    assert (problem.num_replicas, problem.host_bytes, problem.device_bytes, problem.seed) == (
+        2,
+        1000,
+        5000,
+        7,
+    )
+    assert problem.previous is plan
+
+
+def test_only_the_last_periods_count() -> None:
+    placement = WrittenPlacement()
+    replanner = Replanner(placement, adapters=ADAPTERS, num_replicas=1, period_s=1.0)
+    plan = replanner.place(None)
+    for tokens in [10_000, *[10] * 5]:
+        replanner.count(0, tokens)
+        replanner.place(plan)
+    assert placement.problems[-1].demand[0] == pytest.approx(10)
+
+
+def test_a_placement_that_is_made_once_asks_for_no_tick() -> None:
+    replanner = Replanner(WrittenPlacement(), adapters=ADAPTERS, num_replicas=2, period_s=math.inf)
+    assert controller_of(replanner).next_tick_s == math.inf
+    with pytest.raises(AssertionError, match="made once"):
+        replanner.place(ON_0)
+
+
+def test_steady_demand_keeps_the_plan() -> None:
+    """The very same one, so that nobody compares two plans to see that nothing moves."""
+    placement = HysteresisPlacement(placement=BurstTolerancePlacement())
+    replanner = Replanner(placement, adapters=ADAPTERS, num_replicas=2, period_s=10.0, device_bytes=500)
+    controller = controller_of(replanner)
+
+    def period(number: int) -> Plan | None:
+        for adapter, num_tokens in enumerate((900, 500, 300, 200, 100, 50, 20, 10)):
+            controller.route((number, adapter), adapter, num_tokens)
+            controller.ended((number, adapter), num_tokens)
+        controller.tick(10.0 * number, nobody)
+        return controller.view.plan
+
+    settled = period(1)
+    assert settled is not None
+    assert all(period(number) is settled for number in range(2, 9))

@@ -1,0 +1,198 @@
+"""The load of replicas, kept up to date in constant time, equals a plain count at every moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from fleet_views import MEAN_TOKENS, REQUESTS, Sent, fleet_of, request_of, set_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from loraplex.fleet.answer_length import FIRST_GUESS, AnswerLength
+from loraplex.fleet.load import FleetLoad, ReplicaLimits, ReplicaLoad
+from loraplex.fleet.request import RoutedRequest
+
+LIMITS = ReplicaLimits(max_running=4, kv_tokens=1000)
+
+
+class AnyLoad(RuleBasedStateMachine):
+    """Requests come, get their first token or not, and end; answers have all lengths."""
+
+    @initialize(num_replicas=st.integers(1, 4))
+    def begin(self, num_replicas: int) -> None:
+        self.load = FleetLoad([LIMITS] * num_replicas)
+        self.open: dict[int, Sent] = {}
+        self.kv_tokens: dict[int, float] = {}
+        self.num_sent = 0
+
+    @rule(request=REQUESTS, place=st.integers(0, 3))
+    def send(self, request: RoutedRequest, place: int) -> None:
+        replica = place % self.load.num_replicas
+        self.kv_tokens[self.num_sent] = request.prompt_tokens + self.load.answers.mean_tokens
+        self.load.sent(self.num_sent, request, replica)
+        self.open[self.num_sent] = Sent(request, replica, False)
+        self.num_sent += 1
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def first_token(self, data: st.DataObject) -> None:
+        """A second report changes nothing."""
+        request_id = data.draw(st.sampled_from(sorted(self.open)))
+        self.load.first_token(request_id)
+        self.open[request_id] = self.open[request_id]._replace(is_running=True)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), output_tokens=st.none() | st.integers(0, 500))
+    def end(self, data: st.DataObject, output_tokens: int | None) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.open)))
+        assert self.load.ended(request_id, output_tokens) == self.open.pop(request_id).request
+
+    @invariant()
+    def columns_are_what_a_walk_over_the_requests_counts(self) -> None:
+        self.load.check_integrity()
+        for replica in range(self.load.num_replicas):
+            here = {key: each for key, each in self.open.items() if each.replica == replica}
+            waiting = {key: each for key, each in here.items() if not each.is_running}
+            for kept, counted in ((self.load.everything, here), (self.load.waiting, waiting)):
+                expected = set_of([each.request for each in counted.values()])
+                for name, column, value in zip(kept._fields, kept, expected, strict=True):
+                    if name != "kv_tokens":
+                        assert column[replica] == value[0], name
+                kv_tokens = sum(self.kv_tokens[key] for key in counted)
+                assert kept.kv_tokens[replica] == pytest.approx(kv_tokens)
+                if not counted:
+                    assert kept.kv_tokens[replica] == 0.0
+
+    @invariant()
+    def adapters_are_found_where_their_requests_are(self) -> None:
+        everyone = np.arange(self.load.num_replicas)
+        for adapter in range(8):
+            at = [each.replica for each in self.open.values() if each.request.adapter == adapter]
+            queued = [
+                each.replica
+                for each in self.open.values()
+                if each.request.adapter == adapter and not each.is_running
+            ]
+            assert dict(self.load.in_flight(adapter)) == {each: at.count(each) for each in set(at)}
+            assert dict(self.load.waiting_on(adapter)) == {each: queued.count(each) for each in set(queued)}
+            assert self.load.lacks(adapter, everyone).tolist() == [each not in at for each in everyone]
+            assert self.load.lacks_waiting(adapter, everyone).tolist() == [
+                each not in queued for each in everyone
+            ]
+        assert not self.load.lacks(None, everyone).any()
+
+    def teardown(self) -> None:
+        """Where all requests have ended, nothing is left of them."""
+        if not hasattr(self, "load"):
+            return
+        for request_id in self.open:
+            self.load.ended(request_id)
+        for sets in (self.load.everything, self.load.waiting):
+            assert all(not column.any() for column in sets)
+        self.load.check_integrity()
+
+
+TestAnyLoad = AnyLoad.TestCase
+TestAnyLoad.settings = settings(max_examples=20, stateful_step_count=30)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(REQUESTS, st.integers(0, 2), st.booleans()), max_size=20))
+def test_looking_changes_nothing(sent: list[Sent]) -> None:
+    fleet = fleet_of(3)
+    for request, replica, is_running in sent:
+        fleet.send(request, replica, is_running=is_running)
+    before = fleet.snapshot()
+    everyone = np.arange(3)
+    for replica in range(3):
+        fleet.view.load.replica(replica)
+        fleet.view.load.in_flight(replica)
+    fleet.view.load.lacks(1, everyone)
+    joined = fleet.view.load.everything.at(everyone).joined_by(
+        rank=8, prompt_tokens=3, kv_tokens=4.0, is_new=fleet.view.load.lacks(0, everyone)
+    )
+    assert (joined.num_requests == fleet.view.load.everything.num_requests + 1).all()
+    fleet.view.load.check_integrity()
+    assert fleet.snapshot() == before
+
+
+def test_a_row_for_people() -> None:
+    fleet = fleet_of(2)
+    fleet.send(request_of(0, 100), 1, is_running=True)
+    fleet.send(request_of(3, 50), 1)
+    fleet.send(request_of(3, 50), 1)
+    fleet.send(request_of(None, 10), 1)
+    assert fleet.view.load.replica(1) == ReplicaLoad(
+        num_running=1,
+        num_waiting=3,
+        sum_ranks=8 + 64 + 64,
+        max_rank=64,
+        waiting_tokens=110,
+        kv_tokens_left=4096 - 210 - 4 * MEAN_TOKENS,
+        adapters=frozenset({0, 3}),
+    )
+    assert fleet.view.load.replica(0) == ReplicaLoad(
+        num_running=0,
+        num_waiting=0,
+        sum_ranks=0,
+        max_rank=0,
+        waiting_tokens=0,
+        kv_tokens_left=4096,
+        adapters=frozenset(),
+    )
+
+
+def test_a_request_counts_with_what_it_was_counted_with_when_it_ends() -> None:
+    """The mean length of answers has changed in between."""
+    load = FleetLoad([LIMITS])
+    load.sent("a", request_of(0, 10), 0)
+    load.sent("b", request_of(0, 10), 0)
+    load.ended("a", 1000)
+    assert load.everything.kv_tokens[0] == 10 + FIRST_GUESS
+    load.ended("b")
+    assert load.everything.kv_tokens[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda load: load.sent("a", request_of(0), 0),
+        lambda load: ReplicaLimits(max_running=0, kv_tokens=1),
+        lambda load: ReplicaLimits(max_running=1, kv_tokens=0),
+    ],
+)
+def test_our_own_mistakes_are_caught(mistake: Callable[[FleetLoad], object]) -> None:
+    load = FleetLoad([LIMITS])
+    load.sent("a", request_of(0), 0)
+    with pytest.raises(AssertionError):
+        mistake(load)
+
+
+# ---- the length of answers
+
+
+def test_the_first_answer_replaces_the_guess_and_few_are_a_plain_mean() -> None:
+    answers = AnswerLength()
+    assert answers.mean_tokens == FIRST_GUESS
+    for length in (10, 20, 60):
+        answers.observe(length)
+    assert answers.mean_tokens == pytest.approx(30)
+
+
+def test_the_mean_follows_when_answers_become_longer() -> None:
+    answers = AnswerLength()
+    for length in [100] * 1000 + [300] * 300:
+        answers.observe(length)
+    assert 280 < answers.mean_tokens < 300
+
+
+@given(st.lists(st.integers(0, 1000), max_size=300))
+def test_the_mean_is_never_below_one_token(lengths: list[int]) -> None:
+    """Routers divide by it, also when the first answers end without any."""
+    answers = AnswerLength()
+    for length in lengths:
+        answers.observe(length)
+    assert 1 <= answers.mean_tokens <= max([FIRST_GUESS, *lengths])

@@ -1,0 +1,271 @@
+"""Every router chooses what a walk over all replicas and their requests finds to be best."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from fleet_views import (
+    COSTS,
+    ELSEWHERE_S,
+    HOST_S,
+    MEAN_TOKENS,
+    REQUESTS,
+    Fleet,
+    candidates_of,
+    fleet_of,
+    fleets,
+    request_of,
+    set_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraplex.core.errors import CapacityError
+from loraplex.fleet.load import FleetLoad, ReplicaLimits
+from loraplex.fleet.plan import Plan
+from loraplex.fleet.request import RoutedRequest
+from loraplex.fleet.routers.affinity import AffinityRouter
+from loraplex.fleet.routers.first_fit import FirstFitRouter
+from loraplex.fleet.routers.most_idle import MostIdleRouter
+from loraplex.fleet.routers.named import ROUTERS, router_named
+from loraplex.fleet.routers.pending_time import PendingTimeRouter
+from loraplex.fleet.routers.rank_aware import RankAwareRouter
+from loraplex.fleet.routers.router import Turns
+from loraplex.fleet.tiers import AdapterTiers
+from loraplex.fleet.view import FleetView
+from loraplex.perf.set_costs import PaddedSetCosts, RankSetCosts, RequestSets, SetSamples
+
+Key = tuple[float, ...]
+"""The lower, the better; the first number decides, then the second."""
+
+FEW = settings(max_examples=40)
+
+
+def best_of(fleet: Fleet, request: RoutedRequest, key: Callable[[int], Key]) -> list[int]:
+    keys = {replica: key(replica) for replica in candidates_of(fleet, request)}
+    return [replica for replica, value in keys.items() if value == min(keys.values())]
+
+
+# ---- each policy against its docstring
+
+
+@FEW
+@given(fleets(costs=COSTS), REQUESTS)
+def test_rank_aware_slows_other_requests_down_least(fleet: Fleet, request: RoutedRequest) -> None:
+    costs, slo_s = fleet.view.costs, fleet.view.slo_s
+
+    def key(replica: int) -> Key:
+        exists, queue = fleet.requests(replica), fleet.queue(replica)
+        decode_s = costs.decode_s(set_of([*exists, request]))[0]
+        least_s = costs.prefill_s(set_of([request._replace(prompt_tokens=1)]))[0]
+        taken_s = max(costs.prefill_s(set_of(queue))[0], least_s)
+        added_prefill_s = max(costs.prefill_s(set_of([*queue, request]))[0] - taken_s, 0.0)
+        added_decode_s = decode_s - costs.decode_s(set_of(exists))[0]
+        breaks = slo_s is not None and decode_s > slo_s
+        cost = added_prefill_s / MEAN_TOKENS + added_decode_s
+        return (breaks, cost * len(exists), len(exists))
+
+    assert RankAwareRouter().choose(request, fleet.view) in best_of(fleet, request, key)
+
+
+@FEW
+@given(fleets(), REQUESTS)
+def test_most_idle_has_the_fewest_requests(fleet: Fleet, request: RoutedRequest) -> None:
+    expected = best_of(fleet, request, lambda replica: (len(fleet.requests(replica)),))
+    assert MostIdleRouter().choose(request, fleet.view) in expected
+
+
+@FEW
+@given(fleets(costs=COSTS), REQUESTS)
+def test_pending_time_begins_soonest(fleet: Fleet, request: RoutedRequest) -> None:
+    costs, load, tiers = fleet.view.costs, fleet.view.load, fleet.view.tiers
+
+    def load_s(replica: int) -> float:
+        if request.adapter is None or replica in tiers.on_device(request.adapter):
+            return 0.0
+        return HOST_S if replica in tiers.on_host(request.adapter) else HOST_S + ELSEWHERE_S
+
+    def key(replica: int) -> Key:
+        exists, most = fleet.requests(replica), load.limits[replica].max_running
+        too_many = max(len(exists) + 1 - most, 0)
+        answer_s = MEAN_TOKENS * costs.decode_s(set_of(exists).at_most(np.full(1, most)))[0]
+        waits_s = costs.prefill_s(set_of(fleet.queue(replica)))[0] + answer_s * too_many / most
+        return (waits_s + load_s(replica), len(exists))
+
+    assert PendingTimeRouter().choose(request, fleet.view) in best_of(fleet, request, key)
+
+
+@FEW
+@given(fleets(), REQUESTS, st.integers(1, 4))
+def test_first_fit_takes_the_first_with_room(fleet: Fleet, request: RoutedRequest, max_batch: int) -> None:
+    def has_room(replica: int) -> bool:
+        limits, requests = fleet.view.load.limits[replica], fleet.requests(replica)
+        kv_tokens = sum(each.prompt_tokens + MEAN_TOKENS for each in [*requests, request])
+        return len(requests) < min(max_batch, limits.max_running) and kv_tokens <= limits.kv_tokens
+
+    fitting = [replica for replica in candidates_of(fleet, request) if has_room(replica)]
+    idle = best_of(fleet, request, lambda replica: (len(fleet.requests(replica)),))
+    chosen = FirstFitRouter(max_batch).choose(request, fleet.view)
+    assert chosen == fitting[0] if fitting else chosen in idle
+
+
+@FEW
+@given(fleets(), REQUESTS)
+def test_affinity_adds_up_three_scores(fleet: Fleet, request: RoutedRequest) -> None:
+    queues = [len(fleet.queue(replica)) for replica in candidates_of(fleet, request)]
+
+    def adapter_score(replica: int) -> float:
+        if request.adapter is None:
+            return 0.0
+        here = [each for each in fleet.sent if each.replica == replica and each.request.adapter is not None]
+        mine = [each for each in here if each.request.adapter == request.adapter]
+        most = fleet.view.load.limits[replica].max_adapters
+        if any(each.is_running for each in mine):
+            return 1.0
+        if most is None or len({each.request.adapter for each in here}) < most:
+            return 0.8
+        return 0.6 if mine else 0.0
+
+    def key(replica: int) -> Key:
+        # Rounded, as the order in which three fractions are added is nobody's business.
+        queue_score = (max(queues) - len(fleet.queue(replica))) / max(max(queues) - min(queues), 1)
+        kv_tokens = sum(each.prompt_tokens + MEAN_TOKENS for each in fleet.requests(replica))
+        kv_score = 1 - min(kv_tokens / fleet.view.load.limits[replica].kv_tokens, 1)
+        return (-round(adapter_score(replica) + queue_score + kv_score, 9),)
+
+    assert AffinityRouter().choose(request, fleet.view) in best_of(fleet, request, key)
+
+
+# ---- all of them
+
+
+@FEW
+@given(fleets(costs=COSTS), st.lists(REQUESTS, min_size=1, max_size=5), st.sampled_from(sorted(ROUTERS)))
+def test_looking_changes_nothing_and_one_seed_has_one_result(
+    fleet: Fleet, requests: list[RoutedRequest], name: str
+) -> None:
+    before = fleet.snapshot()
+    first, second = router_named(name, 3), router_named(name, 3)
+    choices = [first.choose(each, fleet.view) for each in requests]
+    assert choices == [second.choose(each, fleet.view) for each in requests]
+    assert fleet.snapshot() == before
+    fleet.view.load.check_integrity()
+    for request, chosen in zip(requests, choices, strict=True):
+        assert type(chosen) is int
+        assert chosen in candidates_of(fleet, request)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_all_replicas_down_is_said_in_words(name: str) -> None:
+    fleet = fleet_of(2, down=[0, 1])
+    with pytest.raises(CapacityError, match="no replica of the fleet accepts requests now; wait"):
+        router_named(name).choose(request_of(0), fleet.view)
+
+
+@pytest.mark.parametrize("name", sorted(set(ROUTERS) - {"first-fit", "rendezvous"}))
+def test_every_replica_gets_its_turn_among_equals(name: str) -> None:
+    """First-fit and rendezvous hashing have an order of their own, and keep to it."""
+    fleet, router = fleet_of(5, down=[2]), router_named(name)
+    chosen = Counter(router.choose(request_of(0), fleet.view) for _ in range(400))
+    assert set(chosen) == {0, 1, 3, 4}
+    least = 70 if "random" in name else 100
+    assert min(chosen.values()) >= least
+
+
+@pytest.mark.parametrize("name", ["round-robin", "most-idle", "rank-aware", "pending-time", "affinity"])
+def test_adapters_on_different_replicas_do_not_take_each_others_turns(name: str) -> None:
+    plan = Plan.with_equal_shares([[0, 1], [2, 3], *[[0]] * 6])
+    fleet, router = fleet_of(4, plan=plan), router_named(name)
+    chosen = Counter(router.choose(request_of(number % 2), fleet.view) for number in range(40))
+    assert chosen == {0: 10, 1: 10, 2: 10, 3: 10}
+
+
+@given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=60))
+def test_no_replica_is_passed_over_for_longer_than_all_others_take(rounds: list[set[int]]) -> None:
+    """Whatever the candidates are: a replica that is among the equals of six picks is picked by then."""
+    turns, passed = Turns(), Counter[int]()
+    for candidates in rounds:
+        chosen = turns.pick(np.array(sorted(candidates)))
+        assert chosen in candidates
+        passed.update(candidates - {chosen})
+        passed[chosen] = 0
+        assert max(passed.values()) < 6
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=8))
+def test_costs_decide_one_after_the_other(costs: list[tuple[int, int, int]]) -> None:
+    candidates = np.arange(len(costs)) * 2 + 1
+    columns = [np.array(column) for column in zip(*costs, strict=True)]
+    best = {int(candidates[place]) for place, cost in enumerate(costs) if cost == min(costs)}
+    turns = Turns()
+    assert {turns.pick(candidates, *columns) for _ in range(len(best))} == best
+
+
+def test_a_burst_spreads_before_anything_has_started() -> None:
+    """Requests count from the moment they are sent."""
+    for name in ("most-idle", "rank-aware", "pending-time"):
+        fleet, router = fleet_of(4), router_named(name)
+        for number in range(8):
+            fleet.send(request_of(number), router.choose(request_of(number), fleet.view))
+        assert fleet.view.load.everything.num_requests.tolist() == [2, 2, 2, 2], name
+
+
+def test_rank_aware_counts_an_adapter_once() -> None:
+    """Requests of the same rank and length: where the adapter is in flight, the step has not one more."""
+    fleet = fleet_of(2, costs=COSTS["steps"])
+    for adapter, replica in ((0, 0), (4, 1)):
+        fleet.send(request_of(adapter), replica, is_running=True)
+    assert {RankAwareRouter().choose(request_of(4), fleet.view) for _ in range(3)} == {1}
+    assert {RankAwareRouter().choose(request_of(0), fleet.view) for _ in range(3)} == {0}
+
+
+# ---- CaraServe's toy example
+
+
+def toy_choices(
+    form: type[PaddedSetCosts | RankSetCosts], measured_ms: list[float], slo_ms: float | None
+) -> set[int]:
+    """Which of two servers get a request of rank 64: server 1 (0 here) has 24 requests of rank 32, server 2
+    has 16 of rank 64. Eq. 2 is fitted to the latencies of both in the figure."""
+    columns = [[24, 16], [24 * 32, 16 * 64], [32, 64], [24, 16], [24, 16], [24, 16]]
+    sets = RequestSets(*(np.array(column) for column in columns))
+    costs = form.fit(SetSamples(sets, np.array(measured_ms) / 1e3), SetSamples(sets, np.ones(2)))
+    load = FleetLoad([ReplicaLimits(max_running=64, kv_tokens=1 << 20)] * 2)
+    for server, rank, number in ((0, 32, 24), (1, 64, 16)):
+        for adapter in range(number):
+            load.sent((server, adapter), RoutedRequest(adapter, rank, 1), server)
+            load.first_token((server, adapter))
+    view = fleet_of().view
+    view = FleetView(
+        load=load,
+        tiers=AdapterTiers(),
+        costs=costs,
+        moves=view.moves,
+        slo_s=None if slo_ms is None else slo_ms / 1e3,
+    )
+    router = RankAwareRouter()
+    return {router.choose(RoutedRequest(99, 64, 1), view) for _ in range(4)}
+
+
+BGMV, MBGMV = (PaddedSetCosts, [34.8, 35.8]), (RankSetCosts, [35.3, 35.9])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "slo_ms", "server"),
+    [
+        (BGMV, 36.1, 1),  # 38.05 and 36.05 ms: server 1 breaks it
+        (MBGMV, 36.0, 0),  # 35.45 and 36.05 ms: server 2 breaks it
+        (BGMV, 36.0, 1),  # both break it: the cheaper, 0.25 ms x 16 against 3.25 ms x 24
+        (MBGMV, None, 1),  # 0.15 ms each: x 16 against x 24
+        (BGMV, None, 1),
+        (MBGMV, 36.1, 1),
+        (MBGMV, 35.4, 1),
+    ],
+)
+def test_the_toy_example_of_caraserve(
+    kernels: tuple[type[PaddedSetCosts | RankSetCosts], list[float]], slo_ms: float | None, server: int
+) -> None:
+    assert toy_choices(*kernels, slo_ms) == {server}
