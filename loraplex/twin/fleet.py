@@ -140,9 +140,7 @@ class SimulatedFleet:
         self._num_moves = 0
         self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
         self._events: list[tuple[float, int, bool]] = []  # a heap: when, which request, whether it has ended
-        self._fetches: list[
-            tuple[float, int, int]
-        ] = []  # a heap: when it ends, to which replica, which adapter
+        self._fetches: list[tuple[float, int, int]] = []  # a heap: when one ends, to which replica, of what
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetOutcome:
         """Simulate the whole workload, or as much of it as comes before the end."""

@@ -55,11 +55,12 @@ class Capacity(NamedTuple):
     tried: list[tuple[float, float]]
 
 
-def with_points(inputs: FleetInputs, policies: Iterable[Policy]) -> FleetInputs:
+def with_points(inputs: FleetInputs, policies: Iterable[Policy], progress: Report) -> FleetInputs:
     """Return the inputs with operating points, if a policy's placement needs them."""
     named = [PLACEMENTS[policy.placement] for policy in policies]
     if not any(each is not None and each.needs_points for each in named):
         return inputs
+    progress("operating points of each rank", None)
     points = operating_points(inputs.profile, inputs.workload, inputs.options.replay)
     return replace(inputs, options=replace(inputs.options, points=points))
 
@@ -68,7 +69,7 @@ def compare_policies(
     inputs: FleetInputs, policies: Sequence[Policy], num_seeds: int, progress: Report
 ) -> dict[str, list[PolicyRun]]:
     """Return a run of each policy for each seed, by the policy's name."""
-    inputs = with_points(inputs, policies)
+    inputs = with_points(inputs, policies, progress)
     found: dict[str, dict[int, PolicyRun]] = {policy.name: {} for policy in policies}
     with _workers(inputs, len(policies) * num_seeds) as pool:
         tasks = {
@@ -87,7 +88,7 @@ def capacities(
     inputs: FleetInputs, policies: Sequence[Policy], attainment: float, progress: Report
 ) -> dict[str, Capacity]:
     """Return the highest rate of each policy at which so many requests are within the SLO."""
-    inputs = with_points(inputs, policies)
+    inputs = with_points(inputs, policies, progress)
     found: dict[str, Capacity] = {}
     with _workers(inputs, len(policies)) as pool:
         tasks = {pool.submit(_capacity, policy, attainment): policy for policy in policies}

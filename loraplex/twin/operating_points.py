@@ -24,6 +24,8 @@ _DURATION_S: Final = 60.0
 """Of each run: long enough for a queue to show in first tokens that may take ten seconds."""
 _NUM_ADAPTERS: Final = 8
 _TOLERANCE: Final = 0.05
+_NEXT_RANK: Final = 1.1
+"""How far the points of neighbouring ranks are expected to be apart."""
 
 
 def operating_points(
@@ -36,7 +38,7 @@ def operating_points(
     """Return tokens/s, of prompts and answers, by rank."""
     tokens = sum(each.prompt_tokens + each.output_tokens for each in workload) / len(workload)
     points: dict[int, float] = {}
-    guess = 10.0
+    guess, factor = 10.0, 2.0
     for rank in sorted(set(options.ranks)):
         alone = replace(options, ranks=(rank,), num_adapters=_NUM_ADAPTERS, num_slots=None, staged=True)
 
@@ -44,13 +46,13 @@ def operating_points(
             ttft = replay(profile, _at_rate(workload, rate), alone).summary()["ttft_s"]
             return ttft is not None and bool(ttft["p95"] <= ttft_s)
 
-        found = highest_rate(holds, guess, _TOLERANCE)
+        found = highest_rate(holds, guess, _TOLERANCE, factor)
         if found is None or found == math.inf:
             raise UserError(
                 f"no rate was found at which a replica just keeps first tokens within {ttft_s:g} s (P95) on "
                 f"adapters of rank {rank}; the profile and the workload do not go together"
             )
-        guess = found
+        guess, factor = found, _NEXT_RANK
         points[rank] = found * tokens
     return points
 

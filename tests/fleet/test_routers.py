@@ -28,11 +28,13 @@ from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.affinity import AffinityRouter
+from loraplex.fleet.routers.auto import AutoRouter
 from loraplex.fleet.routers.first_fit import FirstFitRouter
 from loraplex.fleet.routers.most_idle import MostIdleRouter
 from loraplex.fleet.routers.named import ROUTERS, router_named
 from loraplex.fleet.routers.pending_time import PendingTimeRouter
 from loraplex.fleet.routers.rank_aware import RankAwareRouter
+from loraplex.fleet.routers.rendezvous import pair_weights
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
@@ -69,6 +71,48 @@ def test_rank_aware_slows_other_requests_down_least(fleet: Fleet, request: Route
         return (breaks, cost * len(exists), len(exists))
 
     assert RankAwareRouter().choose(request, fleet.view) in best_of(fleet, request, key)
+
+
+@FEW
+@given(fleets(costs=COSTS), REQUESTS)
+def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: RoutedRequest) -> None:
+    costs, load, slo_s, tiers = fleet.view.costs, fleet.view.load, fleet.view.slo_s, fleet.view.tiers
+    adapter, found = request.adapter, {}
+    on_device, on_host = (
+        (frozenset(), frozenset()) if adapter is None else (tiers.on_device(adapter), tiers.on_host(adapter))
+    )
+    for replica in candidates_of(fleet, request):
+        exists, queue = fleet.requests(replica), fleet.queue(replica)
+        decode_s = costs.decode_s(set_of([*exists, request]))[0]
+        queue_s, least_s = (
+            costs.prefill_s(set_of(each))[0] for each in (queue, [request._replace(prompt_tokens=1)])
+        )
+        prefill_s = max(costs.prefill_s(set_of([*queue, request]))[0] - max(queue_s, least_s), 0.0)
+        most = load.limits[replica].max_running
+        load_s = 0.0 if adapter is None or replica in on_device else HOST_S
+        load_s += 0.0 if adapter is None or replica in on_device | on_host else ELSEWHERE_S
+        own_s = decode_s * (1 + max(len(exists) + 1 - most, 0) / most) + (queue_s + load_s) / MEAN_TOKENS
+        others_s = len(exists) * (prefill_s / MEAN_TOKENS + decode_s - costs.decode_s(set_of(exists))[0])
+        found[replica] = (slo_s is not None and own_s > slo_s, own_s + others_s)
+    allowed = {each: cost for each, (breaks, cost) in found.items() if not breaks} or {
+        each: cost for each, (_, cost) in found.items()
+    }
+    # What is as good as the cheapest to the last digit may be seen either way.
+    near, surely_near = (
+        {each for each, cost in allowed.items() if cost <= min(allowed.values()) * factor}
+        for factor in (1.05 + 1e-9, 1.05 - 1e-9)
+    )
+    chosen = AutoRouter().choose(request, fleet.view)
+    assert chosen in near
+    for holders in (on_device, on_host):
+        if surely_near & holders:
+            assert chosen in holders
+            return
+        if near & holders:
+            return
+    if adapter is not None and near == surely_near:
+        candidates = np.array(sorted(near))
+        assert chosen == candidates[pair_weights(adapter, candidates).argmax()]
 
 
 @FEW
@@ -165,9 +209,9 @@ def test_all_replicas_down_is_said_in_words(name: str) -> None:
         router_named(name).choose(request_of(0), fleet.view)
 
 
-@pytest.mark.parametrize("name", sorted(set(ROUTERS) - {"first-fit", "rendezvous"}))
+@pytest.mark.parametrize("name", sorted(set(ROUTERS) - {"first-fit", "rendezvous", "auto"}))
 def test_every_replica_gets_its_turn_among_equals(name: str) -> None:
-    """First-fit and rendezvous hashing have an order of their own, and keep to it."""
+    """First-fit and rendezvous hashing, which auto ends with, have an order of their own and keep to it."""
     fleet, router = fleet_of(5, down=[2]), router_named(name)
     chosen = Counter(router.choose(request_of(0), fleet.view) for _ in range(400))
     assert set(chosen) == {0, 1, 3, 4}

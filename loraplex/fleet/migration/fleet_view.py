@@ -15,7 +15,7 @@ from loraplex.fleet.migration.problem import (
     MigrationReplica,
     MigrationRequest,
 )
-from loraplex.fleet.routers.rank_aware import smallest_prompt
+from loraplex.fleet.routers.added_costs import smallest_prompt
 from loraplex.fleet.view import FleetView
 from loraplex.perf.line import Line
 

@@ -8,6 +8,7 @@ from typing import Final
 from loraplex.core.errors import UserError
 from loraplex.core.words import unknown_name
 from loraplex.fleet.routers.affinity import AffinityRouter
+from loraplex.fleet.routers.auto import AutoRouter
 from loraplex.fleet.routers.first_fit import FirstFitRouter
 from loraplex.fleet.routers.most_idle import MostIdleRouter
 from loraplex.fleet.routers.pending_time import PendingTimeRouter
@@ -29,6 +30,7 @@ ROUTERS: Final[Mapping[str, Callable[[int], Router]]] = {
     "routing-table-random": lambda seed: RoutingTableRouter(Division.RANDOM, seed),
     "affinity": lambda seed: AffinityRouter(),
     "rendezvous": lambda seed: RendezvousRouter(),
+    "auto": lambda seed: AutoRouter(),
 }
 """Each makes a router from a seed, which those without chance pass over."""
 

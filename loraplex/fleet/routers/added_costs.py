@@ -1,0 +1,86 @@
+"""What one more request adds to the steps of each replica, by the costs of sets of requests."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.fleet.request import RoutedRequest
+from loraplex.fleet.view import FleetView
+from loraplex.perf.set_costs import RequestSets, SetCosts
+
+
+class Added(NamedTuple):
+    """One value per candidate. `num_requests`: those that are there. `decode_s`: of a decode step with the
+    new one, `decode_more_s`: that much longer than without it. `queue_s`: to read the prompts that wait,
+    `prefill_s`: that much longer with the new one."""
+
+    num_requests: npt.NDArray[Any]
+    decode_s: FloatArray
+    decode_more_s: FloatArray
+    queue_s: FloatArray
+    prefill_s: FloatArray
+
+
+class AddedCosts:
+    """PrePerf and DecPerf of every candidate with a request and without it.
+
+    A prompt joins a step that is taken anyway, so that what a step with a prompt takes at the least is not
+    counted as added: otherwise prompts would gather where one waits already.
+    """
+
+    def __init__(self) -> None:
+        self._least_s: dict[int, float] = {}
+        self._least_of: SetCosts | None = None
+
+    def by(self, request: RoutedRequest, view: FleetView, candidates: IntArray) -> Added:
+        load, costs = view.load, view.costs
+        exists, queue = load.everything.at(candidates), load.waiting.at(candidates)
+        adapter, rank, prompt_tokens = request
+        kv_tokens = prompt_tokens + load.answers.mean_tokens
+        joined = exists.joined_by(
+            rank=rank,
+            prompt_tokens=prompt_tokens,
+            kv_tokens=kv_tokens,
+            is_new=load.lacks(adapter, candidates),
+        )
+        longer = queue.joined_by(
+            rank=rank,
+            prompt_tokens=prompt_tokens,
+            kv_tokens=kv_tokens,
+            is_new=load.lacks_waiting(adapter, candidates),
+        )
+        decode_s, queue_s = costs.decode_s(joined), costs.prefill_s(queue)
+        taken_s = np.maximum(queue_s, self._least_prefill_s(rank, costs))
+        return Added(
+            num_requests=exists.num_requests,
+            decode_s=decode_s,
+            decode_more_s=decode_s - costs.decode_s(exists),
+            queue_s=queue_s,
+            prefill_s=np.maximum(costs.prefill_s(longer) - taken_s, 0.0),
+        )
+
+    def _least_prefill_s(self, rank: int, costs: SetCosts) -> float:
+        """What a prompt of one token takes by itself."""
+        if costs is not self._least_of:
+            self._least_of = costs
+            self._least_s.clear()
+        if rank not in self._least_s:
+            self._least_s[rank] = float(costs.prefill_s(smallest_prompt(rank))[0])
+        return self._least_s[rank]
+
+
+def smallest_prompt(rank: int) -> RequestSets:
+    """Return a set of one request with one token."""
+    one, ranks = np.ones(1), np.full(1, float(rank))
+    return RequestSets(
+        num_requests=one,
+        sum_ranks=ranks,
+        max_rank=ranks,
+        prompt_tokens=one,
+        kv_tokens=one,
+        num_adapters=np.full(1, float(rank > 0)),
+    )
