@@ -6,7 +6,7 @@ Imports wait until a command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -205,6 +205,8 @@ def capacity(
     named = _named(policies)
     options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
     inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
+    if seconds is not None:  # the same requests at every rate, and time for each of them to end
+        inputs = _whole(inputs, seconds)
     with shown_progress("bisecting", expected=f"about 12 runs for each of {len(named)}") as progress:
         found = capacities(inputs, named, attainment, progress)
     typer.echo(f"{attainment:.1%} of requests within {(inputs.options.slo_s or 0) * 1e3:.1f} ms per token")
@@ -291,6 +293,15 @@ def _inputs(
             num_replicas=replicas, replay=replay_options, slo_s=slo_s, period_s=period, link=speed
         ),
     )
+
+
+def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:
+    """Return the inputs with the requests that come in so many seconds, and no end of the simulation."""
+    requests = [each for each in inputs.workload if each.arrival_s < seconds]
+    if not requests:
+        raise typer.BadParameter(f"no request comes within {seconds:g} s; give more", param_hint="--seconds")
+    endless = replace(inputs.options.replay, until_s=math.inf)
+    return replace(inputs, workload=requests, options=replace(inputs.options, replay=endless))
 
 
 def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetInputs) -> None:

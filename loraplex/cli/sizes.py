@@ -43,7 +43,7 @@ def parse_rate(text: str, option: str | None = None) -> float:
         raise typer.BadParameter(
             f"{text!r} is no speed; write it like 25GB/s, or 200Gb/s in bits", param_hint=option
         )
-    in_bits = match[2].endswith("b")
+    in_bits = match[2][:1].isupper() and match[2].endswith("b")
     rate = float(match[1]) * unit / (8 if in_bits else 1)
     if rate <= 0:
         raise typer.BadParameter(f"nothing ever arrives at {text}; give more", param_hint=option)

@@ -116,6 +116,10 @@ class Controller:
         """When `tick` has something to decide."""
         return self._place_s if self._migrator is None else min(self._place_s, self._migrator.due_s)
 
+    def may_migrate(self, now_s: float) -> bool:
+        """Tell whether `tick` will look at single requests, which must be up to date for that."""
+        return self._migrator is not None and self._migrator.due_s <= now_s
+
     def tick(self, now_s: float, num_output: Callable[[Hashable], int | None]) -> Decisions:
         """Place adapters again and let requests migrate, each if its period has ended.
 
@@ -127,7 +131,7 @@ class Controller:
             drops += self._place(self._planner)
             self._place_s += self._planner.period_s
         moves: list[Move] = []
-        if self._migrator is not None and self._migrator.due_s <= now_s:
+        if self._migrator is not None and self.may_migrate(now_s):
             view = FleetMigrationView(self.view, num_output, self._factor.gamma)
             self._prefill, self._output_token_s = view.costs.prefill, view.output_token_s
             moves = self._migrator.decide(now_s, view)

@@ -16,6 +16,7 @@ from loraplex.fleet.placements.placement import Placement
 from loraplex.fleet.placements.random_placement import RandomPlacement
 from loraplex.fleet.routers.named import ROUTERS
 
+AUTO: Final = "auto"
 MIGRATE: Final = "migrate"
 EVERYWHERE: Final = "everywhere"
 DEFAULT_PLACEMENT: Final = EVERYWHERE
@@ -88,4 +89,7 @@ class Policy:
 
     @property
     def name(self) -> str:
+        """`auto` stands for all that we would choose."""
+        if self == Policy(routing=AUTO):
+            return AUTO
         return f"{self.routing}+{self.placement}" + (f"+{MIGRATE}" if self.migrates else "")

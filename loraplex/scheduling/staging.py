@@ -19,6 +19,8 @@ from loraplex.adapters.residency import Residency
 from loraplex.adapters.room import Tier
 from loraplex.scheduling.plan import AdapterRead
 
+_MAX_EVICTED: Final = 10_000
+"""Versions that are remembered to have made way."""
 _MAX_READS: Final = 2
 """At a time: while one is all but done, the next has begun."""
 
@@ -33,6 +35,7 @@ class Staging:
         self._unstaged: set[str] = set()  # too large, until they are added again
         self._held: Counter[str] = Counter()
         self._reads: list[str] = []
+        self._evicted: list[str] = []
         # To be read ahead; ordered and hashed, as thousands may be.
         self._ahead: OrderedDict[str, None] = OrderedDict()
 
@@ -157,5 +160,12 @@ class Staging:
 
     def _tidy(self) -> None:
         # Whoever executes the reads keeps no books: what left is overwritten by what comes.
-        self._residency.take_evictions()
+        self._evicted += self._residency.take_evictions()
+        del self._evicted[:-_MAX_EVICTED]
         self._residency.take_removed()
+
+    def take_evictions(self) -> list[str]:
+        """Return the versions that made way for others since the last call; the latest of them if nobody has
+        asked for long."""
+        evicted, self._evicted = self._evicted, []
+        return evicted

@@ -12,7 +12,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.migration.problem import Move
@@ -21,6 +21,9 @@ from loraplex.twin.links import Links
 from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome
 from loraplex.twin.simulator import AdapterEvent, Simulator
 from loraplex.workload.jsonl import WorkloadRequest
+
+_TURN_S: Final = 5e-3
+"""About a step."""
 
 
 class Engines(Protocol):
@@ -139,7 +142,7 @@ class SimulatedFleet:
         self._bytes_moved = 0
         self._num_moves = 0
         self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
-        self._events: list[tuple[float, int, bool]] = []  # a heap: when, which request, whether it has ended
+        self._events: list[tuple[float, int, bool, int]] = []  # a heap: when, which request, its end?, where
         self._fetches: list[tuple[float, int, int]] = []  # a heap: when one ends, to which replica, of what
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetOutcome:
@@ -153,6 +156,7 @@ class SimulatedFleet:
             not each.simulator.is_idle() for each in self._replicas
         ):
             self._advance(self._controller.next_tick_s)
+        self._run_to(self._until_s)
         for chosen, replica in enumerate(self._replicas):
             replica.simulator.advance(self._until_s)
             self._collect(chosen, math.inf)
@@ -173,10 +177,12 @@ class SimulatedFleet:
         while controller.next_tick_s <= now_s:
             tick_s = controller.next_tick_s
             self._run_to(tick_s)
+            if controller.may_migrate(tick_s):
+                self._catch_up(tick_s)
             decisions = controller.tick(tick_s, self._num_output)
             self._let_go(decisions.drops)
             for move in decisions.moves:
-                self._move(move)
+                self._move(move, tick_s)
         self._run_to(now_s)
 
     def _run_to(self, now_s: float) -> None:
@@ -185,23 +191,39 @@ class SimulatedFleet:
             wake_s, chosen = heapq.heappop(wakes)
             replica = self._replicas[chosen]
             if wake_s == replica.wake_s:  # it was sent nothing since then
-                self._collect(chosen, replica.simulator.run_to(now_s))
+                self._collect(chosen, replica.simulator.run_to(min(now_s, self._turn_end_s(wake_s))))
         while self._fetches and self._fetches[0][0] <= now_s:
             _, chosen, adapter = heapq.heappop(self._fetches)
             self._let_go(controller.fetched(chosen, adapter))
         while events and events[0][0] <= now_s:
-            _, number, has_ended = heapq.heappop(events)
+            _, number, has_ended, chosen = heapq.heappop(events)
+            if chosen != self._chosen[number]:
+                continue  # a first token elsewhere, while it was about to move
             if has_ended:
                 outcome = self._outcomes[number]
                 controller.ended(number, None if outcome.failed else outcome.request.output_tokens)
             else:
                 controller.first_token(number)
 
+    def _turn_end_s(self, wake_s: float) -> float:
+        """How far one replica is simulated before the others: where they share links, not beyond the next of
+        them by more than a step, as who asks first is served first."""
+        if self._links is None:
+            return math.inf
+        next_s = self._wakes[0][0] if self._wakes else wake_s
+        return max(next_s, wake_s) + _TURN_S
+
+    def _catch_up(self, now_s: float) -> None:
+        """Cut leaps of decodes short: who migrates goes with the tokens that it has now."""
+        for chosen, replica in enumerate(self._replicas):
+            replica.simulator.advance(now_s)
+            self._collect(chosen, replica.simulator.quiet_until_s())
+
     def _num_output(self, number: Hashable) -> int | None:
         assert isinstance(number, int)
         return self._replicas[self._chosen[number]].num_output(number)
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: Move, now_s: float) -> None:
         """Have a request go on elsewhere, from the end of the step that it is in."""
         number, source, target = move.request_id, self._replicas[move.source], self._replicas[move.target]
         assert isinstance(number, int)
@@ -214,7 +236,7 @@ class SimulatedFleet:
         self._answered[number] = self._answered.get(number, 0) + num_output
         left = replace(
             request,
-            arrival_s=source.simulator.now_s,
+            arrival_s=max(source.simulator.now_s, now_s),
             prompt_tokens=request.prompt_tokens + self._answered[number],
             output_tokens=request.output_tokens - self._answered[number],
         )
@@ -248,7 +270,7 @@ class SimulatedFleet:
         """Take over what a replica did, part of which may lie ahead: the step that is under way."""
         replica, tiers = self._replicas[chosen], self._controller.view.tiers
         for at_s, request_id, reason in replica.request_events:
-            heapq.heappush(self._events, (at_s, replica.numbers[int(request_id)], reason is not None))
+            heapq.heappush(self._events, (at_s, replica.numbers[int(request_id)], reason is not None, chosen))
         replica.request_events.clear()
         for kind, version in replica.adapter_events:
             adapter = self._engines.adapter_number(version)
@@ -259,6 +281,9 @@ class SimulatedFleet:
                 if self._links is None:
                     replica.num_fetches += 1
                     self._bytes_moved += self._engines.sizes[adapter]
+            elif kind == "unstage":
+                if self._links is None:  # otherwise the pool says what a host holds
+                    tiers.dropped(chosen, adapter)
             else:
                 tiers.evicted(chosen, adapter)
         replica.adapter_events.clear()

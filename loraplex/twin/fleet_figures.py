@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Final
 
 import numpy as np
 
@@ -27,6 +28,11 @@ class PolicyFigures:
     bytes_moved: float
 
 
+NAMES: Final = tuple(field.name for field in fields(PolicyFigures))
+_STUDENT: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Two-sided 95% quantiles with 1, 2, ... degrees of freedom; beyond, the last, which is on the safe side."""
+
+
 def figures_of(outcome: FleetOutcome, slo_s: float | None) -> PolicyFigures:
     summary = outcome.all.summary()
     ttft_s, tpt_s = summary["ttft_s"], summary["tpt_s"]
@@ -48,16 +54,14 @@ def mean_of(runs: Sequence[PolicyFigures]) -> PolicyFigures:
     return PolicyFigures(**means)  # type: ignore[arg-type]
 
 
-NAMES = tuple(field.name for field in fields(PolicyFigures))
-
-
 def interval_of(runs: Sequence[PolicyFigures]) -> dict[str, float]:
-    """Return half the width of each mean's 95% confidence interval, by the normal distribution."""
+    """Return half the width of each mean's 95% confidence interval, by Student's distribution."""
     found: dict[str, float] = {}
     for name in NAMES:
         values = [value for each in runs if (value := asdict(each)[name]) is not None]
         if len(values) > 1:
-            found[name] = float(1.96 * np.std(values, ddof=1) / np.sqrt(len(values)))
+            factor = _STUDENT[min(len(values), len(_STUDENT) + 1) - 2]
+            found[name] = float(factor * np.std(values, ddof=1) / np.sqrt(len(values)))
     return found
 
 

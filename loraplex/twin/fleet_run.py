@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from loraplex.core.errors import UserError
+from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
@@ -93,6 +94,21 @@ class FleetRuns:
         self._engines = OwnEngines(profile, replay_options, longest=longest_of(workload))
         self._adapters = AdapterTable.of(ranks=self._engines.ranks, num_bytes=self._engines.sizes)
         self._points = options.points
+        if options.link is not None:
+            self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        """Raise UserError if the hosts of all replicas together cannot hold every adapter."""
+        memory, num_replicas = self._profile.memory, self._options.num_replicas
+        assert memory is not None, "engines were made by it"
+        host_bytes = self._options.replay.host_memory or memory.host_bytes
+        needed, held = int(self._adapters.num_bytes.sum()), host_bytes * num_replicas
+        if needed > held:
+            raise UserError(
+                f"{len(self._adapters):,} adapters take {needed:,} bytes, {needed - held:,} more than the "
+                f"host memory of {num_replicas} {plural('replica', num_replicas)} holds; add replicas, or "
+                "leave --link out to read adapters from disk"
+            )
 
     def run(self, policy: Policy, seed: int = 0) -> FleetOutcome:
         """Simulate the workload, or for another seed than 0 one that is like it."""

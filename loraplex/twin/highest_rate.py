@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-_MOST_RATES: Final = 24
+_MOST_RATES: Final = 12
 TOLERANCE: Final = 0.02
 
 

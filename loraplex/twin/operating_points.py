@@ -40,7 +40,9 @@ def operating_points(
     points: dict[int, float] = {}
     guess, factor = 10.0, 2.0
     for rank in sorted(set(options.ranks)):
-        alone = replace(options, ranks=(rank,), num_adapters=_NUM_ADAPTERS, num_slots=None, staged=True)
+        alone = replace(
+            options, ranks=(rank,), num_adapters=_NUM_ADAPTERS, num_slots=None, staged=True, until_s=math.inf
+        )
 
         def holds(rate: float, alone: ReplayOptions = alone) -> bool:
             ttft = replay(profile, _at_rate(workload, rate), alone).summary()["ttft_s"]

@@ -28,9 +28,9 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 
 class AdapterEvent(NamedTuple):
-    """A load to the device or a read to host memory that has begun, or an eviction from the device."""
+    """A load to the device or a read to host memory that has begun, or an eviction from one of them."""
 
-    kind: Literal["load", "read", "evict"]
+    kind: Literal["load", "read", "evict", "unstage"]
     version: str
 
 
@@ -280,6 +280,9 @@ class Simulator:
     def _start_loads(self, reads: Sequence[AdapterRead], loads: Sequence[AdapterLoad]) -> None:
         """One after the other on the bus, and from the disk; those that one step uses take turns."""
         if self.adapter_events is not None:
+            if self._memory.staging is not None:
+                unstaged = self._memory.staging.take_evictions()
+                self.adapter_events += [AdapterEvent("unstage", version) for version in unstaged]
             self.adapter_events += [AdapterEvent("read", read.version) for read in reads]
             self.adapter_events += [AdapterEvent("load", load.version) for load in loads]
         for read in reads:

@@ -18,6 +18,12 @@ def test_every_policy_is_found_by_its_name(routing: str, placement: str) -> None
     assert Policy.of_name(policy.name) == policy
 
 
+def test_auto_has_one_word() -> None:
+    assert Policy.of_name("auto").name == "auto"
+    assert Policy.of_name("auto+everywhere+migrate").name == "auto+everywhere+migrate"
+    assert Policy.of_name("auto+contiguous").name == "auto+contiguous"
+
+
 def test_a_routing_alone_places_everywhere() -> None:
     assert Policy.of_name("most-idle").name == "most-idle+everywhere"
 

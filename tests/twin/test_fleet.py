@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from loraplex.perf.set_costs import StepSetCosts
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_figures import figures_of
 from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_tpt_s, shuffled
-from loraplex.twin.links import LinkSpeed
+from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.outcome import RequestOutcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of, replay
 from loraplex.workload.jsonl import WorkloadRequest
@@ -142,9 +143,12 @@ def simulate(
     workload: list[WorkloadRequest],
     migrator: Migrator | None = None,
     machine: CostModel | None = None,
+    fleet: type[SimulatedFleet] = SimulatedFleet,
+    options: ReplayOptions = OPTIONS,
+    link: LinkSpeed | None = None,
 ) -> tuple[FleetOutcome, FleetView]:
     machine = machine or imagined_machine()
-    engines = OwnEngines(machine, OPTIONS, longest=longest_of(workload))
+    engines = OwnEngines(machine, options, longest=longest_of(workload))
 
     class Moves:
         def from_host_s(self, adapter: int) -> float:
@@ -161,8 +165,11 @@ def simulate(
         moves=Moves(),
     )
     adapters = AdapterTable.of(ranks=engines.ranks, num_bytes=engines.sizes)
-    controller = Controller(adapters=adapters, view=view, router=router, migrator=migrator)
-    return SimulatedFleet(engines, controller).run(workload), view
+    controller = Controller(
+        adapters=adapters, view=view, router=router, migrator=migrator, shares_adapters=link is not None
+    )
+    links = None if link is None else Links(link, 3)
+    return fleet(engines, controller, links=links).run(workload), view
 
 
 def test_looking_at_replicas_changes_nothing() -> None:
@@ -249,8 +256,8 @@ def test_moved_adapters_are_fetched_and_let_go() -> None:
 class RestlessMigrator(Migrator):
     """Moves requests at random, all the time."""
 
-    def __init__(self, seed: int, num_replicas: int) -> None:
-        super().__init__(MigratorConfig(period_s=0.05))
+    def __init__(self, seed: int, num_replicas: int, period_s: float = 0.05) -> None:
+        super().__init__(MigratorConfig(period_s=period_s))
         self._rng = random.Random(seed)
         self._num_replicas = num_replicas
 
@@ -280,6 +287,64 @@ def test_requests_that_move_lose_no_token(seed: int, rps: float, on_gpu: bool) -
         assert each.first_token_s is not None
         assert each.finish_s is not None
         assert each.request.arrival_s < each.first_token_s <= each.finish_s
+
+
+def test_a_request_moves_with_the_tokens_it_has_when_that_is_decided() -> None:
+    """Long answers: between two ticks nothing can be seen of a replica, and leaps go far beyond them."""
+    long = [
+        WorkloadRequest(arrival_s=0.01 * index, prompt_tokens=9, output_tokens=4000, adapter=0)
+        for index in range(40)
+    ]
+    moved: list[tuple[float, int]] = []
+
+    class Watched(SimulatedFleet):
+        def _move(self, move: Move, now_s: float) -> None:
+            assert isinstance(move.request_id, int)
+            num_output = self._num_output(move.request_id)
+            assert num_output is not None
+            assert self._replicas[move.source].simulator.now_s >= now_s
+            moved.append((now_s, num_output))
+            super()._move(move, now_s)
+
+    outcome, _ = simulate(
+        FirstReplica(), long, Migrator(), fleet=Watched, options=replace(OPTIONS, kv_tokens=300_000)
+    )
+    check_all_served(outcome, long)
+    assert moved
+    assert all(now_s >= 10.0 and num_output > 100 for now_s, num_output in moved)
+
+
+class FirstReplica:
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
+        return 0
+
+
+def test_who_asks_first_is_sent_first() -> None:
+    """Also after the last arrival, when replicas have nothing in common any more but their links."""
+    requests = [
+        WorkloadRequest(arrival_s=index / 1e3, prompt_tokens=9, output_tokens=40, adapter=index // 3 % 9)
+        for index in range(60)
+    ]
+    asked: list[float] = []
+
+    class Watched(SimulatedFleet):
+        def _fetch_end_s(self, chosen: int, version: str) -> float:
+            asked.append(self._replicas[chosen].simulator.now_s)
+            return super()._fetch_end_s(chosen, version)
+
+    options = replace(OPTIONS, max_running=2)
+    simulate(RoundRobinRouter(), requests, fleet=Watched, options=options, link=LinkSpeed(bytes_per_s=2e8))
+    assert len(asked) > 9
+    assert all(later > earlier - 0.05 for earlier, later in pairwise(asked)), "in order, but for some steps"
+
+
+def test_routers_are_told_of_copies_that_left_host_memory() -> None:
+    options = replace(OPTIONS, host_memory=100 << 20, kv_tokens=500)
+    _, view = simulate(FirstReplica(), WORKLOAD, options=options)
+    held = [adapter for adapter in range(9) if 0 in view.tiers.on_host(adapter)]
+    assert 0 < sum((8, 16, 64)[adapter % 3] for adapter in held) <= 100 + 64, (
+        "those read last may not be there yet"
+    )
 
 
 def test_a_hot_replica_hands_requests_over() -> None:
@@ -346,6 +411,12 @@ def test_what_no_fleet_can_do_is_refused() -> None:
             imagined_machine(),
             WORKLOAD,
             FleetOptions(num_replicas=2, replay=replace(OPTIONS, num_adapters=3)),
+        )
+    with pytest.raises(UserError, match="take 276,824,064 bytes, 257,949,696 more than the host memory of 2"):
+        FleetRuns(
+            imagined_machine(),
+            WORKLOAD,
+            FleetOptions(num_replicas=2, replay=replace(OPTIONS, host_memory=9 << 20), link=LINK),
         )
     with pytest.raises(CapacityError, match="KV memory holds"):
         FleetRuns(

@@ -107,8 +107,12 @@ def test_capacity_is_found_by_bisection(profile: Path, workload: Path, tmp_path:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_slo_that_no_rate_can_hold_is_refused(profile: Path, workload: Path) -> None:
-    args = ("--replicas", "1", "--policies", "most-idle", "--slo-tpt", "0.1ms")
+@pytest.mark.parametrize("policy", ["most-idle", "random+everywhere+migrate"])
+@pytest.mark.parametrize("seconds", [(), ("--seconds", "1")])
+def test_an_slo_that_no_rate_can_hold_is_refused(
+    profile: Path, workload: Path, policy: str, seconds: tuple[str, ...]
+) -> None:
+    args = ("--replicas", "1", "--policies", policy, "--slo-tpt", "0.1ms", *seconds)
     result = fleet("capacity", profile, workload, *args)
     assert isinstance(result.exception, UserError), result.output
     assert "at no rate, however low, are 99.0% of requests within 0.1 ms per token" in str(result.exception)

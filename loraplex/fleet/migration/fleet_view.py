@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.fleet.arrays import FloatArray
+from loraplex.fleet.arrays import BoolArray, FloatArray
 from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.migration.problem import (
     MigrationAdapter,
@@ -52,6 +52,10 @@ class FleetMigrationView:
         too_many = np.maximum(load.everything.num_requests - load.max_running, 0)
         answers_s = load.answers.mean_tokens * self._decode_s * too_many / load.max_running
         return np.asarray(self._view.costs.prefill_s(load.waiting) + answers_s, np.float64)
+
+    @property
+    def accepts(self) -> BoolArray:
+        return self._load.accepts
 
     @property
     def costs(self) -> MigrationCosts:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from loraplex.core.errors import UserError
 from loraplex.fleet.migration.columns import columns_of
@@ -38,6 +39,11 @@ class MigrationView(Protocol):
     @property
     def queueing_s(self) -> Column | None:
         """How long a request waits on each replica until it runs; None if nobody estimates it."""
+        ...
+
+    @property
+    def accepts(self) -> Sequence[bool] | npt.NDArray[np.bool_] | None:
+        """False for replicas that are down or drain; None if there are none of these."""
         ...
 
     @property
@@ -86,6 +92,7 @@ class Migrator:
             kv_share=view.kv_share,
             num_requests=view.num_requests,
             queueing_s=view.queueing_s,
+            accepts=view.accepts,
         )
         return [] if entrants is None else moves_for(problem_of(entrants, view))
 

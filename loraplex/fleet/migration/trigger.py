@@ -65,9 +65,16 @@ class Entrants:
 
 
 def entrants_of(
-    config: TriggerConfig, *, kv_share: Column, num_requests: Column, queueing_s: Column | None = None
+    config: TriggerConfig,
+    *,
+    kv_share: Column,
+    num_requests: Column,
+    queueing_s: Column | None = None,
+    accepts: Sequence[bool] | npt.NDArray[np.bool_] | None = None,
 ) -> Entrants | None:
     """Return which replicas enter, or None if the load is even enough. Columns have one value per replica.
+
+    `accepts`: False for replicas that must not be sent requests; None if there are none of these.
 
     Memory is looked at first, then requests, then queueing. A replica that reaches a threshold is overloaded;
     one that is below the KV threshold, or below the mean of the other two, is underloaded. Of equal ones the
@@ -76,20 +83,23 @@ def entrants_of(
     shares, requests = _checked("KV shares", kv_share), _checked("numbers of requests", num_requests)
     if len(shares) != len(requests):
         raise UserError(f"there are KV shares of {len(shares)} replicas and requests of {len(requests)}")
-    found = _matched(shares, shares >= config.kv_share, shares < config.kv_share, config.num_pairs)
+    takes = np.ones(len(shares), np.bool_) if accepts is None else np.asarray(accepts, np.bool_)
+    found = _matched(shares, shares >= config.kv_share, takes & (shares < config.kv_share), config.num_pairs)
     if found is None:
-        found = _above_mean(requests, config.requests_above_mean, config.num_pairs)
+        found = _above_mean(requests, config.requests_above_mean, takes, config.num_pairs)
     if found is None and config.queueing_s_above_mean is not None:
         if queueing_s is None or len(queueing_s) != len(shares):
             raise UserError("a threshold of queueing needs the queueing delay of each replica")
         delays = _checked("queueing delays", queueing_s)
-        found = _above_mean(delays, config.queueing_s_above_mean, config.num_pairs)
+        found = _above_mean(delays, config.queueing_s_above_mean, takes, config.num_pairs)
     return found
 
 
-def _above_mean(load: Floats, threshold: float, num_pairs: int) -> Entrants | None:
+def _above_mean(
+    load: Floats, threshold: float, takes: npt.NDArray[np.bool_], num_pairs: int
+) -> Entrants | None:
     mean = float(load.mean())
-    return _matched(load, load - mean >= threshold, load < mean, num_pairs)
+    return _matched(load, load - mean >= threshold, takes & (load < mean), num_pairs)
 
 
 def _matched(

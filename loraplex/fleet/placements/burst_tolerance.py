@@ -28,8 +28,8 @@ class BurstTolerancePlacement:
     def place(self, problem: PlacementProblem) -> Plan:
         if problem.device_bytes is None:
             raise UserError(
-                "burst tolerance is about device memory that is left for requests; say how much a replica "
-                "has for adapters and KV cache (device_bytes)"
+                "burst tolerance is about memory that adapters share with the KV cache, which they do not "
+                "here (device_bytes is None); choose another placement"
             )
         first = within_host_memory(Plan.of_homes(_first_copies(problem)), problem)
         if not problem.demand.any():

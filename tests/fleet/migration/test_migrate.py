@@ -23,6 +23,7 @@ class HandMadeFleet:
     def __init__(self, requests: list[MigrationRequest], held: tuple[MigrationReplica, ...]) -> None:
         self.costs = costs()
         self.queueing_s = None
+        self.accepts = None
         self.asked: set[int] = set()
         self._held = held
         self._requests = requests

@@ -103,3 +103,13 @@ def test_loads_without_sense_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         entrants_of(DEFAULTS, kv_share=kv_share, num_requests=num_requests)
+
+
+def test_a_replica_that_accepts_nothing_is_not_sent_requests() -> None:
+    accepts = [True, False, True]
+    found = entrants_of(DEFAULTS, kv_share=[0.95, 0.0, 0.5], num_requests=[9, 0, 5], accepts=accepts)
+    assert found is not None
+    assert found.underloaded == (2,)
+    found = entrants_of(DEFAULTS, kv_share=[0.5, 0.0, 0.1], num_requests=[90, 0, 5], accepts=accepts)
+    assert found is not None
+    assert found.underloaded == (2,)
