@@ -307,7 +307,11 @@ def test_a_request_moves_with_the_tokens_it_has_when_that_is_decided() -> None:
             super()._move(move, now_s)
 
     outcome, _ = simulate(
-        FirstReplica(), long, Migrator(), fleet=Watched, options=replace(OPTIONS, kv_tokens=300_000)
+        FirstReplica(),
+        long,
+        RestlessMigrator(0, 3, period_s=10.0),
+        fleet=Watched,
+        options=replace(OPTIONS, kv_tokens=300_000),
     )
     check_all_served(outcome, long)
     assert moved
