@@ -65,3 +65,21 @@ def test_a_command_that_outlives_its_reader_goes_on_without_a_word() -> None:
         os.close(reader)
         _, said = process.communicate("")
     assert (process.returncode, said) == (7, "")
+
+
+def test_what_is_said_on_stderr_after_its_reader_has_left_does_not_change_the_exit_code() -> None:
+    """As in `loraplex serve 2>&1 | head`: both streams are one pipe."""
+    reader, writer = os.pipe()
+    program = (
+        "import sys; from loraplex.cli.closed_pipe import outlive_the_reader; outlive_the_reader()\n"
+        "print('first', flush=True); sys.stdin.read()\n"
+        "print('a line', file=sys.stderr); sys.stderr.write('half a line'); sys.exit(7)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=writer, stderr=writer
+    ) as process:
+        os.close(writer)
+        assert os.read(reader, 100) == b"first\n"
+        os.close(reader)
+        process.communicate(b"")
+    assert process.returncode == 7

@@ -7,7 +7,7 @@ import io
 import os
 import stat
 import sys
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 EXIT_CLOSED_PIPE: Final = 141
 """What a shell reports of a program that SIGPIPE ended: 128 + 13."""
@@ -18,26 +18,32 @@ def end_with_the_reader() -> None:
 
     Not by restoring the default action of SIGPIPE: a server would end with the first client that hangs up.
     """
-    _replace_stdout(_EndingPipe)
+    sys.stdout = _with_pipe(sys.stdout, _EndingPipe)
 
 
 def outlive_the_reader() -> None:
-    """Have what is written to a closed stdout go nowhere, for a command that has other things to do."""
-    _replace_stdout(_Pipe)
+    """Have what is written to a closed stdout or stderr go nowhere, for a command that has more to do.
+
+    Stderr too, for `2>&1 | head`: a line that could not be written would change the exit code at the end.
+    """
+    sys.stdout = _with_pipe(sys.stdout, _Pipe)
+    sys.stderr = _with_pipe(sys.stderr, _Pipe)
 
 
-def _replace_stdout(kind: type[_Pipe]) -> None:
-    old = sys.stdout
+def _with_pipe(old: TextIO, kind: type[_Pipe]) -> TextIO:
+    """Return a stream to the same descriptor through `kind`; the stream itself if that is no pipe."""
     try:
         descriptor = old.fileno()
         mode = os.fstat(descriptor).st_mode
     except (OSError, ValueError, AttributeError):
-        return  # no file is behind it
+        return old  # no file is behind it
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
-        return
+        return old
     old.flush()
     buffer = io.BufferedWriter(kind(descriptor, "w", closefd=False))
-    sys.stdout = io.TextIOWrapper(buffer, encoding=old.encoding, errors=old.errors)
+    return io.TextIOWrapper(
+        buffer, encoding=old.encoding, errors=old.errors, line_buffering=old is sys.stderr
+    )
 
 
 class _Pipe(io.FileIO):
