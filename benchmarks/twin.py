@@ -85,7 +85,7 @@ FLEET_ENGINES, FLEET_ADAPTERS, FLEET_RPS, FLEET_S, SKEW = 60, 40_000, 340.0, 300
 
 
 def scores(predictions: Sequence[Prediction], measured: dict[str, Measured]) -> dict[str, Any]:
-    """Of all, by model, and of starved and other runs apart."""
+    """Return the scores of all runs, by model, and of starved and other runs apart."""
     found = report(predictions, measured)
     by_model = {
         model: _brief(report([each for each in predictions if each.setup.model == model], measured))

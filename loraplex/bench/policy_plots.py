@@ -23,7 +23,7 @@ _COLOURS: Final = {
 
 
 def plot_policies(figures: Mapping[ColdStart, PolicyFigures], path: Path, *, title: str) -> None:
-    """What each policy adds to what requests take with all adapters cached, and everybody's first token."""
+    """Draw what each policy adds to the times with all adapters cached, and the CDF of first tokens."""
     figure, (bars, curves) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     others = {policy: found for policy, found in figures.items() if policy is not ColdStart.CACHED}
     width = 0.8 / max(len(others), 1)

@@ -38,7 +38,7 @@ class Planner(Protocol):
 
 
 class Decisions(NamedTuple):
-    """What a backend is to carry out: copies of adapters that are let go, requests that move."""
+    """The decisions that a backend carries out: copies of adapters that are let go, requests that move."""
 
     drops: list[Drop]
     moves: list[Move]
@@ -113,7 +113,7 @@ class Controller:
 
     @property
     def next_tick_s(self) -> float:
-        """When `tick` has something to decide."""
+        """Return the time at which `tick` has something to decide."""
         return self._place_s if self._migrator is None else min(self._place_s, self._migrator.due_s)
 
     def may_migrate(self, now_s: float) -> bool:

@@ -24,7 +24,7 @@ _NOWHERE: Final[Mapping[int, int]] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaLimits:
-    """What one replica can hold: requests in a step, KV tokens, and adapters at a time (None: any number)."""
+    """The limits of one replica: requests in a step, KV tokens, adapters at a time (None: any number)."""
 
     max_running: int
     kv_tokens: int

@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def num_copies(self) -> int:
-        """How many copies of adapters there are in the fleet."""
+        """The number of copies of adapters in the fleet."""
         return sum(map(len, self.replicas))
 
     def check(self, num_adapters: int, num_replicas: int) -> None:

@@ -24,7 +24,8 @@ DEFAULT_PLACEMENT: Final = EVERYWHERE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementContext:
-    """What some placements need to know. `operating_points`: tokens/s that one replica sustains, by rank."""
+    """The figures that some placements need. `operating_points`: tokens/s that one replica sustains, by
+    rank."""
 
     operating_points: Mapping[int, float]
     padded: bool
@@ -62,7 +63,7 @@ PLACEMENTS: Final[Mapping[str, NamedPlacement | None]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """How a fleet decides. `migrates`: requests may move from overloaded replicas."""
+    """A routing and a placement. `migrates`: requests may move from overloaded replicas."""
 
     routing: str
     placement: str = DEFAULT_PLACEMENT

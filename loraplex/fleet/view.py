@@ -1,4 +1,4 @@
-"""All that a router may look at."""
+"""The fleet as routers see it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class AdapterMoves(Protocol):
     """Seconds until a replica can compute with an adapter that it does not have."""
 
     def from_host_s(self, adapter: int) -> float:
-        """From the replica's own host memory to its device."""
+        """Return the seconds of a load from the replica's own host memory to its device."""
         ...
 
     def from_elsewhere_s(self, adapter: int) -> float:
-        """To the replica's host memory: from another replica, or from disk."""
+        """Return the seconds of a copy to the replica's host memory, from another replica or from disk."""
         ...
 
 

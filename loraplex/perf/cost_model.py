@@ -70,11 +70,11 @@ class CostModel:
     kernels: KernelKind = KernelKind.RANK
 
     def copy_s(self, num_bytes: float) -> float:
-        """Of one copy to the device."""
+        """Return the seconds of one copy to the device."""
         return 0.0 if self.bus is None else self.bus.copy.seconds(num_bytes) * self.corrections.copy
 
     def read_s(self, num_bytes: float) -> float:
-        """Of an adapter whose file the page cache holds."""
+        """Return the seconds to read an adapter whose file the page cache holds."""
         return self.read.seconds(num_bytes)
 
     def step_s(self, step: StepFeatures) -> float:
@@ -83,7 +83,7 @@ class CostModel:
         return self.step.seconds(step) * self.corrections.step
 
     def assist_layer_s(self, *, num_tokens: int, weights_of_groups: Sequence[int], num_cores: int) -> float:
-        """Of CPU workers for one layer's LoRA.
+        """Return the seconds that CPU workers take for one layer's LoRA.
 
         `weights_of_groups`: A's and B's elements of each group of linears that share an input.
         """
@@ -92,11 +92,11 @@ class CostModel:
         )
 
     def arrivals_s(self, layer_bytes: Sequence[int], groups: Sequence[int]) -> list[float]:
-        """When each layer is on the device, counted from now; the adapter is in host memory."""
+        """Return when each layer is on the device, counted from now; the adapter is in host memory."""
         return layer_pipeline.arrivals_s(self._bus(), layer_bytes, groups)
 
     def stall_s(self, arrivals: Sequence[float], step_s: float) -> float:
-        """For how long a step that is launched now waits for layers that are not there yet."""
+        """Return how long a step that is launched now waits for layers that are not there yet."""
         return layer_pipeline.stall_s(arrivals, step_s)
 
     def even_stall_s(self, first_s: float, last_s: float, step_s: float) -> float:
@@ -105,15 +105,16 @@ class CostModel:
         return max(0.0, first_s, last_s - step_s * (1 - 1 / self.subject.num_layers))
 
     def plan_groups(self, layer_bytes: Sequence[int], step_s: float) -> tuple[int, ...]:
-        """How many layers to copy at a time, so that a step launched now stalls least, and one that takes
-        longer not much."""
+        """Return how many layers to copy at a time, so that a step launched now stalls least, and one that
+        takes longer not much."""
         best = layer_pipeline.plan_groups(self._bus(), layer_bytes, step_s)
         return tuple(layer_pipeline.cut_groups(best, layer_bytes))
 
     def assist_layers(
         self, layer_bytes: Sequence[int], step_s: float, assist_layer_s: float
     ) -> layer_pipeline.AssistPlan:
-        """How many of the first layers CPU workers should compute; none if the bus alone is as fast."""
+        """Return how many of the first layers CPU workers should compute; none if the bus alone is as
+        fast."""
         return layer_pipeline.assist_layers(self._bus(), layer_bytes, step_s, assist_layer_s)
 
     def _bus(self) -> Bus:

@@ -33,10 +33,10 @@ class EngineMemory:
         assert (self.arena_bytes is None) != (self.kv_tokens is None), "shared memory, or memory apart"
 
     def adapter_bytes(self, rank: int, modules: Iterable[str]) -> int:
-        """Of an adapter of this rank on these modules of every layer, in memory; but for the alignment of its
-        parts."""
+        """Return the size of an adapter of this rank on these modules of every layer; but for the alignment
+        of its parts."""
         return self.table_bytes + rank * self.bytes_per_rank(modules)
 
     def bytes_per_rank(self, modules: Iterable[str]) -> int:
-        """Of adapters on these modules, for each unit of rank."""
+        """Return the bytes of adapters on these modules for each unit of rank."""
         return sum(self.rank_bytes[module] for module in modules)

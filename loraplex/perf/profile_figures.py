@@ -129,7 +129,7 @@ def _kv_tokens(memory: EngineMemory) -> int:
 
 
 def _holds(memory: EngineMemory | None, number: int) -> bool:
-    """Whether so many requests fit, each on an adapter of its own."""
+    """Tell whether so many requests fit, each on an adapter of its own."""
     if memory is None:
         return False
     kv_bytes, adapter_bytes = (

@@ -133,7 +133,7 @@ class JsonObject:
 
     @property
     def names(self) -> list[str]:
-        """Of the fields that were not taken yet."""
+        """The names of the fields that were not taken yet."""
         return list(self._fields)
 
     def take(self, key: str) -> object:

@@ -16,8 +16,8 @@ from loraplex.perf.least_squares import fit_non_negative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchFeatures:
-    """What is in a step, as these models count it. `max_rank`: what slots are sized for. `num_tokens`: of the
-    prompts in it. `num_waiting`: requests that the scheduler looked at in vain."""
+    """The contents of a step, as these models count them. `max_rank`: what slots are sized for. `num_tokens`:
+    of the prompts in it. `num_waiting`: requests that the scheduler looked at in vain."""
 
     num_requests: int = 0
     num_adapters: int = 0
@@ -46,8 +46,8 @@ class _Linear(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchDecode(_Linear):
-    """By the batch, the distinct adapters in it, the KV tokens that it attends to, and by the slots, which
-    are launched over whether they are in use or not."""
+    """The cost by the batch, the distinct adapters in it, the KV tokens that it attends to, and by the slots,
+    which are launched over whether they are in use or not."""
 
     UNITS: ClassVar[dict[str, str]] = {
         "base_s": "s",
@@ -91,7 +91,8 @@ class BatchDecode(_Linear):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefill(_Linear):
-    """By the prompts' tokens, by the largest rank, and by the slots, which are launched over in any case."""
+    """The cost by the prompts' tokens, by the largest rank, and by the slots, which are launched over in any
+    case."""
 
     UNITS: ClassVar[dict[str, str]] = {
         "base_s": "s",
@@ -120,7 +121,7 @@ class Prefill(_Linear):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerCost(_Linear):
-    """Of deciding: by the requests that run, and by those looked at that cannot."""
+    """The cost of deciding: by the requests that run, and by those looked at that cannot."""
 
     UNITS: ClassVar[dict[str, str]] = {"request_s": "s per running request", "waiting_s": "s per waiting one"}
 
@@ -134,7 +135,8 @@ class SchedulerCost(_Linear):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterLoadCost:
-    """By tier and rank. `slot_*`: from the host's memory to a slot. `disk_*`: before that, on first use."""
+    """The cost by tier and rank. `slot_*`: from the host's memory to a slot. `disk_*`: before that, on first
+    use."""
 
     UNITS: ClassVar[dict[str, str]] = {
         "slot_s": "s",
@@ -175,7 +177,7 @@ class SlotMemory:
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, int, float]]) -> SlotMemory:
-        """From (slots, largest rank, KV tokens that there were), in order of rising memory."""
+        """Fit it to (slots, largest rank, KV tokens that there were), in order of rising memory."""
         most = max(tokens for _, _, tokens in samples)
         # What slots took, seen from above the largest sample: positive throughout, as costs are.
         top = most * 1.05

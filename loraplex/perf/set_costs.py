@@ -155,7 +155,7 @@ class _LinearSetCosts(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedSetCosts(_LinearSetCosts):
-    """By kernels that pad (BGMV): every request costs as much as the largest rank in its set."""
+    """Costs with kernels that pad (BGMV): every request costs as much as the largest rank in its set."""
 
     @staticmethod
     def _decode_ranks(sets: RequestSets) -> Column:
@@ -168,8 +168,8 @@ class PaddedSetCosts(_LinearSetCosts):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSetCosts(_LinearSetCosts):
-    """By kernels that do not pad (MBGMV): every request costs as much as its own rank. Prompts of all ranks
-    are taken to be equally long."""
+    """Costs with kernels that do not pad (MBGMV): every request costs as much as its own rank. Prompts of all
+    ranks are taken to be equally long."""
 
     @staticmethod
     def _decode_ranks(sets: RequestSets) -> Column:
@@ -181,7 +181,7 @@ class RankSetCosts(_LinearSetCosts):
 
 
 class StepSetCosts:
-    """By the cost model of our own engine, for either kind of kernels: `StepCost.seconds` of a step that
+    """Costs by the model of our own engine, for either kind of kernels: `StepCost.seconds` of a step that
     decodes a whole set, or reads all its prompts.
 
     The columns leave two things open. The ranks of distinct adapters add up to what those of the requests
@@ -239,7 +239,7 @@ class StepSetCosts:
 
 
 class SlotSetCosts:
-    """By the costs of an engine with slots for adapters (vLLM), which pads to the rank its slots are sized
+    """Costs of an engine with slots for adapters (vLLM), which pads to the rank its slots are sized
     for, whatever is in a set. Deciding on a step is not counted."""
 
     def __init__(self, costs: SlotCosts, *, num_slots: int, max_rank: int) -> None:

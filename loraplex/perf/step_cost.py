@@ -52,7 +52,7 @@ class StepFeatures(NamedTuple):
 
 
 class StepSample(NamedTuple):
-    """What was in a step, and what it took."""
+    """The contents of a step, and the time it took."""
 
     step: StepFeatures
     seconds: float
@@ -119,7 +119,8 @@ class StepCost:
     quality: FitQuality | None = None
 
     def seconds(self, step: StepFeatures) -> float:
-        """Of a step without rows: none. Written out, as simulations ask for it all the time."""
+        """Return the seconds of a step; none for one without rows. Written out, as simulations ask for it all
+        the time."""
         terms = self.terms
         num_decodes, num_prompts, num_tokens, positions, pairs, num_adapters, num_bytes, row_bytes, _, _ = (
             step
@@ -186,7 +187,7 @@ def _columns(
 
 
 def _amounts(step: StepFeatures) -> tuple[float, ...]:
-    """What each of `StepTerms` is multiplied with, in their order."""
+    """Return what each of `StepTerms` is multiplied with, in their order."""
     has_prompts, has_lora = step.num_prompt_tokens > 0, step.num_adapters > 0
     return (
         float(step.num_prompts),
@@ -204,7 +205,7 @@ def _amounts(step: StepFeatures) -> tuple[float, ...]:
 
 
 def _ramps(num_rows: int, knots: Sequence[int], stepped: bool) -> list[float]:
-    """How much of each of a curve's increments a step has; the same curve as `RowCurve.seconds`."""
+    """Return how much of each of a curve's increments a step has; the same curve as `RowCurve.seconds`."""
     if num_rows >= knots[-1]:
         return [num_rows / knots[-1]] * len(knots)
     pieces = pairwise(knots)

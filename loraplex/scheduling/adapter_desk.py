@@ -30,7 +30,7 @@ _NUM_POPULAR: Final = 64
 
 
 class Orders(NamedTuple):
-    """What was decided since the last step, as a plan tells it."""
+    """The decisions since the last step, as a plan holds them."""
 
     reads: tuple[AdapterRead, ...]
     loads: tuple[AdapterLoad, ...]
@@ -54,7 +54,7 @@ class AdapterDesk:
         self.choose_cold_start(config.cold_start)
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
-        """For adapters that are loaded from now on."""
+        """Set the policy for adapters that are loaded from now on."""
         self.cold_start = cold_start
         self.pins.starts = self._starts = StartPolicy(cold_start, self._costs, self._config.num_workers)
 
@@ -86,7 +86,7 @@ class AdapterDesk:
         return removed
 
     def asked_for(self, version: str) -> None:
-        """By a request that was queued."""
+        """Record that a queued request needs this version."""
         self._residency.enter(version)
         self._popularity.asked(version)
 
@@ -114,11 +114,11 @@ class AdapterDesk:
             self._staging.add(version, num_bytes)
 
     def has_work(self) -> bool:
-        """Whether there is something to bring in that no request waits for."""
+        """Tell whether there is something to bring in that no request waits for."""
         return self.pins.has_to_keep or (self._staging is not None and self._staging.has_ahead)
 
     def bring_in(self, waiting: WaitingQueue, running: Many[Sequence]) -> None:
-        """What waiting requests need, in their order, then what they may need some day."""
+        """Bring in what waiting requests need, in their order, then what they may need some day."""
         self.pins.prefetch(waiting, running)
         if self._config.loads_popular and not waiting and self._residency.num_loading == 0:
             self.pins.load_popular(self._popularity.most_asked(_NUM_POPULAR), running)
@@ -173,7 +173,7 @@ class AdapterDesk:
     # ---- who may count on one
 
     def may_join(self, sequence: Sequence, chunks: Many[Chunk]) -> bool:
-        """Whether a request whose adapter is on its way may run in a step with these."""
+        """Tell whether a request whose adapter is on its way may run in a step with these."""
         own = Chunk(
             request_id=sequence.request_id,
             adapter=sequence.adapter,
@@ -211,7 +211,7 @@ class AdapterDesk:
             self._starts.observe_step(step_features(plan.chunks, self._residency.num_bytes), seconds)
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
-        """How long copies to the device took."""
+        """Record how long copies to the device took."""
         self._starts.observe_copy(num_bytes, seconds)
 
     def _check_room_beside_kept(self, num_bytes: int) -> None:

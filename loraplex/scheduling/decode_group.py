@@ -69,13 +69,13 @@ class DecodeGroup:
 
     @property
     def steps_left(self) -> int:
-        """Up to the first end of a request, or until blocks may run out."""
+        """The steps up to the first end of a request, or until blocks may run out."""
         if not self._members:
             return 0
         return min(self._members[0].end, self._max_steps) - self._num_steps
 
     def has_room_for(self, num_blocks: int) -> bool:
-        """Whether all that the group will ever hold is there to be had, and as many blocks more."""
+        """Tell whether all blocks that the group will ever hold are free, and so many more."""
         return self._max_steps == _FOREVER and self._num_needed + num_blocks <= self._pool.num_empty
 
     def enter(self, sequence: Sequence) -> None:

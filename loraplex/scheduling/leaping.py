@@ -51,8 +51,8 @@ class LeapingScheduler(Scheduler):
         return self._group
 
     def is_settling(self) -> bool:
-        """Whether all that run after the steps under way will do nothing but decode, nobody waits but for
-        reads, and whatever memory they will ever need is there."""
+        """Tell whether all that run after the steps under way will do nothing but decode, nobody waits but
+        for reads, and whatever memory they will ever need is there."""
         if self._residency.num_loading > 0 or not self._all_is_quiet(under_way=True):
             return False
         if not self._pins.only_reads(self._waiting):
@@ -65,14 +65,14 @@ class LeapingScheduler(Scheduler):
     # ---- the group alone
 
     def leap_length(self) -> int:
-        """For how many steps from now the group goes on as it is; the last of these may end some. 0: the next
-        step has to be decided."""
+        """Return for how many steps from now the group goes on as it is; the last of these may end some. 0:
+        the next step has to be decided."""
         group = self.group if self._can_leap() else None
         return 0 if group is None else group.steps_left
 
     def leap(self, num_steps: int) -> list[TokenUpdate]:
-        """As so many times `schedule` and `update`, with a token each time that ends nobody. Returns how
-        requests ended, which is with the last of these steps."""
+        """Do what so many calls of `schedule` and `update` do, with a token each time that ends nobody.
+        Returns how requests ended, which is with the last of these steps."""
         assert self._group is not None
         ended = self._group.advance(num_steps, ANY_TOKEN)
         if not ended:
@@ -91,7 +91,7 @@ class LeapingScheduler(Scheduler):
         return (self._is_settled and not shares) or self._pins.only_reads(self._waiting)
 
     def _all_is_quiet(self, *, under_way: bool = False) -> bool:
-        """Whether nothing is done that no request asked for. `under_way`: steps may be."""
+        """Tell whether nothing is done that no request asked for. `under_way`: steps may be."""
         if (self._under_way and not under_way) or self._failures or self._config.loads_popular:
             return False
         return not self.adapters.has_work()
@@ -99,8 +99,8 @@ class LeapingScheduler(Scheduler):
     # ---- others beside it
 
     def go_beside(self, requests: Many[EngineRequest]) -> bool:
-        """Whether requests that are not known yet could join the group with their whole prompts in one step
-        and go on with it, if those who end meanwhile gave nothing back."""
+        """Tell whether requests that are not known yet could join the group with their whole prompts in one
+        step and go on with it, if those who end meanwhile gave nothing back."""
         group, limit = self.group, self._config.max_model_len
         if group is None or self._waiting or not self._all_is_quiet():
             return False
@@ -153,9 +153,9 @@ class LeapingScheduler(Scheduler):
         return staging.take_reads()
 
     def may_load_beside(self, version: str, step_s: float) -> bool:
-        """Of a version that has just been read: whether the one request that waits could join the step after
-        the next one of the group, which takes so long, and its adapter be there by then; with room for all,
-        so that nothing has to make way."""
+        """Tell of a version that has just been read whether the one request that waits could join the step
+        after the next one of the group, which takes so long, and its adapter be there by then; with room for
+        all, so that nothing has to make way."""
         group, waiting = self.group, list(self._waiting.first(2))
         if group is None or len(waiting) != 1 or waiting[0].adapter != version or group.steps_left < 2:
             return False
@@ -193,7 +193,7 @@ class LeapingScheduler(Scheduler):
         )
 
     def _may_start(self, num_waiting: int, num_tokens: int, versions: Iterable[str | None]) -> bool:
-        """Whether all of these find what they need, memory for tokens apart."""
+        """Tell whether all of these find what they need, memory for tokens apart."""
         config, residency, num_running = self._config, self._residency, len(self._running)
         if config.prompts_first or config.max_adapters is not None:
             return False
@@ -246,5 +246,6 @@ class LeapingScheduler(Scheduler):
 
 
 def _decodes(sequence: Sequence) -> bool:
-    """Of a prompt's last token comes a first one, at a time of its own: that is not decoding yet."""
+    """Tell whether it decodes; the step that finishes a prompt also samples its first token, and is not
+    one."""
     return sequence.num_remaining == 1 and sequence.num_unknown == 0 and sequence.num_output > 0

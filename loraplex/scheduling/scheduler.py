@@ -143,7 +143,7 @@ class Scheduler:
         return self._plan(chunks, preempted)
 
     def _plan(self, chunks: list[Chunk], preempted: Iterable[Sequence] = ()) -> StepPlan:
-        """What was decided, which is counted on from now on."""
+        """Return what was decided, which is counted on from now on."""
         if chunks:
             self._memory.step_decided()
             self.adapters.step_decided(chunks)
@@ -161,7 +161,7 @@ class Scheduler:
         )
 
     def live_chunks(self, plan: StepPlan) -> list[Chunk]:
-        """Of the oldest step under way, the chunks whose requests have not ended in between."""
+        """Return the chunks of the oldest step under way whose requests have not ended in between."""
         return [
             chunk
             for chunk, under_way in zip(plan.chunks, self._under_way[0], strict=True)
@@ -323,7 +323,7 @@ class Scheduler:
         return num_tokens
 
     def _first_chunk(self, num_tokens: int, start: int, budget: float) -> int:
-        """Of so many tokens to compute, how many to begin with."""
+        """Return how many of so many tokens to begin with."""
         work = self._config.work
         if self._config.prompts_first:
             return num_tokens if num_tokens <= budget or budget >= work.max_tokens else 0
@@ -367,7 +367,7 @@ class Scheduler:
             sequence.num_published = num_full
 
     def _is_live(self, sequence: Sequence) -> bool:
-        """Whether this very request is in the engine, and not another that was given its id since."""
+        """Tell whether this very request is in the engine, and not another that was given its id since."""
         return self._sequences.get(sequence.request_id) is sequence
 
     def _advance(self, chunk: Chunk) -> ChunkUnderWay:

@@ -69,7 +69,7 @@ class Staging:
         return version in self._residency
 
     def is_there(self, version: str) -> bool:
-        """Whether a device can load it now."""
+        """Tell whether a device can load it now."""
         return not self.stages(version) or self._residency.is_resident(version)
 
     def fetch(self, version: str) -> bool:
@@ -92,7 +92,7 @@ class Staging:
         return self._residency.overdue(version)
 
     def must_read(self, version: str) -> bool:
-        """Whether a device could not load it before a read has ended."""
+        """Tell whether a device could not load it before a read has ended."""
         return self.stages(version) and not self._residency.is_resident(version)
 
     def holds_up_all(self, versions: KeysView[str]) -> bool:
@@ -104,7 +104,7 @@ class Staging:
 
     @property
     def has_ahead(self) -> bool:
-        """Whether any version is still to be read before anybody asks for it."""
+        """Tell whether any version is still to be read before anybody asks for it."""
         return bool(self._ahead)
 
     def stage_ahead(self, version: str) -> None:
@@ -124,7 +124,7 @@ class Staging:
         return begun
 
     def take_reads(self) -> tuple[AdapterRead, ...]:
-        """What was begun since the last call."""
+        """Return the reads that were begun since the last call."""
         reads, self._reads = self._reads, []
         return tuple(AdapterRead(version=version, place=self._room.place_of(version)) for version in reads)
 
@@ -137,7 +137,7 @@ class Staging:
         self._tidy()
 
     def hold(self, version: str) -> int | None:
-        """Where a device finds it, until `release`; None if it is not staged."""
+        """Keep it until `release`, and return where a device finds it; None if it is not staged."""
         if not self.stages(version):
             return None
         self._residency.enter(version)

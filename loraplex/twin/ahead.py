@@ -90,7 +90,7 @@ class AheadSimulator(Simulator):
         self.recorder.updated(self.scheduler.take_failures(), self.now_s)
 
     def _has_news(self) -> bool:
-        """Whether something has ended that the next step to be decided has to be told of."""
+        """Tell whether a read or load has ended that the next decision must know of."""
         return bool(self._ends) and self._ends[0][0] <= self.now_s
 
     def _add(self, requests: list[EngineRequest]) -> None:
@@ -181,7 +181,7 @@ class AheadSimulator(Simulator):
         return stepped
 
     def _let_wait(self) -> bool:
-        """Whether those who are due can but wait for reads, which begin now."""
+        """Tell whether requests that are due can only wait for reads, which begin now."""
         reads = self.scheduler.wait_beside(self._due)
         if reads is None:
             return False

@@ -103,7 +103,7 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
-    """What became of all requests, in the order of their arrival, and each replica's share. `chosen`: the
+    """The outcome of all requests, in the order of their arrival, and each replica's share. `chosen`: the
     replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile.
     `most_bytes_held`: of adapters in one replica's host memory in the end; None if they are not shared.
     `num_moves`: of requests, which count with the replica where they ended."""
@@ -206,8 +206,8 @@ class SimulatedFleet:
                 controller.first_token(number)
 
     def _turn_end_s(self, wake_s: float) -> float:
-        """How far one replica is simulated before the others: where they share links, not beyond the next of
-        them by more than a step, as who asks first is served first."""
+        """Return how far one replica is simulated before the others: where they share links, not beyond the
+        next of them by more than a step, as who asks first is served first."""
         if self._links is None:
             return math.inf
         next_s = self._wakes[0][0] if self._wakes else wake_s
@@ -247,7 +247,7 @@ class SimulatedFleet:
             self._collect(chosen, self._replicas[chosen].simulator.quiet_until_s())
 
     def _fetch_end_s(self, chosen: int, version: str) -> float:
-        """When a replica has an adapter in host memory that it asks for now."""
+        """Return when a replica has an adapter in host memory that it asks for now."""
         pool, links = self._controller.pool, self._links
         assert pool is not None
         assert links is not None

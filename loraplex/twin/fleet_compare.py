@@ -28,7 +28,7 @@ _QUANTILES: Final = np.linspace(0.0, 1.0, 101)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetInputs:
-    """What policies are compared on."""
+    """The fleet and the workload that policies are compared on."""
 
     profile: CostModel
     workload: Sequence[WorkloadRequest]

@@ -44,7 +44,7 @@ _SHUFFLE_S: Final = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOptions:
-    """What is simulated, whichever policy decides. `slo_s`: seconds per token that a request may take.
+    """The fleet that is simulated under any policy. `slo_s`: seconds per token that a request may take.
     `points`: tokens/s that a replica sustains, by rank; None to find them when a placement asks. `link`: over
     which replicas fetch adapters from each other's host memory; None if each reads them from its disk."""
 

@@ -19,12 +19,12 @@ class LinkSpeed:
             raise UserError(f"a link of {self.bytes_per_s:g} bytes/s never delivers an adapter; give more")
 
     def seconds(self, num_bytes: float) -> float:
-        """Of a copy that nothing is in the way of."""
+        """Return the seconds of a copy over idle links."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
 class Links:
-    """When copies between replicas end."""
+    """The links of all replicas, and when copies over them end."""
 
     def __init__(self, speed: LinkSpeed, num_replicas: int) -> None:
         self._speed = speed
@@ -32,7 +32,7 @@ class Links:
         self._receives_until_s = [0.0] * num_replicas
 
     def free_at_s(self, replica: int) -> float:
-        """When a replica has sent all that it was asked for."""
+        """Return when a replica has sent all that it was asked for."""
         return self._sends_until_s[replica]
 
     def copy(self, *, source: int, target: int, num_bytes: int, now_s: float) -> float:

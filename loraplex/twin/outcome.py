@@ -197,7 +197,7 @@ class Outcome:
         interval_s = self.duration_s / num_intervals
 
         def mean_by_then(moments: Iterable[float | None]) -> Floats:
-            """How many of the moments were past, on the mean over each interval."""
+            """Return how many of the moments were past, on the mean over each interval."""
             happened_s = np.sort(_seconds(each for each in moments if each is not None))
             count = np.searchsorted(happened_s, edges_s, "right")
             sums_s = np.concatenate([[0.0], np.cumsum(happened_s)])
@@ -286,10 +286,10 @@ class Outcome:
         return sum(each.num_tokens for each in self.requests)
 
     def _is_starved(self) -> bool:
-        """Whether less is served than 90% of what is asked for, by tokens over time: those of requests that
-        had their first one, up to the last of these moments. How long answers take after that, and how long
-        a first token takes at the least, is no matter of being late. Requests that all come sooner than one
-        of them could be answered are no rate that anybody could keep up with."""
+        """Tell whether less is served than 90% of what is asked for, by tokens over time: those of requests
+        that had their first one, up to the last of these moments. How long answers take after that, and how
+        long a first token takes at the least, is no matter of being late. Requests that all come sooner than
+        one of them could be answered are no rate that anybody could keep up with."""
         stays_s = (s - each.request.arrival_s for each in self.requests if (s := each.finish_s) is not None)
         if self._offered_s < min(stays_s, default=self.duration_s):
             return False

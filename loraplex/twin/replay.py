@@ -82,7 +82,7 @@ def check_options(profile: Profile, options: ReplayOptions) -> None:
 
 
 def replay(profile: Profile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
-    """What would become of it."""
+    """Simulate a workload on a profiled engine."""
     check_workload(workload, options)
     check_options(profile, options)
     if isinstance(profile, SlotProfile):
@@ -180,7 +180,7 @@ class OwnEngines:
 
     @property
     def rank_bytes(self) -> float:
-        """Of a unit of rank; where all adapters are said to be equally large, on the mean over theirs."""
+        """The bytes of a unit of rank; the mean where all adapters are said to be equally large."""
         options = self._options
         if options.rank_bytes is not None:
             return options.rank_bytes

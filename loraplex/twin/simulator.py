@@ -100,7 +100,7 @@ class Simulator:
         return self.outcome(self.now_s if until_s == math.inf else until_s)
 
     def outcome(self, end_s: float) -> Outcome:
-        """Of all that was, as of then."""
+        """Return the outcome of everything up to `end_s`."""
         num_preemptions = self.scheduler.stats(self.recorder.num_steps).num_preemptions
         return self.recorder.outcome(end_s, num_loads=self.num_loads, num_preemptions=num_preemptions)
 
@@ -188,7 +188,7 @@ class Simulator:
     # ---- steps
 
     def _step(self, next_s: float) -> None:
-        """On from now, no further than to the first step that begins at `next_s` or after it."""
+        """Go on from now, no further than to the first step that begins at `next_s` or after it."""
         self._end_loads()
         if self._leaps and (self._leap(next_s) or self._step_beside()):
             return
@@ -211,7 +211,7 @@ class Simulator:
         return plan
 
     def _pass_time(self, plan: StepPlan, next_s: float) -> None:
-        """Up to where there may be something to compute."""
+        """Let time pass until there may be something to compute."""
         if self._ends:
             self.now_s = max(self.now_s, min(self._ends[0][0], next_s))
         elif next_s < math.inf and not plan.adapter_evictions:
@@ -219,7 +219,7 @@ class Simulator:
         self.recorder.passed(self.now_s, num_running=0)
 
     def _end_s(self, plan: StepPlan, num_waiting: int, begin_s: float) -> float:
-        """Of a step that begins then; each layer waits for its own weights."""
+        """Return the end of a step that begins then; each layer waits for its own weights."""
         step_s = self._times.step_s(plan, num_waiting)
         if self._coming and plan.stalls:
             used = {chunk.adapter for chunk in plan.chunks}
@@ -299,7 +299,7 @@ class Simulator:
         self.num_loads += len(loads)
 
     def _disk_end_s(self, version: str) -> float:
-        """When a read from disk ends that begins now, behind those under way."""
+        """Return the end of a read from disk that begins now, behind those under way."""
         self._disk_free_s = max(self._disk_free_s, self.now_s) + self._times.read_s(version)
         return self._disk_free_s
 

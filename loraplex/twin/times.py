@@ -28,7 +28,8 @@ class Repeats(NamedTuple):
         return self.once_s + num_steps * self.first_s + self.growth_s * num_steps * (num_steps - 1) / 2
 
     def steps_until(self, left_s: float, most: int) -> int:
-        """How many steps begin before this time is over, one at least; the last one may end after it."""
+        """Return how many steps begin before this time is over, one at least; the last one may end after
+        it."""
         rest_s = left_s - self.once_s
         if rest_s <= 0:
             return 1
@@ -49,15 +50,15 @@ class StepTimes(Protocol):
     """`num_waiting`: requests that were not in the step."""
 
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
-        """Of a step that computes something."""
+        """Return the seconds of a step that computes something."""
         ...
 
     def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
-        """Of steps in which the group decodes. At least one of them is about to be taken."""
+        """Return the times of steps in which the group decodes. At least one of them is about to be taken."""
         ...
 
     def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
-        """Of a step in which the group decodes beside these."""
+        """Return the seconds of a step in which the group decodes beside these."""
         ...
 
     def weigh(self, version: str) -> int:
@@ -65,21 +66,21 @@ class StepTimes(Protocol):
         ...
 
     def stall_s(self, step_s: float, coming: Sequence[tuple[float, float]]) -> float:
-        """How much longer a step takes whose adapters are loaded from then to then, counted from its
+        """Return how much longer a step takes whose adapters are loaded from then to then, counted from its
         beginning."""
         ...
 
     def load_s(self, load: AdapterLoad) -> float:
-        """Of bringing an adapter in, with nothing in its way."""
+        """Return the seconds of a load, with nothing in its way."""
         ...
 
     def read_s(self, version: str) -> float:
-        """Of reading an adapter's file to the host's memory."""
+        """Return the seconds to read an adapter's file to host memory."""
         ...
 
 
 class CostModelTimes:
-    """By the cost model of our own engine. `adapter_bytes`: by version."""
+    """Times by the cost model of our own engine. `adapter_bytes`: by version."""
 
     def __init__(self, model: CostModel, adapter_bytes: Mapping[str, int]) -> None:
         self._model = model
@@ -111,7 +112,7 @@ class CostModelTimes:
         return Repeats(self._step_s(features), self._position_s * num_decodes)
 
     def beside_s(self, group: DecodeGroup, chunks: Sequence[Chunk]) -> float:
-        """As `step_features` counts the chunks of all. Fields by place: naming them takes twice as long."""
+        """Count all chunks as `step_features` does. Fields by place: naming them takes twice as long."""
         num_decodes, positions, num_tokens, pairs = len(group), group.positions, 0, 0.0
         num_bytes, row_bytes, others = group.weight, group.row_weight, set[str]()
         largest, num_adapter_rows = group.largest_weight, group.num_adapter_rows
@@ -168,8 +169,8 @@ class CostModelTimes:
 
 
 class SlotTimes:
-    """By the costs of an engine with slots, which loads within its steps: `Scheduler` is told that every
-    adapter is there. `order`: in which it goes through the adapters of a batch."""
+    """Times by the costs of an engine with slots, which loads within its steps: `Scheduler` is told that
+    every adapter is there. `order`: in which it goes through the adapters of a batch."""
 
     def __init__(
         self,

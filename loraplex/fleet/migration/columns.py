@@ -25,14 +25,15 @@ TOTAL_WEIGHT = 1e-3
 
 
 class RunTime(NamedTuple):
-    """When the last replica finishes its requests, and the time that all of them work together."""
+    """The time at which the last replica finishes its requests, and the time that all of them work
+    together."""
 
     makespan_s: float
     total_s: float
 
     @property
     def objective_s(self) -> float:
-        """What every program of this package minimises."""
+        """Return what every program of this package minimises."""
         return self.makespan_s + TOTAL_WEIGHT * self.total_s
 
 

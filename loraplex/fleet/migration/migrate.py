@@ -38,7 +38,7 @@ class MigrationView(Protocol):
 
     @property
     def queueing_s(self) -> Column | None:
-        """How long a request waits on each replica until it runs; None if nobody estimates it."""
+        """The seconds that a request waits on each replica until it runs; None if nobody estimates them."""
         ...
 
     @property

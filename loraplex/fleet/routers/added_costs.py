@@ -64,7 +64,7 @@ class AddedCosts:
         )
 
     def _least_prefill_s(self, rank: int, costs: SetCosts) -> float:
-        """What a prompt of one token takes by itself."""
+        """Return the seconds of a step that reads a prompt of one token."""
         if costs is not self._least_of:
             self._least_of = costs
             self._least_s.clear()

@@ -25,7 +25,7 @@ _ROUNDING: Final = 1e-9
 
 
 class Division(StrEnum):
-    """How shares are kept."""
+    """The ways to keep to shares."""
 
     RANDOM = "random"
     STRIDE = "stride"
