@@ -1,8 +1,8 @@
 """Every published figure of the GPU engine: decode, serving, many registered adapters, kernels, attention by
-the order of contexts, cold starts, what padding to the largest rank of a batch would cost, and what a step
-costs the host by the context of its requests.
+the order of contexts, cold starts, what padding to the largest rank of a batch would cost, what sets of
+requests cost by the ranks of their adapters, and what a step costs the host by the context of its requests.
 
-    python -m benchmarks.gpu_engine decode serve registered kernels attention cold padded tables \\
+    python -m benchmarks.gpu_engine decode serve registered kernels attention cold padded sets tables \\
         --workloads DIR
 
 Writes results/gpu_engine.json; sections that are not named keep what they hold. Each section runs in a
@@ -25,6 +25,7 @@ from benchmarks import sources
 from loraplex.bench.distribution import Distribution
 from loraplex.bench.environment import ENGINE_PACKAGES, environment
 from loraplex.engine.core import Engine
+from loraplex.perf.cost_model import KernelKind
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE: Final = "llama-2-7b"
@@ -201,6 +202,27 @@ def padded(workloads: Path) -> list[dict[str, Any]]:
     return found
 
 
+def sets(workloads: Path) -> dict[str, Any]:
+    from benchmarks import set_sweep
+    from benchmarks.device_memory import release
+
+    found: dict[str, Any] = {}
+    for kernels in set_sweep.FORMS:
+        engine = build(max(set_sweep.RANKS) if kernels is KernelKind.PADDED else None)
+        num_adapters = max(set_sweep.BATCHES)
+        by_rank = {
+            rank: register(engine, f"rank-{rank}", num_adapters, (rank,), QKV, prepared=False)
+            for rank in set_sweep.RANKS
+        }
+        rows = set_sweep.measure_sets(engine, by_rank, VOCAB_SIZE)
+        found[kernels.value] = {"sets": rows, "fit": set_sweep.fit(rows, kernels)}
+        print(kernels.value, found[kernels.value]["fit"], flush=True)
+        engine.close()
+        del engine
+        release()
+    return found
+
+
 def tables(workloads: Path) -> list[dict[str, Any]]:
     from benchmarks.table_steps import measure_tables
 
@@ -218,6 +240,7 @@ SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
     "attention": attention,
     "cold": cold,
     "padded": padded,
+    "sets": sets,
     "tables": tables,
 }
 

@@ -23,6 +23,7 @@ from benchmarks.correctness.comparing import (
     text_and_logprob_checks,
 )
 from benchmarks.correctness.driving import Answer, answers, greedy_request, random_prompt
+from benchmarks.correctness.random_engines import GPU_MEMORY_BYTES
 from benchmarks.device_memory import release
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.adapter_files import save_random_adapters
@@ -79,6 +80,7 @@ def _all_answers(setting: Setting, dtype: torch.dtype) -> tuple[dict[ColdStart, 
                 device=setting.device,
                 dtype=dtype,
                 from_files=True,
+                memory_bytes=GPU_MEMORY_BYTES if on_gpu else None,
                 cpu_workers=NUM_WORKERS if on_gpu else None,
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -11,6 +12,9 @@ from benchmarks.correctness.check import Setting
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, random_specs
 from loraplex.engine.core import Engine
+
+GPU_MEMORY_BYTES: Final = 32 << 30
+"""For adapters and KV cache, unless a check needs less: two sections fit on one device side by side."""
 
 
 def build(
@@ -22,6 +26,8 @@ def build(
     distinct: bool = False,
 ) -> Engine:
     """`memory_bytes`: for adapters, and on a GPU for the KV cache too."""
+    if memory_bytes is None and setting.device == "cuda":
+        memory_bytes = GPU_MEMORY_BYTES
     return build_random_engine(
         RandomEngineOptions(
             shape=shape,

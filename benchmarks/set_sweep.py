@@ -1,0 +1,88 @@
+"""What sets of requests cost the engine, by the number of requests and the ranks of their adapters.
+
+The section `sets` of gpu_engine: every set is decoded and its prompts are read, by kernels that compute with
+the ranks as they are and by kernels that pad to the largest rank of the batch. The linear forms of CaraServe
+and Toppings (`loraplex.perf.set_costs`) are fitted to what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+
+from loraplex.bench.engine_scenarios import Load, measure_decode, measure_prefill
+from loraplex.engine.core import Engine
+from loraplex.perf.cost_model import KernelKind
+from loraplex.perf.set_costs import PaddedSetCosts, RankSetCosts, RequestSets, SetSamples
+
+BATCHES: Final = (4, 8, 16, 32, 64)
+RANKS: Final = (8, 16, 32, 64, 128)
+PATTERNS: Final[Mapping[str, tuple[int, ...]]] = {
+    **{f"rank {rank}": (rank,) for rank in RANKS},
+    "ranks 8 and 64": (8, 64),
+    "ranks 8 to 128": RANKS,
+    "one in four of rank 128, else 8": (128, 8, 8, 8),
+}
+"""What the sets are called -> the ranks of their requests' adapters, in turn. Every request has an adapter of
+its own."""
+_PROMPT_TOKENS: Final = 32
+_OUTPUT_TOKENS: Final = 40
+_PREFILLS: Final = 4
+FORMS: Final = {KernelKind.RANK: RankSetCosts, KernelKind.PADDED: PaddedSetCosts}
+
+
+def measure_sets(
+    engine: Engine,
+    by_rank: Mapping[int, Sequence[str]],
+    vocab_size: int,
+    *,
+    batches: Sequence[int] = BATCHES,
+    patterns: Mapping[str, tuple[int, ...]] = PATTERNS,
+) -> list[dict[str, Any]]:
+    """Measure every set. `by_rank`: adapters of each rank that the engine knows, enough for a batch."""
+    found = []
+    for name, ranks in patterns.items():
+        for batch in batches:
+            chosen = [ranks[index % len(ranks)] for index in range(batch)]
+            load = Load(
+                batch=batch,
+                prompt_tokens=_PROMPT_TOKENS,
+                output_tokens=_OUTPUT_TOKENS,
+                adapters=tuple(by_rank[rank][index] for index, rank in enumerate(chosen)),
+                vocab_size=vocab_size,
+            )
+            found.append(
+                {
+                    "set": name,
+                    "num_requests": batch,
+                    "sum_ranks": sum(chosen),
+                    "max_rank": max(chosen),
+                    "prompt_tokens": batch * _PROMPT_TOKENS,
+                    "decode_ms": round(measure_decode(engine, load, 1).p50, 4),
+                    "prefill_ms": round(measure_prefill(engine, load, _PREFILLS).p50, 4),
+                }
+            )
+            print(found[-1], flush=True)
+    return found
+
+
+def fit(rows: Sequence[Mapping[str, Any]], kernels: KernelKind) -> dict[str, Any]:
+    """Return the linear form of these kernels that explains the measured sets best, with its quality."""
+    sets = RequestSets(
+        num_requests=_column(rows, "num_requests"),
+        sum_ranks=_column(rows, "sum_ranks"),
+        max_rank=_column(rows, "max_rank"),
+        prompt_tokens=_column(rows, "prompt_tokens"),
+        kv_tokens=_column(rows, "prompt_tokens"),
+        num_adapters=_column(rows, "num_requests"),
+    )
+    decodes = SetSamples(sets, _column(rows, "decode_ms") / 1e3)
+    prefills = SetSamples(sets, _column(rows, "prefill_ms") / 1e3)
+    return asdict(FORMS[kernels].fit(decodes, prefills))
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    return np.array([row[name] for row in rows])
