@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from io import FileIO
 from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from loraplex.adapters.tensors import parse_header
 from loraplex.core.errors import ModelError
 from loraplex.core.modules import GROUPS, MODULES, module_path
 from loraplex.core.words import plural
@@ -52,6 +54,23 @@ class ModelWeights:
     lm_head_VH: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint, or a shard's part of one.
+
+    `values`: mapped, so that bytes are read from the file when they are looked at. `file`: the open file, and
+    `offset`: where in it the values begin, one after the other; None if they lie apart, or not in a file.
+    """
+
+    values: torch.Tensor
+    file: int
+    offset: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.numel() * self.values.element_size()
+
+
 def load_weights(
     folder: Path,
     config: ModelConfig,
@@ -59,42 +78,47 @@ def load_weights(
     progress: Progress | None = None,
     shard: Shard = WHOLE,
     *,
-    place: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    place: Callable[[StoredTensor], torch.Tensor] | None = None,
     threads: Executor | None = None,
 ) -> ModelWeights:
     """Read a checkpoint, or a shard of it. `config` is that of the whole model.
 
-    `place`: brings a tensor of a mapped file to where it is used, in the type given; by default that is the
-    CPU's memory. `threads`: those that do so, if it is not the caller's.
+    `place`: brings a tensor to where it is used, in the type given; by default that is the CPU's memory.
+    `threads`: those that do so, if it is not the caller's.
     """
     wanted = _expected_shapes(config)
-    files = _weight_files(folder)
-    # They are mapped: only the shard's parts of them will be read.
-    mapped = {
-        name: _part_of(name, tensor, shard) for file in files for name, tensor in _tensors_of(file, wanted)
-    }
-    missing = sorted(wanted.keys() - mapped.keys())
-    if missing:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} {plural('tensor', len(missing))} of a {config.architecture}: "
-            f"{_some(missing)}. "
-            "The checkpoint is incomplete, or its config.json belongs to another model."
-        )
-    place = place or partial(torch.Tensor.to, dtype=dtype)
-    parts = mapped.values()
-    placed = map(place, parts) if threads is None else threads.map(place, parts)
-    total_bytes, read_bytes = sum(_num_bytes(part) for part in parts), 0
-    tensors: dict[str, torch.Tensor] = {}
-    for (name, part), tensor in zip(mapped.items(), placed, strict=True):
-        tensors[name] = tensor
-        read_bytes += _num_bytes(part)
-        if progress is not None:
-            progress(read_bytes, total_bytes)
+    place = place or (lambda stored: stored.values.to(dtype))
+    with ExitStack() as opened:
+        # Only the shard's parts of the files will be read.
+        parts = {
+            name: _stored_part(_part_of(name, stored.values, shard), stored)
+            for path in _weight_files(folder)
+            for name, stored in _tensors_of(opened.enter_context(FileIO(path)), path, wanted)
+        }
+        missing = sorted(wanted.keys() - parts.keys())
+        if missing:
+            raise ModelError(
+                f"{folder} lacks {len(missing)} {plural('tensor', len(missing))} of a {config.architecture}: "
+                f"{_some(missing)}. "
+                "The checkpoint is incomplete, or its config.json belongs to another model."
+            )
+        placed = map(place, parts.values()) if threads is None else threads.map(place, parts.values())
+        total_bytes, read_bytes = sum(part.num_bytes for part in parts.values()), 0
+        tensors: dict[str, torch.Tensor] = {}
+        for (name, part), tensor in zip(parts.items(), placed, strict=True):
+            tensors[name] = tensor
+            read_bytes += part.num_bytes
+            if progress is not None:
+                progress(read_bytes, total_bytes)
     return _stack(tensors, config, shard)
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _stored_part(part: torch.Tensor, whole: StoredTensor) -> StoredTensor:
+    """Return a part of a tensor; or zeros in its place, which are in no file."""
+    assert whole.offset is not None
+    begin = part.data_ptr() - whole.values.data_ptr()
+    is_stretch = part.is_contiguous() and 0 <= begin < whole.num_bytes
+    return StoredTensor(values=part, file=whole.file, offset=whole.offset + begin if is_stretch else None)
 
 
 def _part_of(name: str, tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
@@ -159,24 +183,29 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} holds no model.safetensors and no model.safetensors.index.json.{hint}")
 
 
-def _tensors_of(file: Path, wanted: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(
+    file: FileIO, path: Path, wanted: dict[str, tuple[int, ...]]
+) -> Iterator[tuple[str, StoredTensor]]:
     try:
-        with safe_open(file, framework="pt") as checkpoint:
+        # Of the open file: the path may lead to another one by now.
+        with safe_open(f"/dev/fd/{file.fileno()}", framework="pt") as checkpoint:
+            header = parse_header(file)
             for name in checkpoint.keys():  # noqa: SIM118 (a safetensors handle is no dict)
                 if _is_redundant(name, wanted):
                     continue
                 if name not in wanted:
-                    raise ModelError(f"{file} holds {name}, which this architecture does not have")
+                    raise ModelError(f"{path} holds {name}, which this architecture does not have")
                 tensor = checkpoint.get_tensor(name)
                 if tuple(tensor.shape) != wanted[name]:
                     raise ModelError(
-                        f"{file}: {name} has shape {tuple(tensor.shape)}, config.json says {wanted[name]}"
+                        f"{path}: {name} has shape {tuple(tensor.shape)}, config.json says {wanted[name]}"
                     )
                 if not tensor.dtype.is_floating_point or tensor.element_size() == 1:
-                    raise ModelError(f"{file}: {name} is {tensor.dtype}; quantised weights are not served")
-                yield name, tensor
+                    raise ModelError(f"{path}: {name} is {tensor.dtype}; quantised weights are not served")
+                offset = header.data_start + header.tensors[name].begin
+                yield name, StoredTensor(values=tensor, file=file.fileno(), offset=offset)
     except SafetensorError as error:
-        raise ModelError(f"{file} is truncated or corrupt: {error}. Download it again.") from error
+        raise ModelError(f"{path} is truncated or corrupt: {error}. Download it again.") from error
 
 
 def _is_redundant(name: str, wanted: dict[str, tuple[int, ...]]) -> bool:

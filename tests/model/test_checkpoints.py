@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from tiny import make_model, save_model
 
 from loraplex.core.errors import ModelError
 from loraplex.model.config import load_config
+from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.source import load_shape, resolve_model
-from loraplex.model.weights import load_weights
+from loraplex.model.weights import StoredTensor, load_weights
 
 
 @pytest.fixture
@@ -44,6 +46,31 @@ def test_shards_are_joined(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     embedding = load(tmp_path).embedding_VH
     assert torch.equal(embedding, model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("shard", [WHOLE, Shard(index=0, count=2), Shard(index=1, count=2)])
+def test_tensors_lie_in_their_files_where_it_is_said(tmp_path: Path, shard: Shard) -> None:
+    make_model().save_pretrained(tmp_path, max_shard_size="60KB")
+    num_stretches = 0
+
+    def place(stored: StoredTensor) -> torch.Tensor:
+        nonlocal num_stretches
+        if stored.offset is None:
+            return stored.values.clone()
+        num_stretches += 1
+        bytes_read = bytearray(os.pread(stored.file, stored.num_bytes, stored.offset))
+        return torch.frombuffer(bytes_read, dtype=stored.values.dtype).view(stored.values.shape)
+
+    config = load_config(tmp_path)
+    read = load_weights(tmp_path, config, torch.float32, shard=shard, place=place)
+    mapped = load_weights(tmp_path, config, torch.float32, shard=shard)
+    for ours, expected in zip(read.layers, mapped.layers, strict=True):
+        for group, linear in expected.linears.items():
+            assert torch.equal(ours.linears[group], linear)
+        assert torch.equal(ours.post_norm_H, expected.post_norm_H)
+    assert torch.equal(read.embedding_VH, mapped.embedding_VH)
+    assert torch.equal(read.lm_head_VH, mapped.lm_head_VH)
+    assert num_stretches > 5 * config.shape.num_layers
 
 
 def test_progress_ends_at_the_whole(folder: Path) -> None:
