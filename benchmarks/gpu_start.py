@@ -33,6 +33,7 @@ FILE: Final = "gpu_start.json"
 RESULTS: Final = Path(__file__).parent / "results"
 SHAPE: Final = "llama-2-7b"
 NUM_ADAPTERS, RANK = 100, 64  # as in http_compare, so that both can use one checkpoint
+KINDS: Final = ("engine", "server")
 _RESULT: Final = "RESULT "
 """What the line of a measured process begins with that holds its JSON."""
 
@@ -154,10 +155,12 @@ def _get(url: str) -> int:
         return error.code
 
 
-def measure_starts(folder: Path, device: str, num_starts: int = 2) -> dict[str, Any]:
+def measure_starts(
+    folder: Path, device: str, kinds: Sequence[str] = KINDS, num_starts: int = 2
+) -> dict[str, Any]:
     """Starts one after the other over one cache folder that is empty at first."""
     found: dict[str, Any] = {}
-    for kind in ("engine", "server"):
+    for kind in kinds:
         with tempfile.TemporaryDirectory() as directory:
             cache = Path(directory)
             starts = found[kind] = []
@@ -194,11 +197,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint is, or is written")
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="engine, server; default: both")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: tries the script")
     parser.add_argument("--out", type=Path, help="default: results/gpu_start.json, nothing if --tiny")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--started-at", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if unknown := set(args.kinds) - set(KINDS):
+        parser.error(f"no {', '.join(sorted(unknown))}; choose of {', '.join(KINDS)}")
     if args.started_at is not None:
         base, adapters = args.folder / "base", args.folder / "adapters"
         print(_RESULT + json.dumps(measure_engine(base, adapters, args.device, args.started_at)), flush=True)
@@ -216,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     HttpCheckpoint(root=args.folder, shape=shape, num_adapters=NUM_ADAPTERS, rank=RANK).ensure()
     document = environment(ENGINE_PACKAGES) | {"sources": sources.fingerprints(FILE)}
     document |= {"shape": shape, "adapters": NUM_ADAPTERS, "rank": RANK}
-    document |= measure_starts(args.folder, device)
+    document |= measure_starts(args.folder, device, args.kinds or KINDS)
     out = args.out or (None if args.tiny else RESULTS / FILE)
     if out is not None:
         out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -28,13 +28,17 @@ _SETTLE_STEPS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """A batch of equal requests; request i is on `adapters[i % len(adapters)]`, or on the base model."""
+    """A batch of equal requests; request i is on `adapters[i % len(adapters)]`, or on the base model.
+
+    `seed`: of the prompts. Loads with equal seeds find what the prefix cache keeps of each other.
+    """
 
     batch: int
     prompt_tokens: int
     output_tokens: int
     adapters: tuple[str, ...]
     vocab_size: int
+    seed: int = 0
 
 
 def measure_decode(engine: Engine, load: Load, repeats: int) -> Distribution:
@@ -133,7 +137,7 @@ def _decode_gaps(engine: Engine, load: Load, seed: int) -> list[float]:
 def _add_all(engine: Engine, load: Load, output_tokens: int, seed: int) -> None:
     for index in range(load.batch):
         version = load.adapters[index % len(load.adapters)] if load.adapters else None
-        prompt = _prompt(load.prompt_tokens, load.vocab_size, seed=seed * load.batch + index)
+        prompt = _prompt(load.prompt_tokens, load.vocab_size, f"{load.seed} {seed} {index}")
         engine.add_request(_request(f"{seed}-{index}", prompt, output_tokens, version))
 
 
@@ -176,7 +180,7 @@ def _request(request_id: str, prompt: list[int], output_tokens: int, version: st
     return EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=params, adapter=version)
 
 
-def _prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
+def _prompt(num_tokens: int, vocab_size: int, seed: int | str) -> list[int]:
     """Random, so that no prompt finds another's prefix in the cache."""
     generator = random.Random(seed)
     return [generator.randrange(vocab_size) for _ in range(num_tokens)]

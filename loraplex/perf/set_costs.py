@@ -97,7 +97,8 @@ class SetSamples(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LinearSetCosts(ABC):
-    """Decoding: `decode_rank_s` for each unit of rank that the kernels compute with, and `decode_base_s`.
+    """Decoding: `decode_rank_s` for each unit of rank that the kernels compute with, `decode_request_s` for
+    each request, which the papers leave out, and `decode_base_s`.
     Prefill: `prefill_token_s` for each token, `prefill_token_rank_s` for each token and unit of rank, and
     `prefill_base_s`. The qualities are of a fit; None if there was none."""
 
@@ -106,6 +107,7 @@ class _LinearSetCosts(ABC):
     prefill_token_s: float
     prefill_token_rank_s: float
     prefill_base_s: float
+    decode_request_s: float = 0.0
     decode_quality: FitQuality | None = None
     prefill_quality: FitQuality | None = None
 
@@ -128,19 +130,26 @@ class _LinearSetCosts(ABC):
         return _where(seconds, sets.prompt_tokens)
 
     def decode_s(self, sets: RequestSets) -> FloatArray:
-        seconds = self.decode_rank_s * self._decode_ranks(sets) + self.decode_base_s
+        seconds = (
+            self.decode_rank_s * self._decode_ranks(sets)
+            + self.decode_request_s * sets.num_requests
+            + self.decode_base_s
+        )
         return _where(seconds, sets.num_requests)
 
     @classmethod
-    def fit(cls, decodes: SetSamples, prefills: SetSamples) -> Self:
-        """The coefficients that explain both best, none of them negative."""
+    def fit(cls, decodes: SetSamples, prefills: SetSamples, *, by_request: bool) -> Self:
+        """The coefficients that explain both best, none of them negative. `by_request`: whether a decode step
+        takes something for each request."""
         sets = prefills.sets
-        rank_s, decode_base_s = _fit_columns([cls._decode_ranks(decodes.sets)], decodes.seconds)
+        columns = [cls._decode_ranks(decodes.sets), *([decodes.sets.num_requests] if by_request else [])]
+        rank_s, *request_s, decode_base_s = _fit_columns(columns, decodes.seconds)
         token_s, token_rank_s, prefill_base_s = _fit_columns(
             [sets.prompt_tokens, cls._token_ranks(sets)], prefills.seconds
         )
         fitted = cls(
             decode_rank_s=rank_s,
+            decode_request_s=sum(request_s),
             decode_base_s=decode_base_s,
             prefill_token_s=token_s,
             prefill_token_rank_s=token_rank_s,

@@ -104,9 +104,10 @@ def test_a_linear_form_is_found_again_from_noisy_samples(form: type[PaddedSetCos
     def noisy(seconds: Any) -> Any:
         return seconds * rng.uniform(0.98, 1.02, len(seconds))
 
-    found = form.fit(
-        SetSamples(sets, noisy(real.decode_s(sets))), SetSamples(sets, noisy(real.prefill_s(sets)))
+    decodes, prefills = (
+        SetSamples(sets, noisy(seconds)) for seconds in (real.decode_s(sets), real.prefill_s(sets))
     )
+    found = form.fit(decodes, prefills, by_request=False)
     for name, value in COEFFICIENTS.items():
         assert getattr(found, name) == pytest.approx(value, rel=0.25), name
     assert found.decode_rank_s == pytest.approx(real.decode_rank_s, rel=0.05)
@@ -115,6 +116,19 @@ def test_a_linear_form_is_found_again_from_noisy_samples(form: type[PaddedSetCos
         assert quality.num_samples == 100
         assert quality.r_squared > 0.96
         assert quality.mean_error < 0.015
+
+
+def test_what_each_request_takes_is_found_if_it_is_looked_for() -> None:
+    sets = sets_of(*(of_rank(rank, size) for rank in (8, 64, 128) for size in (4, 16, 64)))
+    real = RankSetCosts(**COEFFICIENTS, decode_request_s=1e-3)
+    decodes, prefills = SetSamples(sets, real.decode_s(sets)), SetSamples(sets, real.prefill_s(sets))
+    found = RankSetCosts.fit(decodes, prefills, by_request=True)
+    without = RankSetCosts.fit(decodes, prefills, by_request=False)
+    assert found.decode_request_s == pytest.approx(1e-3)
+    assert found.decode_rank_s == pytest.approx(real.decode_rank_s)
+    assert without.decode_request_s == 0.0
+    assert found.decode_quality is not None and without.decode_quality is not None
+    assert found.decode_quality.r_squared > without.decode_quality.r_squared
 
 
 def test_only_padded_kernels_mind_the_largest_rank() -> None:
