@@ -43,7 +43,7 @@ def measure_sets(
     patterns: Mapping[str, tuple[int, ...]] = PATTERNS,
 ) -> list[dict[str, Any]]:
     """Measure every set. `by_rank`: adapters of each rank that the engine knows, enough for a batch."""
-    found = []
+    found: list[dict[str, Any]] = []
     for name, ranks in patterns.items():
         for batch in batches:
             chosen = [ranks[index % len(ranks)] for index in range(batch)]

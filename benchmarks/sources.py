@@ -22,7 +22,8 @@ _DIGEST_CHARS: Final = 16
 _CHECKS: Final = "benchmarks/correctness"
 _STEP: Final = ("loraplex/core", "loraplex/kernels", "loraplex/model")
 """What a forward pass is computed by."""
-_BESIDE_ENGINE: Final = ("loraplex/adapters", "loraplex/perf", "loraplex/scheduling")
+_ENGINE_COSTS: Final = "loraplex/perf without twins"
+_BESIDE_ENGINE: Final = ("loraplex/adapters", _ENGINE_COSTS, "loraplex/scheduling")
 _ENGINE: Final = (*_STEP, *_BESIDE_ENGINE, "loraplex/engine")
 _TOKEN_ENGINE: Final = "loraplex/engine without text"
 _UNASSISTED_ENGINE: Final = "loraplex/engine without text and CPU workers"
@@ -34,6 +35,11 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     # Checks on a GPU compare token ids and logits. What makes ids of texts and texts of ids runs on a CPU
     # wherever the engine does, and is tested in CI; a change there must not outdate what a GPU computed.
     _TOKEN_ENGINE: ("loraplex/engine", _TEXT_MODULES),
+    # What only twins and fleets ask for costs by; no engine imports it.
+    _ENGINE_COSTS: (
+        "loraplex/perf",
+        ("named_profiles.py", "profile_figures.py", "serving_costs.py", "set_costs.py", "slot_profile.py"),
+    ),
     # Only the section `cold` starts CPU workers.
     _UNASSISTED_ENGINE: ("loraplex/engine", (*_TEXT_MODULES, "assist")),
 }
@@ -81,7 +87,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "cpu_serve.json": {"*": _SERVER},
     "waiting_queue.json": {"*": ("loraplex/scheduling",)},
     "holdups.json": {"*": ("loraplex/server", "loraplex/engine/prompt_encoder.py", "loraplex/scheduling")},
-    "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", "loraplex/perf")},
+    "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", _ENGINE_COSTS)},
     "gpu_start.json": {"*": _SERVER},
     "http_compare.json": {"vllm": _HTTP, "vllm-lora": _HTTP, "*": (*_SERVER, *_HTTP)},
     "twin_validation.json": {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,16 @@ def test_check_fails_where_a_document_is_not_what_the_results_say(
     run()
     run("--check")
     assert "999 MB" not in document.read_text()
+
+
+def test_engines_import_no_costs_that_their_results_leave_out() -> None:
+    folder, left_out = sources._PARTS[sources._ENGINE_COSTS]
+    package = folder.replace("/", ".")
+    code = (
+        "import sys, loraplex.engine.cpu_build, loraplex.engine.cuda.build, loraplex.server.run\n"
+        f"print([name for name in sys.modules if name.startswith({package!r})])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = ast.literal_eval(done.stdout)
+    assert f"{package}.cost_model" in imported
+    assert not {f"{package}.{name.removesuffix('.py')}" for name in left_out} & set(imported)

@@ -85,7 +85,7 @@ def test_the_toy_example_of_caraserve(
     """Two latencies for each kind of kernels, which determine the model; then the request of rank 64 on
     either server."""
     samples = SetSamples(sets_of(*SERVERS), np.array(measured_ms) / 1e3)
-    costs = form.fit(samples, samples)
+    costs = form.fit(samples, samples, by_request=False)
     assert costs.decode_rank_s * 1e3 == pytest.approx(rank_ms, rel=1e-6)
     assert costs.decode_base_s * 1e3 == pytest.approx(base_ms, rel=1e-6)
     assert costs.decode_s(sets_of(*WITH_NEW)) * 1e3 == pytest.approx(expected_ms, abs=1e-6)
@@ -127,7 +127,8 @@ def test_what_each_request_takes_is_found_if_it_is_looked_for() -> None:
     assert found.decode_request_s == pytest.approx(1e-3)
     assert found.decode_rank_s == pytest.approx(real.decode_rank_s)
     assert without.decode_request_s == 0.0
-    assert found.decode_quality is not None and without.decode_quality is not None
+    assert found.decode_quality is not None
+    assert without.decode_quality is not None
     assert found.decode_quality.r_squared > without.decode_quality.r_squared
 
 
