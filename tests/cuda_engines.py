@@ -14,8 +14,9 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_block import ReadSlab
-from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
+from loraplex.engine.cuda.assemble import build_cuda_core
 from loraplex.engine.cuda.device_arena import page_bytes
+from loraplex.engine.cuda.options import CudaOptions
 from loraplex.model.shapes import config_of_shape, random_weights
 from loraplex.model.weights import ModelWeights
 

@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.correctness.check import Check, Setting, holds
 from benchmarks.correctness.driving import answers, greedy_request, random_prompt
-from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
+from loraplex.engine.cuda.assemble import build_cuda_core
+from loraplex.engine.cuda.options import CudaOptions
 from loraplex.model.collective import SOLO, Collective, connect
 from loraplex.model.shapes import config_of_shape, random_weights
 from loraplex.model.sharding import WHOLE

@@ -74,7 +74,8 @@ def build_random_engine(options: RandomEngineOptions, config: ModelConfig | None
         check_shape(options.shape, options.device)
     weights = random_weights(config, options.dtype, device)
     if device.type == "cuda":
-        from loraplex.engine.cuda.build import CudaOptions, build_cuda_core
+        from loraplex.engine.cuda.assemble import build_cuda_core
+        from loraplex.engine.cuda.options import CudaOptions
 
         cuda_options = CudaOptions(
             dtype=options.dtype,

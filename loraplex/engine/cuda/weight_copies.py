@@ -19,7 +19,7 @@ from loraplex.engine.cuda.streams import Moment, SideStream
 from loraplex.model.weights import StoredTensor
 
 MAX_THREADS: Final = 8
-_CHUNK_BYTES: Final = 4 << 20
+_CHUNK_BYTES: Final = 8 << 20
 
 
 class WeightCopies:

@@ -1,0 +1,219 @@
+"""Puts the engine of a CUDA device together, or a shard's part of it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Final
+
+import torch
+
+from loraplex.core.cold_start import ColdStart
+from loraplex.core.shape import ModelShape
+from loraplex.engine.assist.split import default_num_workers
+from loraplex.engine.batch import BatchBuilder
+from loraplex.engine.core import Engine
+from loraplex.engine.cuda.adapter_block import ReadSlab
+from loraplex.engine.cuda.adapter_store import AdapterStore, PlanGroups
+from loraplex.engine.cuda.compilation import KernelCompilation, keep_compiled_kernels
+from loraplex.engine.cuda.cpu_assist import start_assist
+from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
+from loraplex.engine.cuda.executor import CudaExecutor
+from loraplex.engine.cuda.graphs import GraphRecorder
+from loraplex.engine.cuda.host_blocks import HostBlocks, HostPool
+from loraplex.engine.cuda.host_memory import HostMemory
+from loraplex.engine.cuda.memory_plan import MemoryPlan, plan_memory
+from loraplex.engine.cuda.options import CudaOptions
+from loraplex.engine.cuda.padding import PaddedBlocks, Padding
+from loraplex.engine.cuda.step_runner import StepRunner
+from loraplex.engine.cuda.step_sizes import DECODE_ROWS
+from loraplex.engine.cuda.weight_reading import WeightReading
+from loraplex.engine.executor import Executor
+from loraplex.engine.machine import num_cores
+from loraplex.engine.parallel.messages import Progress
+from loraplex.engine.profile_subject import known_costs
+from loraplex.engine.slab_reader import SlabReaders
+from loraplex.kernels.triton.triton_kernels import TritonKernels
+from loraplex.model.collective import SOLO, Collective
+from loraplex.model.config import ModelConfig
+from loraplex.model.decoder import Decoder
+from loraplex.model.sharding import WHOLE, Shard
+from loraplex.model.weights import ModelWeights
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.drift import DriftWatch
+from loraplex.perf.step_cost import StepFeatures
+from loraplex.scheduling.arena import Arena
+from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.staging import Staging
+from loraplex.scheduling.work import StepWork
+
+_SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=128)
+
+
+def build_cuda_core(
+    config: ModelConfig,
+    weights: ModelWeights,
+    options: CudaOptions,
+    *,
+    read: ReadSlab | None = None,
+    host_blocks: HostBlocks | None = None,
+    collective: Collective = SOLO,
+) -> Engine:
+    """An engine over weights that are on the device already.
+
+    `read`: how an adapter's weights come into the host's memory, if not from its files; `host_blocks`:
+    instead of that memory.
+    """
+    keep_compiled_kernels()
+    plan = plan_memory(options, config.shape, weights.embedding_VH.device)
+    device, memory = weights.embedding_VH.device, None
+    if host_blocks is None:
+        memory = _host_memory(options, device)
+        host_blocks = _host_pool(config.shape, options.dtype, memory, read)
+    executor = _build_executor(config, weights, options, plan, host_blocks, memory, collective)
+    return assemble_engine(options, plan, config.shape, executor, weights.embedding_VH.device.type)
+
+
+def assemble_engine(
+    options: CudaOptions, plan: MemoryPlan, shape: ModelShape, executor: Executor, device: str
+) -> Engine:
+    return Engine(
+        config=SchedulerConfig(
+            max_model_len=plan.max_model_len,
+            work=StepWork(
+                max_tokens=options.max_step_tokens,
+                position_cost=shape.attention_flops / shape.linear_flops,
+            ),
+            max_running=min(options.max_running, DECODE_ROWS[-1]),
+            cold_start=options.cold_start,
+            num_workers=_num_workers(options),
+            loads_popular=options.loads_popular,
+        ),
+        memory=Arena(
+            num_pages=plan.num_pages,
+            page_bytes=page_bytes(shape, options.block_size, options.dtype),
+            block_size=options.block_size,
+            staging=Staging(options.host_bytes),
+        ),
+        costs=DriftWatch(known_costs(shape, device, options.dtype)),
+        executor=executor,
+    )
+
+
+def assemble_shard(
+    shard: Shard,
+    local: ModelConfig,
+    options: CudaOptions,
+    plan: MemoryPlan,
+    reading: WeightReading,
+    collective: Collective,
+    report: Progress,
+) -> CudaExecutor:
+    """The executor of a shard; `local` is its config, and `reading` that of its weights, which has begun."""
+    device = torch.device("cuda", shard.index)
+    with ExitStack() as undo:
+        compilation = KernelCompilation.begin(local, options.dtype, options.block_size, device)
+        if compilation is not None:
+            undo.callback(compilation.close)
+        weights = reading.finish(report)
+        report("allocating memory", 0.0)
+        memory = _host_memory(options, device)
+        host_blocks = _host_pool(local.shape, options.dtype, memory, shard=shard)
+        executor = _build_executor(local, weights, options, plan, host_blocks, memory, collective)
+        undo.callback(executor.close)
+        if compilation is not None:
+            compilation.finish(report)
+        undo.pop_all()
+    return executor
+
+
+def _host_memory(options: CudaOptions, device: torch.device) -> HostMemory:
+    return HostMemory(options.host_bytes, pinned=device.type == "cuda", shared=_num_workers(options) > 0)
+
+
+def _host_pool(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    memory: HostMemory,
+    read: ReadSlab | None = None,
+    shard: Shard = WHOLE,
+) -> HostPool:
+    if read is not None:
+        return HostPool(shape, dtype, memory, read)
+    readers = SlabReaders(shard)
+    return HostPool(shape, dtype, memory, readers, readers.close)
+
+
+def _build_executor(
+    config: ModelConfig,
+    weights: ModelWeights,
+    options: CudaOptions,
+    plan: MemoryPlan,
+    host_blocks: HostBlocks,
+    memory: HostMemory | None,
+    collective: Collective,
+) -> CudaExecutor:
+    """`config` and `weights` are the shard's; `memory`: where adapters are on the host, if they are files.
+    `host_blocks` are closed if it comes to nothing."""
+    device, shape = weights.embedding_VH.device, config.shape
+    with ExitStack() as undo:
+        undo.callback(host_blocks.close)
+        kernels = TritonKernels(shape, device)
+        decoder = Decoder(config, weights, kernels, plan.max_model_len, collective)
+        arena = DeviceArena(
+            shape, num_pages=plan.num_pages, block_size=options.block_size, dtype=options.dtype, device=device
+        )
+        # Requests that end in a plan hold theirs until after its launch.
+        num_seats = 2 * options.max_running + 2
+        store = _build_store(shape, options, arena, device, host_blocks)
+        num_workers = _num_workers(options)
+        assist = None
+        if num_workers > 0 and memory is not None and options.padded_to is None:
+            assist = start_assist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens)
+            undo.callback(assist.close)
+        executor = CudaExecutor(
+            decoder=decoder,
+            runner=StepRunner(
+                decoder=decoder,
+                caches=arena.caches,
+                num_seats=num_seats,
+                max_blocks=-(-plan.max_model_len // options.block_size),
+                scratch_slot=arena.scratch_slot,
+                ticket_1=store.ticket_1,
+                device=device,
+                recorder=GraphRecorder(device) if device.type == "cuda" else None,
+                assist=assist,
+            ),
+            builder=BatchBuilder(kernels, options.block_size),
+            arena=arena,
+            store=store,
+            device=device,
+            num_seats=num_seats,
+            assist=assist,
+        )
+        undo.pop_all()
+    return executor
+
+
+def _build_store(
+    shape: ModelShape, options: CudaOptions, arena: DeviceArena, device: torch.device, host_blocks: HostBlocks
+) -> AdapterStore:
+    padding = None
+    if options.padded_to is not None:
+        padding = Padding(shape=shape, dtype=options.dtype, max_rank=options.padded_to)
+        host_blocks = PaddedBlocks(padding, host_blocks, pinned=device.type == "cuda")
+    plan_groups = _group_planner(known_costs(shape, device.type, options.dtype))
+    return AdapterStore(shape, options.dtype, device, arena, host_blocks, plan_groups, padding)
+
+
+def _group_planner(costs: CostModel) -> PlanGroups:
+    """Groups that a step with a short prompt waits least for; single layers where there is no bus."""
+    if costs.bus is None:
+        return lambda layer_bytes: (1,) * len(layer_bytes)
+    return partial(costs.plan_groups, step_s=costs.step_s(_SHORT_PROMPT))
+
+
+def _num_workers(options: CudaOptions) -> int:
+    if options.cpu_workers is not None:
+        return options.cpu_workers
+    return default_num_workers(num_cores()) if options.cold_start is ColdStart.CPU_ASSIST else 0

@@ -1,0 +1,36 @@
+"""What a user may choose of the engine of a CUDA device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from loraplex.core.cold_start import ColdStart
+
+DEFAULT_MEMORY_FRACTION: Final = 0.9
+MAX_STEP_TOKENS: Final = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaOptions:
+    """`memory_fraction`: of the device's memory, for all that the engine holds;
+    `arena_bytes`: instead of it, what KV blocks and adapters have together. `host_bytes`: the budget for
+    adapters in host memory. `cold_start`: what requests do whose adapter is not on the device. `cpu_workers`:
+    processes that compute LoRA for `ColdStart.CPU_ASSIST`; None: as the machine has cores, if that is chosen.
+    `padded_to`: for comparison, pad adapters to the largest rank of their batch, which may be this one at the
+    most, a power of two."""
+
+    dtype: torch.dtype = torch.bfloat16
+    memory_fraction: float = DEFAULT_MEMORY_FRACTION
+    arena_bytes: int | None = None
+    host_bytes: int = 0
+    max_model_len: int | None = None
+    max_step_tokens: int = MAX_STEP_TOKENS
+    max_running: int = 256
+    block_size: int = 16
+    cold_start: ColdStart = ColdStart.AUTO
+    cpu_workers: int | None = None
+    loads_popular: bool = False
+    padded_to: int | None = None
