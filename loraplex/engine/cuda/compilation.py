@@ -29,7 +29,8 @@ from loraplex.engine.cuda.streams import use_device
 from loraplex.engine.machine import num_cores
 from loraplex.engine.parallel.messages import Progress
 from loraplex.kernels.triton.decode_attention import choose_num_splits
-from loraplex.kernels.triton.kernel import CollectedLaunch, collect_launches
+from loraplex.kernels.triton.kernel import CollectedLaunch, collect_launches, hash_triton
+from loraplex.kernels.triton.launcher_modules import load_modules_apart
 from loraplex.kernels.triton.triton_kernels import TritonKernels, multiprocessors
 from loraplex.model.config import ModelConfig
 from loraplex.model.decoder import Decoder
@@ -59,6 +60,7 @@ class KernelCompilation:
 
     def __init__(self, wanted: CompiledFor, device: torch.device) -> None:
         keep_compiled_kernels()
+        load_modules_apart()
         self._threads = ThreadPoolExecutor(
             max_workers=max(2, min(num_cores(), _MAX_THREADS)),
             thread_name_prefix="compile",
@@ -96,9 +98,11 @@ class KernelCompilation:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, wanted: CompiledFor) -> list[Future[None]]:
+        hashing = self._threads.submit(hash_triton)
         launches = needed_launches(wanted)
         for launch in launches:
             launch.kernel.hash()  # in one thread, one after the other: see there
+        hashing.result()
         return [self._threads.submit(launch.compile) for launch in launches]
 
 
