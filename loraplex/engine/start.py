@@ -6,6 +6,7 @@ import ctypes
 import threading
 from typing import TYPE_CHECKING
 
+from loraplex.engine.cuda.triton_hash import hash_triton
 from loraplex.engine.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 def build_core(options: EngineOptions, progress: Progress | None = None) -> Engine:
     """`loraplex.engine.build.build_core`, sooner."""
     if options.device != "cpu":
-        threading.Thread(target=create_context, name="cuda-context", daemon=True).start()
+        # Each needs the interpreter for moments only, between long calls.
+        for work in (create_context, hash_triton):
+            threading.Thread(target=work, name=work.__name__, daemon=True).start()
     from loraplex.engine.build import build_core as build
 
     return build(options, progress)

@@ -93,8 +93,6 @@ class EngineLoop:
             most = max(most, left)
             self._send(StartProgress("capturing graphs", 1.0 - left / most))
             core.prepare()
-            if core.has_work():  # adapters that are read ahead of their first request
-                self._step()
             if not self._receive(wait=False):
                 return False
         return True

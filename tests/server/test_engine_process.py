@@ -18,7 +18,7 @@ import pytest
 import zmq
 from fake_core import CHILD_ENV, FakeCore, FakeOptions, request_of, spec_of, tokens_of
 
-from loraplex.core.request import EngineOutput, FinishReason
+from loraplex.core.request import EngineOutput
 from loraplex.server import protocol_ipc as ipc
 from loraplex.server.engine_process import (
     _COMMANDS_A_STEP,
@@ -366,12 +366,12 @@ def test_adapter_refusals_are_answered(wires: Wires) -> None:
     ]
 
 
-def test_what_a_step_says_before_the_engine_is_ready_is_sent(wires: Wires, tmp_path: Path) -> None:
+def test_an_engine_gets_ready_before_its_first_step(wires: Wires, tmp_path: Path) -> None:
     wires.core.to_prepare = [tmp_path / "gone"] * 3
-    events = wires.start(ipc.AddRequest(request := request_of("early")), ipc.Prepare())
-    outputs = [output for event in events if isinstance(event, ipc.Outputs) for output in event.outputs]
-    assert tuple(token for output in outputs for token in output.token_ids) == tokens_of(request)
-    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    wires.start(ipc.AddRequest(request_of("early")), ipc.Prepare())
+    assert wires.core.num_required == 0
+    assert wires.core.num_steps == 0
+    assert list(wires.core.running) == ["early"], "its turn comes when the engine is ready"
 
 
 def test_objects_are_imported_by_name() -> None:

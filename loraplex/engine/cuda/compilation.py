@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -26,10 +26,11 @@ from loraplex.engine.cuda.graph_queue import GraphKey
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS, MIXED_DECODES, decode_sizes, mixed_sizes
 from loraplex.engine.cuda.streams import use_device
+from loraplex.engine.cuda.triton_hash import hash_triton
 from loraplex.engine.machine import num_cores
 from loraplex.engine.parallel.messages import Progress
 from loraplex.kernels.triton.decode_attention import choose_num_splits
-from loraplex.kernels.triton.kernel import CollectedLaunch, collect_launches, hash_triton
+from loraplex.kernels.triton.kernel import CollectedLaunch, collect_launches
 from loraplex.kernels.triton.launcher_modules import load_modules_apart
 from loraplex.kernels.triton.triton_kernels import TritonKernels, multiprocessors
 from loraplex.model.config import ModelConfig
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _META: Final = torch.device("meta")
 _MAX_THREADS: Final = 16
+_LAYERS: Final = 2
 _PAGES: Final = 2
 _TABLE_WIDTH: Final = 8
 _PROMPT_ROWS: Final = 64
@@ -98,23 +100,25 @@ class KernelCompilation:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, wanted: CompiledFor) -> list[Future[None]]:
-        hashing = self._threads.submit(hash_triton)
         launches = needed_launches(wanted)
         for launch in launches:
             launch.kernel.hash()  # in one thread, one after the other: see there
-        hashing.result()
+        hash_triton()
         return [self._threads.submit(launch.compile) for launch in launches]
 
 
 def needed_launches(wanted: CompiledFor) -> list[CollectedLaunch]:
-    """One launch of every variant of every kernel that steps can need."""
-    shape = wanted.config.shape
+    """One launch of every variant of every kernel that steps can need. They do not depend on how many layers
+    there are, and two layers are gone through in a fraction of the time."""
+    config = wanted.config
+    config = replace(config, shape=replace(config.shape, num_layers=min(config.shape.num_layers, _LAYERS)))
+    shape = config.shape
     kernels = TritonKernels(shape, _META, wanted.num_sms)
     arena = DeviceArena(
         shape, num_pages=_PAGES, block_size=wanted.block_size, dtype=wanted.dtype, device=_META
     )
     runner = StepRunner(
-        decoder=Decoder(wanted.config, meta_weights(wanted.config, wanted.dtype), kernels, wanted.block_size),
+        decoder=Decoder(config, meta_weights(config, wanted.dtype), kernels, wanted.block_size),
         caches=arena.caches,
         num_seats=1,
         max_blocks=_TABLE_WIDTH,

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from triton.errors import TritonError
-from triton.runtime.cache import triton_key
 
 from loraplex.core.errors import KernelError
 
@@ -51,14 +50,6 @@ def collect_launches() -> Iterator[_Collected]:
         yield found
     finally:
         _collected.reset(token)
-
-
-def hash_triton() -> None:
-    """Have Triton compute the part of its keys that stands for itself, and keep it.
-
-    It hashes its own files, half a gigabyte. Threads that all come to need that at a time would all do it.
-    """
-    triton_key()
 
 
 class Kernel:

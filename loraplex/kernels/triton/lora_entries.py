@@ -90,7 +90,10 @@ def module_of_block(block, OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.cons
 
 
 @Kernel
-@triton.jit(do_not_specialize_on_alignment=["segments", "tables", "entries"])
+@triton.jit(
+    do_not_specialize=["num_values"],  # it has the number of layers in it
+    do_not_specialize_on_alignment=["segments", "tables", "entries"],
+)
 def _gather(segments, tables, entries, num_values, BLOCK: tl.constexpr):
     _, num_rows = segment_of(segments)
     if num_rows == 0:

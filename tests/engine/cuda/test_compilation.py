@@ -52,22 +52,29 @@ for launch in launches:
 compiled = set(keys)
 
 meta = torch.device("meta")  # as good as any: nothing is computed
-arena = DeviceArena(config.shape, num_pages=9, block_size=16, dtype=dtype, device=meta)
-kernels = TritonKernels(config.shape, meta, num_sms)
-runner = StepRunner(
-    decoder=Decoder(config, meta_weights(config, dtype), kernels, 128),
-    caches=arena.caches, num_seats=8, max_blocks=40, scratch_slot=arena.scratch_slot,
-    ticket_1=torch.empty(1, dtype=torch.int64, device=meta), device=meta, recorder=None,
-)
+def runner_of(config):
+    arena = DeviceArena(config.shape, num_pages=9, block_size=16, dtype=dtype, device=meta)
+    kernels = TritonKernels(config.shape, meta, num_sms)
+    return StepRunner(
+        decoder=Decoder(config, meta_weights(config, dtype), kernels, 128),
+        caches=arena.caches, num_seats=8, max_blocks=40, scratch_slot=arena.scratch_slot,
+        ticket_1=torch.empty(1, dtype=torch.int64, device=meta), device=meta, recorder=None,
+    )
+
 sizes = [*all_graph_sizes(40, 2), *(decode_sizes(rows, 3) for rows in range(1, 40))]
 sizes += [
     mixed_sizes(rows, decodes, spans, 5, 2) for rows in (17, 33) for decodes in (1, 7) for spans in (1, 3)
 ]
+runners = [(runner_of(config), sizes)]
+for layers in (3, 16):  # numbers that have the layers in them are odd, or divisible by 16
+    deeper = replace(config, shape=replace(config.shape, num_layers=layers))
+    runners.append((runner_of(deeper), [decode_sizes(8, 3), mixed_sizes(33, 7, 3, 5, layers)]))
 with collect_launches() as served:
-    for size in sizes:
-        for groups in (frozenset(), frozenset({"qkv"}), frozenset(GROUPS)):
-            for shares in {False, bool(groups) and size.spans == 0}:
-                runner.launch_padding(GraphKey(size, groups, shares))
+    for runner, sizes in runners:
+        for size in sizes:
+            for groups in (frozenset(), frozenset({"qkv"}), frozenset(GROUPS)):
+                for shares in {False, bool(groups) and size.spans == 0}:
+                    runner.launch_padding(GraphKey(size, groups, shares))
 for launch in served.values():
     launch.compile()
 print(json.dumps({"needed": len(launches), "compiled": len(compiled), "missing": sorted(keys - compiled)}))
