@@ -1,4 +1,7 @@
-"""A fleet's policy by its name: ROUTING+PLACEMENT[+migrate], as commands and results spell it."""
+"""A fleet's policy by its name: ROUTING+PLACEMENT[+migrate], as commands and results spell it.
+
+A routing alone places adapters everywhere, but for `auto`, which has a placement of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,21 @@ from loraplex.fleet.placements.hysteresis import HysteresisPlacement
 from loraplex.fleet.placements.loraserve import LoRAServePlacement
 from loraplex.fleet.placements.placement import Placement
 from loraplex.fleet.placements.random_placement import RandomPlacement
+from loraplex.fleet.placements.rank_line import RankLinePlacement
 from loraplex.fleet.routers.named import ROUTERS
 
 AUTO: Final = "auto"
 MIGRATE: Final = "migrate"
 EVERYWHERE: Final = "everywhere"
-DEFAULT_PLACEMENT: Final = EVERYWHERE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementContext:
     """The figures that some placements need. `operating_points`: tokens/s that one replica sustains, by
-    rank."""
+    rank. `token_rates`: roughly the same (`token_rates`)."""
 
     operating_points: Mapping[int, float]
+    token_rates: Mapping[int, float]
     padded: bool
 
 
@@ -49,6 +53,15 @@ def _loraserve(context: PlacementContext) -> Placement:
     )
 
 
+def _auto(context: PlacementContext) -> Placement:
+    rates = context.token_rates
+    return HysteresisPlacement(
+        placement=RankLinePlacement(token_rates=rates, padded=context.padded),
+        operating_points=rates,
+        padded=context.padded,
+    )
+
+
 PLACEMENTS: Final[Mapping[str, NamedPlacement | None]] = {
     EVERYWHERE: None,
     "contiguous": NamedPlacement(make=lambda context: ContiguousPlacement(), is_static=True),
@@ -57,6 +70,7 @@ PLACEMENTS: Final[Mapping[str, NamedPlacement | None]] = {
         make=lambda context: HysteresisPlacement(placement=BurstTolerancePlacement())
     ),
     "loraserve": NamedPlacement(make=_loraserve, needs_points=True),
+    AUTO: NamedPlacement(make=_auto),
 }
 """None: every replica serves every adapter, and nothing has to be planned."""
 
@@ -66,7 +80,7 @@ class Policy:
     """A routing and a placement. `migrates`: requests may move from overloaded replicas."""
 
     routing: str
-    placement: str = DEFAULT_PLACEMENT
+    placement: str = EVERYWHERE
     migrates: bool = False
 
     def __post_init__(self) -> None:
@@ -86,11 +100,12 @@ class Policy:
                 f"{name!r} is no policy; write ROUTING+PLACEMENT or ROUTING+PLACEMENT+{MIGRATE}, such as "
                 "most-idle+everywhere"
             )
-        return cls(routing=routing, placement=(placements or [DEFAULT_PLACEMENT])[0], migrates=migrates)
+        default = AUTO if routing == AUTO else EVERYWHERE
+        return cls(routing=routing, placement=(placements or [default])[0], migrates=migrates)
 
     @property
     def name(self) -> str:
         """`auto` stands for all that we would choose."""
-        if self == Policy(routing=AUTO):
+        if self == Policy(routing=AUTO, placement=AUTO):
             return AUTO
         return f"{self.routing}+{self.placement}" + (f"+{MIGRATE}" if self.migrates else "")

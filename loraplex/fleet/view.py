@@ -55,10 +55,14 @@ class FleetView:
             placed = placed[accepts[placed]]
             if len(placed):
                 return placed
-        everyone: IntArray = np.flatnonzero(accepts)
-        if not len(everyone):
+        return self.everyone()
+
+    def everyone(self) -> IntArray:
+        """Return all replicas that accept requests now, in ascending order."""
+        found: IntArray = np.flatnonzero(self.load.accepts)
+        if not len(found):
             raise CapacityError("no replica of the fleet accepts requests now; wait until one is ready again")
-        return everyone
+        return found
 
     def load_s(self, request: RoutedRequest, candidates: IntArray) -> FloatArray:
         """Return the seconds until each candidate has the request's adapter on its device."""

@@ -138,7 +138,7 @@ class _LinearSetCosts(ABC):
         return _where(seconds, sets.num_requests)
 
     @classmethod
-    def fit(cls, decodes: SetSamples, prefills: SetSamples, *, by_request: bool) -> Self:
+    def fit(cls, decodes: SetSamples, prefills: SetSamples, *, by_request: bool = False) -> Self:
         """The coefficients that explain both best, none of them negative. `by_request`: whether a decode step
         takes something for each request."""
         sets = prefills.sets

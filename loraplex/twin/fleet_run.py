@@ -14,6 +14,7 @@ from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.migration.migrate import Migrator
+from loraplex.fleet.placements.token_rates import token_rates
 from loraplex.fleet.policy import PLACEMENTS, PlacementContext, Policy
 from loraplex.fleet.replanner import PERIOD_S, Replanner
 from loraplex.fleet.routers.named import router_named
@@ -93,6 +94,7 @@ class FleetRuns:
             replay_options = replace(replay_options, host_memory=_UNBOUNDED)
         self._engines = OwnEngines(profile, replay_options, longest=longest_of(workload))
         self._adapters = AdapterTable.of(ranks=self._engines.ranks, num_bytes=self._engines.sizes)
+        self._costs = StepSetCosts(profile, rank_bytes=self._engines.rank_bytes)
         self._points = options.points
         if options.link is not None:
             self._check_hosts()
@@ -126,7 +128,7 @@ class FleetRuns:
         view = FleetView(
             load=FleetLoad([limits] * options.num_replicas),
             tiers=AdapterTiers(),
-            costs=StepSetCosts(profile, rank_bytes=self._engines.rank_bytes),
+            costs=self._costs,
             moves=_ModelMoves(profile, self._adapters.num_bytes.tolist(), options.link),
             slo_s=options.slo_s,
         )
@@ -145,6 +147,7 @@ class FleetRuns:
             return None
         context = PlacementContext(
             operating_points=self._operating_points() if named.needs_points else {},
+            token_rates=token_rates(self._costs, self._adapters.ranks.tolist()),
             padded=self._profile.kernels is KernelKind.PADDED,
         )
         memory = self._profile.memory

@@ -14,6 +14,7 @@ from loraplex.fleet.placements.hysteresis import HysteresisPlacement
 from loraplex.fleet.placements.loraserve import LoRAServePlacement
 from loraplex.fleet.placements.placement import Placement, PlacementProblem
 from loraplex.fleet.placements.random_placement import RandomPlacement
+from loraplex.fleet.placements.rank_line import RankLinePlacement
 from loraplex.fleet.plan import Plan
 
 POINTS = {8: 400.0, 16: 350.0, 32: 300.0, 64: 200.0, 128: 100.0}
@@ -25,6 +26,8 @@ DIVIDING: dict[str, Placement] = {
     "burst tolerance": BurstTolerancePlacement(),
     "loraserve": LoRAServePlacement(operating_points=POINTS),
     "loraserve, rank-proportional": LoRAServePlacement(operating_points=POINTS, padded=False),
+    "rank line": RankLinePlacement(token_rates=POINTS, padded=True),
+    "rank line, rank-proportional": RankLinePlacement(token_rates=POINTS, padded=False),
     "hysteresis": HysteresisPlacement(
         placement=LoRAServePlacement(operating_points=POINTS), operating_points=POINTS
     ),

@@ -19,7 +19,9 @@ def test_every_policy_is_found_by_its_name(routing: str, placement: str) -> None
 
 
 def test_auto_has_one_word() -> None:
+    assert Policy.of_name("auto") == Policy(routing="auto", placement="auto")
     assert Policy.of_name("auto").name == "auto"
+    assert Policy.of_name("auto+migrate").name == "auto+auto+migrate"
     assert Policy.of_name("auto+everywhere+migrate").name == "auto+everywhere+migrate"
     assert Policy.of_name("auto+contiguous").name == "auto+contiguous"
 
@@ -57,7 +59,8 @@ def test_several_near_names_are_all_said() -> None:
 
 
 def test_every_placement_can_be_made() -> None:
-    context = PlacementContext(operating_points={8: 100.0, 64: 50.0}, padded=True)
+    rates = {8: 100.0, 64: 50.0}
+    context = PlacementContext(operating_points=rates, token_rates=rates, padded=True)
     for name, placement in PLACEMENTS.items():
         assert (placement is None) == (name == "everywhere")
         if placement is not None:

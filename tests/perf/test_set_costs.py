@@ -85,7 +85,7 @@ def test_the_toy_example_of_caraserve(
     """Two latencies for each kind of kernels, which determine the model; then the request of rank 64 on
     either server."""
     samples = SetSamples(sets_of(*SERVERS), np.array(measured_ms) / 1e3)
-    costs = form.fit(samples, samples, by_request=False)
+    costs = form.fit(samples, samples)
     assert costs.decode_rank_s * 1e3 == pytest.approx(rank_ms, rel=1e-6)
     assert costs.decode_base_s * 1e3 == pytest.approx(base_ms, rel=1e-6)
     assert costs.decode_s(sets_of(*WITH_NEW)) * 1e3 == pytest.approx(expected_ms, abs=1e-6)
@@ -107,7 +107,7 @@ def test_a_linear_form_is_found_again_from_noisy_samples(form: type[PaddedSetCos
     decodes, prefills = (
         SetSamples(sets, noisy(seconds)) for seconds in (real.decode_s(sets), real.prefill_s(sets))
     )
-    found = form.fit(decodes, prefills, by_request=False)
+    found = form.fit(decodes, prefills)
     for name, value in COEFFICIENTS.items():
         assert getattr(found, name) == pytest.approx(value, rel=0.25), name
     assert found.decode_rank_s == pytest.approx(real.decode_rank_s, rel=0.05)
@@ -123,7 +123,7 @@ def test_what_each_request_takes_is_found_if_it_is_looked_for() -> None:
     real = RankSetCosts(**COEFFICIENTS, decode_request_s=1e-3)
     decodes, prefills = SetSamples(sets, real.decode_s(sets)), SetSamples(sets, real.prefill_s(sets))
     found = RankSetCosts.fit(decodes, prefills, by_request=True)
-    without = RankSetCosts.fit(decodes, prefills, by_request=False)
+    without = RankSetCosts.fit(decodes, prefills)
     assert found.decode_request_s == pytest.approx(1e-3)
     assert found.decode_rank_s == pytest.approx(real.decode_rank_s)
     assert without.decode_request_s == 0.0

@@ -1,15 +1,19 @@
-"""Ours: the replica where a request costs the fleet the least time per token, near its adapter.
+"""Ours: the replica where a request costs the fleet the least time per token, or one near it that has the
+adapter.
 
 The cost of a replica is what its requests lose by a new one, as in `rank_aware`, and what the new one takes
 there itself: a decode step with it, and over its whole answer the prompts before it, a place in the batch and
-its adapter. Replicas that differ by little are as good as each other, as predictions are no better than that.
-So among those within a few per cent of the cheapest, one that has the adapter on its device is taken, then
-one that has it in host memory, then the one that the adapter prefers by rendezvous hashing: adapters stay
-where they are as long as that costs nothing, and one that comes for the first time has always the same home.
+its adapter. A replica that would break the SLO is chosen only if all would.
+
+Of those that cost little more than the cheapest, one that has the adapter on its device is taken, then one
+that has it in host memory, then one that the plan names for it. So a plan says where adapters live, and a
+request leaves home only if that pays: adapters are rarely loaded, and a burst still has all replicas to go
+to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Final
 
 import numpy as np
@@ -17,29 +21,34 @@ import numpy as np
 from loraplex.fleet.arrays import BoolArray, FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.added_costs import AddedCosts
-from loraplex.fleet.routers.rendezvous import pair_weights
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
 
-TOLERANCE: Final = 0.05
-"""How much more than the cheapest replica another may cost to be as good."""
+STAYS: Final = 0.25
+"""How much more than the cheapest replica one that has the adapter may cost."""
 
 
 class AutoRouter:
-    def __init__(self, tolerance: float = TOLERANCE) -> None:
-        self._tolerance = tolerance
+    def __init__(self, stays: float = STAYS) -> None:
+        self._stays = stays
         self._added = AddedCosts()
         self._turns = Turns()
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
-        candidates = view.candidates(request)
+        candidates = view.everyone()
         if len(candidates) == 1:
             return int(candidates[0])
         cost_s, breaks = self._costs(request, view, candidates)
         if not breaks.all():
             cost_s = np.where(breaks, np.inf, cost_s)
-        near = np.flatnonzero(cost_s <= cost_s.min() * (1 + self._tolerance))
-        return self._nearest(request, view, candidates[near], cost_s[near])
+        near = cost_s <= cost_s.min() * (1 + self._stays)
+        for homes in _homes(request, view):
+            at_home = np.zeros(view.load.num_replicas, np.bool_)
+            at_home[list(homes)] = True
+            found = near & at_home[candidates]
+            if found.any():
+                return self._turns.pick(candidates[found], cost_s[found])
+        return self._turns.pick(candidates, cost_s)
 
     def _costs(
         self, request: RoutedRequest, view: FleetView, candidates: IntArray
@@ -55,17 +64,13 @@ class AutoRouter:
         breaks = np.zeros(len(candidates), np.bool_) if view.slo_s is None else own_s > view.slo_s
         return own_s + others_s, breaks
 
-    def _nearest(
-        self, request: RoutedRequest, view: FleetView, candidates: IntArray, cost_s: FloatArray
-    ) -> int:
-        adapter = request.adapter
-        if adapter is None:
-            return self._turns.pick(candidates, cost_s)
-        for holders in (view.tiers.on_device(adapter), view.tiers.on_host(adapter)):
-            if holders:
-                has = np.fromiter(
-                    (each in holders for each in candidates.tolist()), np.bool_, len(candidates)
-                )
-                if has.any():
-                    return self._turns.pick(candidates[has], cost_s[has])
-        return int(candidates[pair_weights(adapter, candidates).argmax()])
+
+def _homes(request: RoutedRequest, view: FleetView) -> Iterator[Collection[int]]:
+    """Yield the replicas that have the adapter or are to have it, the nearest to its use first."""
+    adapter = request.adapter
+    if adapter is None:
+        return
+    yield view.tiers.on_device(adapter)
+    yield view.tiers.on_host(adapter)
+    if view.plan is not None:
+        yield view.plan.replicas[adapter]

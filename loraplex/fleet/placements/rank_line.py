@@ -1,0 +1,149 @@
+"""Ours: adapters in a line by rank, cut into pieces that keep all replicas equally busy.
+
+With kernels that pad, a replica is as slow as the largest rank that it serves. So adapters stand in a line,
+the largest ranks first, and replica after replica takes the next piece of it: its largest rank is that of the
+first adapter in the piece, and each piece holds the tokens that keep a replica of that rank busy for the same
+share of its time. That share is as small as it can be. An adapter at a cut is served on both sides of it, and
+one that needs more than a replica has several to itself.
+
+Among adapters of one rank the line keeps the order of the plan before: when demand drifts, cuts shift a
+little, and only what lies between an old and a new cut moves. The adapters that are asked for most get one
+copy more, on the next replica, so that a burst has two places to go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.fleet.placements.host_memory import within_host_memory
+from loraplex.fleet.placements.placement import PlacementProblem
+from loraplex.fleet.placements.utilisation import operating_point_of_each
+from loraplex.fleet.plan import Plan
+from loraplex.fleet.routers.rendezvous import pair_weights
+
+_LEAST_DEMAND: Final = 1e-3
+"""The least that an adapter counts for, over the mean demand: those that nobody asks for are spread too."""
+_SPARE_SHARE: Final = 0.1
+"""An adapter gets a spare copy from this share of a replica's load on."""
+_STORAGE: Final = 0.25
+"""Copies that are made in all, at the most, over those of every adapter everywhere; one of each if more."""
+_SPARE_PART: Final = 0.1
+"""The part of its demand that is expected there, over the smallest part of its other replicas."""
+_BISECTIONS: Final = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLinePlacement:
+    """`token_rates`: tokens/s of a replica, by rank. `padded`: kernels pad to the largest rank
+    in a batch."""
+
+    token_rates: Mapping[int, float]
+    padded: bool
+
+    def place(self, problem: PlacementProblem) -> Plan:
+        adapters, num_replicas = problem.adapters, problem.num_replicas
+        if not len(adapters):
+            return Plan(replicas=(), shares=())
+        points = operating_point_of_each(adapters, self.token_rates)
+        demand = np.maximum(problem.demand, _LEAST_DEMAND * (problem.demand.mean() or 1.0))
+        order = self._order(problem)
+        line = _Line(demand[order], points[order], num_replicas, padded=self.padded)
+        weights = line.cut()
+        spares = _spare_copies(line, weights, num_replicas)
+        placed: list[dict[int, float]] = [{} for _ in range(len(adapters))]
+        for place, adapter in enumerate(order.tolist()):
+            placed[adapter] = weights[place] | spares.get(place, {})
+        return within_host_memory(Plan.of_weights(placed), problem)
+
+    def _order(self, problem: PlacementProblem) -> IntArray:
+        """Return the adapters as they stand in the line."""
+        num_adapters = len(problem.adapters)
+        mixed = pair_weights(0, np.arange(num_adapters))
+        before = np.full(num_adapters, problem.num_replicas)
+        if problem.previous is not None:
+            homes = [replicas[0] for replicas in problem.previous.replicas]
+            before[: len(homes)] = homes
+        keys = [mixed, before]
+        if self.padded:
+            keys.append(-problem.adapters.ranks)
+        return np.lexsort(keys)
+
+
+class _Line:
+    """Adapters in their order. `_ends`: tokens/s of all up to each of them."""
+
+    def __init__(self, demand: FloatArray, points: FloatArray, num_replicas: int, *, padded: bool) -> None:
+        self.num_replicas = num_replicas
+        self.points = points
+        # Without padding an adapter takes its own share of a replica, whichever others are there.
+        self.amounts = demand if padded else demand / points
+        self._sustained = points if padded else np.ones(len(points))
+        self._ends = np.cumsum(self.amounts)
+        self.used = self._least_used()
+
+    def cut(self) -> list[dict[int, float]]:
+        """Return the replicas of each adapter, with the part of its demand that each takes."""
+        cuts = self._cuts(self.used)
+        cuts[-1] = self._ends[-1]  # whatever was rounded
+        starts = self._ends - self.amounts
+        first = np.searchsorted(cuts, starts, side="right").clip(max=self.num_replicas - 1)
+        last = np.searchsorted(cuts, self._ends, side="left").clip(max=self.num_replicas - 1)
+        last = np.maximum(first, last)
+        found: list[dict[int, float]] = []
+        begins = [0.0, *cuts.tolist()]
+        for start, end, low, high in zip(
+            starts.tolist(), self._ends.tolist(), first.tolist(), last.tolist(), strict=True
+        ):
+            if low == high:
+                found.append({low: 1.0})
+                continue
+            parts = {
+                replica: min(end, begins[replica + 1]) - max(start, begins[replica])
+                for replica in range(low, high + 1)
+            }
+            found.append({replica: part for replica, part in parts.items() if part > 0})
+        return found
+
+    def _least_used(self) -> float:
+        """Return the smallest share of its time that replicas can be busy for, if all are for the same."""
+        low, high = 0.0, float(self._ends[-1] / self._sustained.min())
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            if self._cuts(middle)[-1] < self._ends[-1]:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _cuts(self, used: float) -> FloatArray:
+        """Return where each replica's piece ends if each is busy for this share of its time."""
+        cuts = np.empty(self.num_replicas)
+        reached = 0.0
+        for replica in range(self.num_replicas):
+            place = min(int(np.searchsorted(self._ends, reached, side="right")), len(self._ends) - 1)
+            reached += used * float(self._sustained[place])
+            cuts[replica] = reached
+        return cuts
+
+
+def _spare_copies(
+    line: _Line, weights: list[dict[int, float]], num_replicas: int
+) -> dict[int, dict[int, float]]:
+    """Return one replica more for the adapters with most load, by their place in the line. It is expected to
+    take little, as it is there for bursts."""
+    num_copies = sum(map(len, weights))
+    most = max(int(_STORAGE * num_replicas * len(weights)) - num_copies, 0)
+    share = line.amounts / line.amounts.sum() * num_replicas
+    hottest = np.argsort(-share, kind="stable")[:most]
+    found: dict[int, dict[int, float]] = {}
+    for place in hottest[share[hottest] >= _SPARE_SHARE].tolist():
+        held = weights[place]
+        beyond = [replica for replica in (min(held) - 1, max(held) + 1) if 0 <= replica < num_replicas]
+        if beyond:
+            found[place] = {beyond[-1]: _SPARE_PART * min(held.values())}
+    return found

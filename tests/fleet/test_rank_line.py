@@ -1,0 +1,98 @@
+"""Our placement by hand: a line of adapters that is cut into pieces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from placement_problems import POINTS, problem_of, problems
+
+from loraplex.fleet.placements.placement import PlacementProblem
+from loraplex.fleet.placements.rank_line import RankLinePlacement
+from loraplex.fleet.placements.token_rates import token_rates
+from loraplex.fleet.placements.utilisation import utilisation_by_replica
+from loraplex.fleet.plan import Plan
+from loraplex.perf.set_costs import PaddedSetCosts
+
+PADDED = RankLinePlacement(token_rates=POINTS, padded=True)
+OWN_PACE = RankLinePlacement(token_rates=POINTS, padded=False)
+
+
+def busy(plan: Plan, problem: PlacementProblem, *, padded: bool = True) -> list[float]:
+    return utilisation_by_replica(plan, problem, POINTS, padded=padded).tolist()
+
+
+def test_padded_kernels_get_replicas_for_the_large_ranks_alone() -> None:
+    """100 tokens/s of rank 128 keep a replica busy all the time; so do 400 of rank 8."""
+    problem = problem_of(ranks=[8, 128, 8, 128], demand=[200.0, 50.0, 200.0, 50.0], num_replicas=2)
+    plan = PADDED.place(problem)
+    assert plan.replicas == ((1,), (0,), (1,), (0,))
+    assert busy(plan, problem) == pytest.approx([1.0, 1.0])
+
+
+def test_an_adapter_at_a_cut_is_served_on_both_sides() -> None:
+    problem = problem_of(ranks=[64, 64, 64], demand=[100.0, 100.0, 100.0], num_replicas=2)
+    plan = PADDED.place(problem)
+    assert sorted(map(len, plan.replicas)) == [1, 1, 2]
+    assert busy(plan, problem) == pytest.approx([0.75, 0.75])
+
+
+def test_an_adapter_that_needs_several_replicas_has_them() -> None:
+    problem = problem_of(ranks=[64, 8], demand=[600.0, 100.0], num_replicas=4)
+    plan = PADDED.place(problem)
+    assert len(plan.replicas[0]) >= 3
+    assert max(busy(plan, problem)) < 1.01 * (600 + 100) / 200 / 4 + 0.1
+
+
+@given(problems(with_previous=False))
+def test_without_padding_all_replicas_are_equally_busy(problem: PlacementProblem) -> None:
+    """But for what is expected of spare copies, and what adapters count for that nobody asks for."""
+    problem = problem_of(
+        ranks=problem.adapters.ranks.tolist(),
+        demand=[max(each, 1.0) for each in problem.demand.tolist()],
+        num_replicas=problem.num_replicas,
+    )
+    used = busy(OWN_PACE.place(problem), problem, padded=False)
+    assert max(used) <= 1.2 * sum(used) / len(used) + 0.02 * max(problem.demand) / min(POINTS.values())
+
+
+def test_a_little_drift_moves_little() -> None:
+    rng = np.random.default_rng(0)
+    ranks = rng.choice([8, 16, 32, 64, 128], 400).tolist()
+    demand = rng.exponential(1.0, 400)
+    first = PADDED.place(problem_of(ranks=ranks, demand=demand.tolist(), num_replicas=8))
+    drifted = (demand * rng.uniform(0.9, 1.1, 400)).tolist()
+    problem = problem_of(ranks=ranks, demand=drifted, num_replicas=8, previous=first)
+    second = PADDED.place(problem)
+    assert len(second.moves_from(first)) < 40
+    assert max(busy(second, problem)) <= max(busy(first, problem)) * 1.02
+
+
+def test_copies_take_a_quarter_of_the_memory_of_everywhere_at_most() -> None:
+    rng = np.random.default_rng(1)
+    ranks, demand = [8] * 300, rng.pareto(1.0, 300).tolist()
+    for num_replicas in (4, 8, 16, 60):
+        plan = PADDED.place(problem_of(ranks=ranks, demand=demand, num_replicas=num_replicas))
+        # Every adapter has one copy and an adapter at a cut two: with four replicas that is all there is.
+        assert plan.num_copies <= max(0.25 * num_replicas * 300, 300 + num_replicas)
+
+
+def test_what_nobody_asks_for_is_spread() -> None:
+    plan = PADDED.place(problem_of(ranks=[8] * 60, demand=[0.0] * 60, num_replicas=6))
+    held = [len(plan.adapters_of(replica)) for replica in range(6)]
+    assert min(held) >= 9
+
+
+def test_token_rates_follow_the_costs() -> None:
+    costs = PaddedSetCosts(
+        decode_rank_s=1e-6,
+        decode_base_s=5e-3,
+        prefill_token_s=1e-5,
+        prefill_token_rank_s=1e-8,
+        prefill_base_s=1e-3,
+    )
+    rates = token_rates(costs, [64, 8, 64])
+    assert list(rates) == [8, 64]
+    request_s = 1e-3 + 128 * (1e-5 + 64e-8) + (5e-3 + 32 * 64e-6) * 155 / 32
+    assert rates[64] == pytest.approx((128 + 155) / request_s)
+    assert rates[8] > rates[64]
