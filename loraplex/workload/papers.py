@@ -36,7 +36,7 @@ _MAF_CURVE: Final = (
     "Poisson arrivals without MAF's bursts; popularity read off the curve of 1,000 functions, without data a "
     "Zipf law of 0.93, whose busiest adapter has 6% and not 0.3%"
 )
-_AZURE: Final = "lengths of Azure's conversations in 2023, not 2024, cut at 3,072 and 1,024 tokens; log-normal without data"
+_AZURE: Final = "Azure's lengths of 2023, not 2024, cut at 3,072 and 1,024 tokens; log-normal without data"
 _LMSYS: Final = "prompts of LMSYS are log-normal (its outputs, too, without data)"
 _ALPACA: Final = "Alpaca's lengths are log-normal with its means"
 _SHAREGPT: Final = "ShareGPT's lengths are log-normal with the means of its single turns"
@@ -339,7 +339,7 @@ def _traces() -> list[NamedRecipe]:
             paper="MAF 2019",
             what="Azure Functions: 1,000 functions as adapters, 50 requests/s for an hour",
             differs="ranks 8 to 64 and LMSYS lengths, as functions have none; calls scaled down, Poisson "
-            "within their minute; without data a Zipf law of 1.15 and gamma gaps of CV 1.1, without bursts of "
+            "within their minute; without data a Zipf law of 1.15 and gamma gaps of CV 1.1, no bursts of "
             "single adapters",
             base=Recipe(rate=50, duration_s=3600, num_adapters=1_000, ranks=_FOUR_RANKS),
             parts=(maf_calls, lmsys_lengths),
@@ -349,8 +349,8 @@ def _traces() -> list[NamedRecipe]:
             paper="ServeGen",
             what="Alibaba's m-mid: 108 clients as adapters, 50 requests/s for an hour",
             differs="ranks 8 to 64, as clients have none; rates scaled down, lengths of any client, cut at "
-            "3,072 and 1,024 tokens; without data a Zipf law of 1.2, gamma gaps of CV 1.3, log-normal lengths, "
-            "no drift",
+            "3,072 and 1,024 tokens; without data a Zipf law of 1.2, gamma gaps of CV 1.3, log-normal "
+            "lengths, no drift",
             base=Recipe(rate=50, duration_s=3600, num_adapters=108, ranks=_FOUR_RANKS),
             parts=(servegen_clients,),
         ),
