@@ -18,7 +18,7 @@ from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
-    from loraplex.workload.recipe import RecipeError
+    from loraplex.workload.recipe import Recipe
     from loraplex.workload.request import Workload, WorkloadRequest
     from loraplex.workload.summary import WorkloadCounts, WorkloadSummary
 
@@ -26,12 +26,15 @@ app = App(help="Make workload files, say what is in them, draw them.", no_args_i
 
 _File = Annotated[Path, typer.Argument(help="A workload file, .jsonl or .jsonl.gz.", show_default=False)]
 _SHOW_EVERY: Final = 10_000
+_BESIDE_PAPER: Final = ("data", "rate", "duration_s", "num_adapters", "seed")
 
 
 @app.command()
 def make(
     out: Annotated[Path, typer.Argument(help="The file to write; .gz is compressed.", show_default=False)],
     seed: Annotated[int, typer.Option(help="Equal seeds give equal files.")] = 0,
+    paper: options.Paper = None,
+    data: options.Data = None,
     duration_s: options.Duration = None,
     num_requests: options.NumRequests = None,
     rate: options.Rate = None,
@@ -66,6 +69,24 @@ def make(
 
 
 @app.command()
+def papers(
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write them here, too.")] = None,
+) -> None:
+    """List the papers' workloads that `make --paper` knows, and where they differ from the papers'."""
+    from loraplex.cli.table import print_table, text_column
+    from loraplex.workload.papers import NAMED
+
+    check_writable(json_out)
+    rows = [
+        {"name": each.name, "paper": each.paper, "what": each.what, "differs": each.differs}
+        for each in NAMED.values()
+    ]
+    print_table(rows, [text_column(key) for key in ("name", "paper", "what", "differs")])
+    if json_out is not None:
+        write_json(json_out, {"workloads": rows})
+
+
+@app.command()
 def describe(
     file: _File,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here, too.")] = None,
@@ -97,20 +118,36 @@ def plot(
 
 def _made(given: dict[str, Any]) -> Workload:
     from loraplex.workload.build import make_workload
+    from loraplex.workload.recipe import RecipeError
+
+    try:
+        recipe = _recipe(given)
+        check_writable(given["out"], "OUT", inputs=recipe.files)
+        return make_workload(recipe)
+    except RecipeError as error:
+        raise typer.BadParameter(error.reason, param_hint=_option_of(error.field)) from error
+
+
+def _recipe(given: dict[str, Any]) -> Recipe:
+    from loraplex.workload.papers import find_paper
     from loraplex.workload.recipe import Recipe, RecipeError
 
-    source, trace = given["from_"] or (None, None)
-    files = (trace, given["replay"], given["popularity_file"], given["lengths_file"])
-    check_writable(given["out"], "OUT", inputs=tuple(file for file in files if file is not None))
-    asked = {name: value for name, value in given.items() if name not in ("out", "from_")}
-    try:
-        return make_workload(Recipe(source=source, trace=trace, **asked))
-    except RecipeError as error:
-        raise typer.BadParameter(error.reason, param_hint=_option_of(error)) from error
+    if given["paper"] is None:
+        if given["data"] is not None:
+            raise RecipeError("data", "has an effect only with --paper")
+        source, trace = given["from_"] or (None, None)
+        asked = {name: value for name, value in given.items() if name not in ("out", "from_", "data")}
+        return Recipe(source=source, trace=trace, **asked)
+    named = find_paper(given["paper"])
+    for name, value in given.items():
+        if value is not None and name not in ("out", "paper", *_BESIDE_PAPER):
+            beside = ", ".join(map(_option_of, _BESIDE_PAPER))
+            raise RecipeError(name, f"is fixed in {named.name}; beside --paper there are {beside}")
+    return named.recipe(**{name: given[name] for name in _BESIDE_PAPER})
 
 
-def _option_of(error: RecipeError) -> str:
-    return "--from" if error.field in ("source", "trace") else f"--{error.field.replace('_', '-')}"
+def _option_of(field: str) -> str:
+    return "--from" if field in ("source", "trace", "from_") else f"--{field.replace('_', '-')}"
 
 
 def _write(workload: Workload, out: Path) -> None:

@@ -10,6 +10,7 @@ import typer
 from loraplex.workload import recipe
 from loraplex.workload.recipe import ArrivalKind, LengthKind, PopularityKind, Source
 
+_PAPER: Final = "From a paper"
 _REQUESTS: Final = "How many, and when"
 _TRACE: Final = "From a trace"
 _RATES: Final = "Each adapter with arrivals of its own"
@@ -21,6 +22,23 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
 
 
+Paper = Annotated[
+    str | None,
+    _option(
+        _PAPER,
+        "One of `loraplex workload papers`. Beside it only --data, --rate, --duration-s, --num-adapters and "
+        "--seed can be given.",
+        metavar="NAME",
+    ),
+]
+Data = Annotated[
+    Path | None,
+    _option(
+        _PAPER,
+        "Folder of the published files it is made from. Without it, stand-ins are drawn.",
+        metavar="DIR",
+    ),
+]
 Duration = Annotated[
     float | None,
     _option(
@@ -99,7 +117,8 @@ Skew = Annotated[
     float | None,
     _option(
         _ADAPTERS,
-        "Exponent of zipf and power-by-rank (default: 1); by how many powers of e exponentials fall (5).",
+        "Exponent of zipf, zipf-within-rank and power-by-rank (default: 1); by how many powers of e "
+        "exponentials fall (5).",
     ),
 ]
 PopularityFile = Annotated[

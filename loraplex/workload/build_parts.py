@@ -48,6 +48,8 @@ def popularity_of(recipe: Recipe, ranks: tuple[int, ...]) -> Popularity:
             shares = shares_of.zipf_shares(count, skew)
         case PopularityKind.EXPONENTIAL:
             shares = shares_of.exponential_shares(count, skew)
+        case PopularityKind.ZIPF_WITHIN_RANK:
+            shares = shares_of.zipf_within_rank(ranks, skew)
         case PopularityKind.POWER_BY_RANK:
             shares = shares_of.power_by_rank(ranks, skew)
         case PopularityKind.EXPONENTIAL_BY_RANK:

@@ -87,6 +87,16 @@ def exponential_shares(count: int, decay: float) -> FloatArray:
     return _normalized(np.exp(-decay * np.arange(count) / count))
 
 
+def zipf_within_rank(ranks: Sequence[int], exponent: float) -> FloatArray:
+    """Every rank gets an equal part, of which its i-th adapter's is in proportion to 1 / i^exponent."""
+    distinct, place = np.unique(np.asarray(ranks), return_inverse=True)
+    shares = np.empty(place.size)
+    for number in range(distinct.size):
+        adapters = np.flatnonzero(place == number)
+        shares[adapters] = zipf_shares(adapters.size, exponent) / distinct.size
+    return shares
+
+
 def power_by_rank(ranks: Sequence[int], alpha: float) -> FloatArray:
     """The x-th smallest rank gets a part in proportion to x^-alpha."""
     return _by_rank(ranks, zipf_shares(len(set(ranks)), alpha))

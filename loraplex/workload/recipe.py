@@ -63,6 +63,7 @@ class PopularityKind(StrEnum):
     IN_TURN = "in-turn"
     ZIPF = "zipf"
     EXPONENTIAL = "exponential"
+    ZIPF_WITHIN_RANK = "zipf-within-rank"
     POWER_BY_RANK = "power-by-rank"
     EXPONENTIAL_BY_RANK = "exponential-by-rank"
     SHIFTING = "shifting"
@@ -72,6 +73,7 @@ class PopularityKind(StrEnum):
 # Zipf's and the power law's exponent; by how many powers of e an exponential falls from first to last.
 DEFAULT_SKEWS: Final = {
     PopularityKind.ZIPF: 1.0,
+    PopularityKind.ZIPF_WITHIN_RANK: 1.0,
     PopularityKind.EXPONENTIAL: 5.0,
     PopularityKind.POWER_BY_RANK: 1.0,
     PopularityKind.EXPONENTIAL_BY_RANK: 5.0,
@@ -84,14 +86,24 @@ class LengthKind(StrEnum):
     EMPIRICAL = "empirical"
 
 
+class MadeFrom(StrEnum):
+    """What stands behind a paper's workload."""
+
+    PUBLISHED = "published files"
+    STAND_INS = "synthetic stand-ins"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """All options; see docs/workloads.md.
 
     `rate` is of all adapters together; `rates` are of single adapters, with weights, as `ranks` are. A trace
     keeps its own rate where none is given. `start_s` is in the trace's time, `duration_s` in the workload's.
+    `paper` and `made_from` are for people: the name in `papers` that it is of, and what it is made from.
     """
 
+    paper: str | None = None
+    made_from: MadeFrom | None = None
     seed: int = 0
     duration_s: float | None = None
     num_requests: int | None = None
@@ -140,6 +152,12 @@ class Recipe:
             if value is not None:
                 found[field.name] = value.name if isinstance(value, Path) else value
         return found
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that it reads."""
+        named = (self.trace, self.replay, self.popularity_file, self.lengths_file)
+        return tuple(path for path in named if path is not None)
 
     @property
     def arrival_kind(self) -> ArrivalKind:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from loraplex.workload.build import make_workload
+from loraplex.workload.papers import paper_workload
 from loraplex.workload.recipe import ArrivalKind, LengthKind, PopularityKind, Recipe, Source
 from loraplex.workload.summary import count_workload, summarize
 
@@ -74,3 +75,17 @@ def test_popularity_like_azure_functions(name: str) -> None:
     )
     adapters = [request.adapter for request in islice(make_workload(recipe), 20_000)]
     assert sum(adapter < 10 for adapter in adapters) / len(adapters) == pytest.approx(0.46, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["toppings-60-servers", "loraserve-production", "dlora-bursty", "servegen"])
+def test_stand_ins_are_like_the_published_files(name: str) -> None:
+    duration_s = 60 if name == "toppings-60-servers" else 600
+    published, stand_in = (
+        summarize(count_workload(paper_workload(name, data=data, duration_s=duration_s)))
+        for data in (DATA, None)
+    )
+    assert stand_in.num_adapters == published.num_adapters
+    assert stand_in.rate_per_s == pytest.approx(published.rate_per_s, rel=0.1)
+    assert stand_in.prompt.mean == pytest.approx(published.prompt.mean, rel=0.1)
+    assert stand_in.output.mean == pytest.approx(published.output.mean, rel=0.1)
+    assert stand_in.busiest_tenth_share == pytest.approx(published.busiest_tenth_share, abs=0.2)

@@ -23,6 +23,7 @@ from loraplex.workload.popularity import (
     shifting_skew,
     uniform_shares,
     zipf_shares,
+    zipf_within_rank,
 )
 
 COUNTS = st.integers(1, 300)
@@ -47,6 +48,17 @@ def test_zipf_is_one_over_place_to_the_exponent(count: int, exponent: float) -> 
     assert shares.sum() == pytest.approx(1)
     places = np.arange(1, count + 1)
     assert np.allclose(shares * places**exponent, shares[0])
+
+
+@given(RANKS, st.floats(0, 3))
+def test_zipf_within_rank_is_zipf_among_the_adapters_of_each_of_equal_ranks(
+    ranks: list[int], exponent: float
+) -> None:
+    shares = zipf_within_rank(ranks, exponent)
+    for rank, part in by_rank(ranks, shares).items():
+        assert part == pytest.approx(1 / len(set(ranks)))
+        own = shares[np.array(ranks) == rank]
+        assert np.allclose(own, part * zipf_shares(own.size, exponent))
 
 
 @given(count=COUNTS, exponent=st.floats(0, 2), seed=SEEDS)
