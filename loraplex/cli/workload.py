@@ -29,6 +29,10 @@ _SHOW_EVERY: Final = 10_000
 _BESIDE_PAPER: Final = ("data", "rate", "duration_s", "num_adapters", "seed")
 
 
+_PIPE_COLUMNS: Final = 100
+"""Columns of text where there is no terminal, and the most where there is one."""
+
+
 @app.command()
 def make(
     out: Annotated[Path, typer.Argument(help="The file to write; .gz is compressed.", show_default=False)],
@@ -73,7 +77,9 @@ def papers(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write them here, too.")] = None,
 ) -> None:
     """List the papers' workloads that `make --paper` knows, and where they differ from the papers'."""
-    from loraplex.cli.table import print_table, text_column
+    from shutil import get_terminal_size
+    from textwrap import fill
+
     from loraplex.workload.papers import NAMED
 
     check_writable(json_out)
@@ -81,7 +87,11 @@ def papers(
         {"name": each.name, "paper": each.paper, "what": each.what, "differs": each.differs}
         for each in NAMED.values()
     ]
-    print_table(rows, [text_column(key) for key in ("name", "paper", "what", "differs")])
+    width = min(get_terminal_size((_PIPE_COLUMNS, 0)).columns, _PIPE_COLUMNS)
+    for each in NAMED.values():
+        typer.echo(f"{each.name} ({each.paper})")
+        for text in (each.what, f"differs: {each.differs}"):
+            typer.echo(fill(text, width, initial_indent="  ", subsequent_indent="    "))
     if json_out is not None:
         write_json(json_out, {"workloads": rows})
 
