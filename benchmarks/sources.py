@@ -96,6 +96,10 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "halves": ("loraplex/perf", "loraplex/twin"),
         "*": _TWIN,
     },
+    "fleet.json": {
+        "decisions": ("loraplex/fleet", "loraplex/perf/set_costs.py"),
+        "*": (*_TWIN, "loraplex/fleet", "loraplex/workload"),
+    },
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
     "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
 }
