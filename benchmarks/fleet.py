@@ -7,8 +7,8 @@ Sections:  decisions  seconds of one routing decision, of a placement and of a m
            sixty      60 servers, 40,000 adapters: every policy at the rate where `random` attains 90%
            loraserve  4, 8 and 12 servers: the highest rate with a P95 TTFT of 10 s
            dlora      8 replicas, 32 adapters with bursts: the highest rate with a mean time per token
-           auto       our policy beside all others: the highest rate with 99% within the SLO, and what adapters
-                      cost at the rate that `affinity` sustains
+           auto       our policy beside all others: the highest rate with 99% within the SLO, and the loads of
+                      adapters at the rate that `affinity` sustains
 
 Every run is written to results/fleet.json when it ends, and a run that the file holds of the same code is not
 made again: sections can be made in several calls. `--data`: published traces (docs/workloads.md); without

@@ -70,7 +70,10 @@ def simulate(
     workload: WorkloadPath,
     replicas: _Replicas,
     routing: Annotated[str, typer.Option(help="Who serves a request; `loraplex fleet policies` has them.")],
-    placement: Annotated[str, typer.Option(help="Which replicas serve an adapter.")] = "everywhere",
+    placement: Annotated[
+        str | None,
+        typer.Option(help="Which replicas serve an adapter; default: everywhere, with auto its own."),
+    ] = None,
     migrate: Annotated[
         bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
     ] = False,
@@ -93,7 +96,7 @@ def simulate(
     from loraplex.twin.fleet_run import FleetRuns
 
     _check_files(profile, workload, json_out, plot)
-    policy = Policy(routing=routing, placement=placement, migrates=migrate)
+    policy = Policy.of(routing, placement, migrates=migrate)
     options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
     inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)

@@ -90,6 +90,12 @@ class Policy:
             raise UserError(unknown_name("placement", self.placement, PLACEMENTS))
 
     @classmethod
+    def of(cls, routing: str, placement: str | None = None, *, migrates: bool = False) -> Policy:
+        """`placement`: None for the one that goes with the routing."""
+        default = AUTO if routing == AUTO else EVERYWHERE
+        return cls(routing=routing, placement=default if placement is None else placement, migrates=migrates)
+
+    @classmethod
     def of_name(cls, name: str) -> Policy:
         """Raises UserError for a name that is none."""
         routing, *rest = name.split("+")
@@ -100,8 +106,7 @@ class Policy:
                 f"{name!r} is no policy; write ROUTING+PLACEMENT or ROUTING+PLACEMENT+{MIGRATE}, such as "
                 "most-idle+everywhere"
             )
-        default = AUTO if routing == AUTO else EVERYWHERE
-        return cls(routing=routing, placement=(placements or [default])[0], migrates=migrates)
+        return cls.of(routing, placements[0] if placements else None, migrates=migrates)
 
     @property
     def name(self) -> str:
