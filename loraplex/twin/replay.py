@@ -223,4 +223,4 @@ def _on_slots(profile: SlotProfile, workload: Sequence[WorkloadRequest], options
 
     workload = [each for each in workload if each.arrival_s < options.until_s]
     engines = SlotEngines(profile, options, longest=longest_of(workload))
-    return engines.make(len(workload)).run(workload)
+    return engines.run(workload)

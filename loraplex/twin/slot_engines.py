@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from loraplex.perf.slot_profile import SlotProfile
+from loraplex.twin.outcome import Outcome
 from loraplex.twin.slot_engine import check_room
 from loraplex.twin.slot_simulator import SlotSetup, SlotSimulator
 from loraplex.twin.slot_state import BLOCK_SIZE, Limits
+from loraplex.workload.jsonl import WorkloadRequest
 
 if TYPE_CHECKING:
     from loraplex.twin.replay import ReplayOptions
@@ -37,7 +40,6 @@ class SlotEngines:
         num_blocks = self.kv_tokens // BLOCK_SIZE
         # Without adapters there is one that costs nothing and is always there: the base model.
         num_kinds = max(num_adapters, 1)
-        self._versions = [str(number) for number in range(num_kinds)]
         self._setup = SlotSetup(
             limits=Limits(
                 num_slots=max(self.num_slots, 1),
@@ -51,22 +53,26 @@ class SlotEngines:
             ),
             costs=profile.costs if num_adapters else profile.costs.of_base_model,
             ranks=np.array(self.ranks or [0], np.float64),
-            order=np.random.default_rng(options.seed).permutation(num_kinds),
+            positions=np.argsort(np.random.default_rng(options.seed).permutation(num_kinds)),
             latency_s=profile.client.latency_s,
             staged=options.staged,
             resident=not num_adapters,
         )
         check_room(self._setup.limits, longest)
 
-    def make(self, num_requests: int = 1) -> SlotSimulator:
-        """Return one that has served nothing yet. `num_requests`: that are expected."""
-        return SlotSimulator(self._setup, self._versions, num_requests=num_requests)
+    def make(self) -> SlotSimulator:
+        """Return one that knows no adapter yet."""
+        return SlotSimulator(self._setup)
+
+    def run(self, workload: Sequence[WorkloadRequest]) -> Outcome:
+        """Simulate a whole workload on one engine."""
+        return SlotSimulator(self._setup, num_requests=len(workload)).run(workload)
 
     def adapter_number(self, version: str) -> int:
         return int(version)
 
     def register(self, simulator: SlotSimulator, adapter: int) -> None:
-        """The engine learns of adapters by the requests on them."""
+        simulator.register(adapter)
 
     def unstage(self, simulator: SlotSimulator, adapter: int) -> None:
-        simulator.forget(adapter)
+        simulator.unstage(adapter)

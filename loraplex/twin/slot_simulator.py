@@ -46,7 +46,9 @@ from loraplex.twin.slot_state import (
     new_state,
     no_requests,
     notes_for,
+    requests_of,
     take_arrivals,
+    with_adapter,
     with_more_room,
     withdraw,
 )
@@ -58,38 +60,37 @@ _ADAPTER_EVENTS: Final[Mapping[int, Literal["load", "read", "evict"]]] = {
     NOTE_LOAD: "load",
 }
 _FEW: Final = 64
+"""Requests that there is room for at first; it doubles when they are more."""
 
 
 class SlotSetup(NamedTuple):
-    """An engine with slots. `ranks`: by adapter. `order`: in which the engine goes through the adapters of a
-    batch. `latency_s`: until a client sees a token. `staged`: adapters are in host memory when time begins;
-    `resident`: and in slots."""
+    """An engine with slots. `ranks`, `positions`: by adapter; `positions`: in the order in which the engine
+    goes through the adapters of a batch. `latency_s`: until a client sees a token. `staged`: adapters are in
+    host memory when time begins; `resident`: and in slots."""
 
     limits: Limits
     costs: SlotCosts
     ranks: Floats
-    order: Ints
+    positions: Ints
     latency_s: float
     staged: bool = False
     resident: bool = False
 
 
 class SlotSimulator:
-    """One engine. `versions`: of the adapters, by number."""
+    """One engine. It numbers adapters by itself, in the order in which they are registered: it looks at all
+    of them for a step, and of a fleet's adapters few come to each replica."""
 
-    def __init__(self, setup: SlotSetup, versions: Sequence[str], *, num_requests: int = _FEW) -> None:
-        """`num_requests`: that are expected."""
+    def __init__(self, setup: SlotSetup, *, num_requests: int = _FEW) -> None:
+        """`num_requests`: that there is room for at once."""
+        self._setup = setup
         self._limits = setup.limits
-        self._costs = setup.costs
         self._coefficients = np.array(setup.costs.coefficients)
         self._latency_s = setup.latency_s
-        self._versions = versions
         self._requests = no_requests(max(num_requests, 1))
-        self._state = new_state(self._requests, setup.limits, setup.ranks, setup.order)
-        self._state.is_known[:] = setup.staged
-        if setup.resident:
-            self._state.is_known[:] = self._state.is_active[:] = True
-            self._state.counts[NUM_ACTIVE] = len(setup.ranks)
+        self._state = new_state(self._requests, setup.limits, np.zeros(0), np.zeros(0, np.int64))
+        self._own_numbers: dict[int, int] = {}  # by the adapters' numbers outside
+        self._versions: list[str] = []  # of adapters by their own numbers
         self._totals = np.zeros(NUM_TOTALS)
         self._outcomes: list[RequestOutcome] = []
         self._left: set[int] = set()  # requests that went on elsewhere
@@ -102,9 +103,12 @@ class SlotSimulator:
 
     def run(self, workload: Sequence[WorkloadRequest]) -> Outcome:
         """Simulate requests, all of which are known, on an engine that nobody watches."""
-        assert self._request_events is None
-        for request in workload:
-            self.offer(request)
+        assert self._request_events is None, "requests have no events then"
+        assert not self._outcomes, "none has come before"
+        assert len(workload) <= len(self._requests.arrival_s), "there is room for them"
+        self._register_all()
+        self._outcomes = [RequestOutcome(each) for each in workload]
+        self._requests = requests_of(workload)
         self._simulate(self._limits.until_s)
         state, num_requests = self._state, len(self._outcomes)
         for outcome, first_s, finish_s, is_lost in zip(
@@ -118,6 +122,15 @@ class SlotSimulator:
             outcome.finish_s = None if math.isnan(finish_s) else finish_s + self._latency_s
             outcome.lost = is_lost
         return self.outcome(self.end_s(self._limits.until_s))
+
+    def _register_all(self) -> None:
+        """Make all adapters known, each by the number that it has outside."""
+        setup = self._setup
+        self._state = new_state(self._requests, setup.limits, setup.ranks, np.argsort(setup.positions))
+        self._state.is_known[:] = setup.staged
+        if setup.resident:
+            self._state.is_known[:] = self._state.is_active[:] = True
+            self._state.counts[NUM_ACTIVE] = len(setup.ranks)
 
     # ---- as a fleet drives it
 
@@ -133,11 +146,24 @@ class SlotSimulator:
         """The engine computes nothing while it reads adapters, which it does one after the other."""
         assert self._request_events is not None, "reads are known of an engine that is watched"
         self._read_end_s = read_end_s
-        self._coefficients = np.array(self._costs.without_reads.coefficients)
+        self._coefficients = np.array(self._setup.costs.without_reads.coefficients)
 
-    def forget(self, adapter: int) -> None:
+    def register(self, adapter: int) -> None:
+        """Make an adapter known, before the first request on it comes."""
+        setup = self._setup
+        self._own_numbers[adapter] = len(self._versions)
+        self._versions.append(str(adapter))
+        self._state = with_adapter(
+            self._state,
+            rank=setup.ranks[adapter],
+            position=setup.positions[adapter],
+            is_known=setup.staged,
+        )
+
+    def unstage(self, adapter: int) -> None:
         """The copy in host memory is let go; one in a slot stays there."""
-        self._state.is_known[adapter] = False
+        if adapter in self._own_numbers:
+            self._state.is_known[self._own_numbers[adapter]] = False
 
     def is_idle(self) -> bool:
         counts = self._state.counts
@@ -221,7 +247,7 @@ class SlotSimulator:
         requests.arrival_s[number] = request.arrival_s
         requests.prompt_tokens[number] = request.prompt_tokens
         requests.output_tokens[number] = request.output_tokens
-        requests.adapter[number] = request.adapter
+        requests.adapter[number] = self._own_numbers[request.adapter]
         return number
 
     def _simulate(self, until_s: float) -> None:

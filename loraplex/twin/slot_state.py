@@ -8,11 +8,14 @@ them in `front`, the last one first.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numba
 import numpy as np
 import numpy.typing as npt
+
+from loraplex.workload.jsonl import WorkloadRequest
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -80,6 +83,7 @@ class Limits(NamedTuple):
 
 class State(NamedTuple):
     """By request: `generated` to `is_lost`; `last_s`: of its last token. By adapter: `head` to `position`.
+    `order`: adapters by rising `position`.
     `gaps`: how many there were, by `gap_place`. `notes`: what can be seen of the last step from outside, as
     (kind, number of the adapter or request); without rows if nobody looks."""
 
@@ -145,6 +149,15 @@ def notes_for(limits: Limits) -> Ints:
     return np.zeros((_NOTES_A_REQUEST * limits.max_running, 2), np.int64)
 
 
+def requests_of(workload: Sequence[WorkloadRequest]) -> Requests:
+    return Requests(
+        arrival_s=np.array([each.arrival_s for each in workload], np.float64),
+        prompt_tokens=np.array([each.prompt_tokens for each in workload], np.int64),
+        output_tokens=np.array([each.output_tokens for each in workload], np.int64),
+        adapter=np.array([each.adapter for each in workload], np.int64),
+    )
+
+
 def no_requests(num_requests: int) -> Requests:
     """Room for so many."""
     return Requests(
@@ -168,6 +181,24 @@ def with_more_room(state: State, requests: Requests) -> tuple[State, Requests]:
         finish_s=np.append(state.finish_s, np.full(more, np.nan)),
         is_lost=np.append(state.is_lost, np.zeros(more, np.bool_)),
     ), Requests(*(np.append(old, new) for old, new in zip(requests, no_requests(more), strict=True)))
+
+
+def with_adapter(state: State, *, rank: float, position: int, is_known: bool) -> State:
+    """Return the same with one adapter more. `position`: in the engine's order, where it is no other's."""
+    number = len(state.head)
+    place = int(np.searchsorted(state.position[state.order], position))
+    return state._replace(
+        batch=np.empty(number + 2, np.int64),
+        head=np.append(state.head, NOBODY),
+        tail=np.append(state.tail, NOBODY),
+        num_running_of=np.append(state.num_running_of, 0),
+        touched=np.append(state.touched, 0),
+        is_active=np.append(state.is_active, False),
+        is_known=np.append(state.is_known, is_known),
+        rank=np.append(state.rank, rank),
+        order=np.insert(state.order, place, number),
+        position=np.append(state.position, position),
+    )
 
 
 @numba.njit(cache=True, nogil=True)
