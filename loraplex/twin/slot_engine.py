@@ -119,20 +119,37 @@ def simulate(state, requests, num_requests, limits, costs, totals, until_s, fetc
     """Take all steps that begin before this time, while there are requests. If notes are taken, return after
     each step that has some. `fetches`: return also when a step is under way that reads adapters, for the
     caller to add to its seconds."""
-    counts = state.counts
+    counts, arrival_s = state.counts, requests.arrival_s
     now_s = totals[NOW_S]
     while True:
         if counts[IS_UNDER_WAY] == 0:
             if now_s >= until_s:
                 break
-            take_arrivals(state, requests, num_requests, limits.max_open, now_s)
+            if counts[NUM_ARRIVED] < num_requests and arrival_s[counts[NUM_ARRIVED]] <= now_s:
+                take_arrivals(state, requests, num_requests, limits.max_open, now_s)
             if counts[NUM_WAITING] == 0 and counts[NUM_RUNNING] == 0:
                 if counts[NUM_ARRIVED] == num_requests:
                     break
-                now_s = requests.arrival_s[counts[NUM_ARRIVED]]
+                now_s = arrival_s[counts[NUM_ARRIVED]]
                 continue
-            num_cold = _begin(state, requests, limits, costs, totals)
-            if fetches and num_cold > 0:
+            num_before = counts[NUM_RUNNING]
+            num_tokens = admit(state, requests, limits)
+            if num_tokens > 0:
+                counts[IS_STALE] = 1
+                num_adapters = counts[NUM_BATCH]
+            else:
+                grow(state, requests)
+                batch_of_all(state)
+                num_before = 0
+                num_adapters = counts[NUM_ADAPTERS]
+            loads = touch(state, limits.num_slots)
+            num_in_step = counts[NUM_RUNNING] - num_before
+            totals[STEP_S] = _step_seconds(
+                costs, counts, limits, num_in_step, num_tokens, num_adapters, loads
+            )
+            counts[STEP_FIRST] = num_before
+            counts[IS_UNDER_WAY] = 1
+            if fetches and loads[2] > 0:
                 break
         step_s = totals[STEP_S]
         totals[RUNNING_S] += counts[NUM_RUNNING] * step_s
@@ -144,28 +161,6 @@ def simulate(state, requests, num_requests, limits, costs, totals, until_s, fetc
         if counts[NUM_NOTES] > 0:
             break
     totals[NOW_S] = now_s
-
-
-@numba.njit(cache=True, nogil=True)
-def _begin(state, requests, limits, costs, totals):  # type: ignore[no-untyped-def]
-    """Decide on the next step. Returns the adapters that it needs from disk."""
-    counts = state.counts
-    num_before = counts[NUM_RUNNING]
-    num_tokens = admit(state, requests, limits)
-    if num_tokens > 0:
-        counts[IS_STALE] = 1
-        num_adapters = counts[NUM_BATCH]
-    else:
-        grow(state, requests)
-        batch_of_all(state)
-        num_before = 0
-        num_adapters = counts[NUM_ADAPTERS]
-    loads = touch(state, limits.num_slots)
-    num_in_step = counts[NUM_RUNNING] - num_before
-    totals[STEP_S] = _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, loads)
-    counts[STEP_FIRST] = num_before
-    counts[IS_UNDER_WAY] = 1
-    return loads[2]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -208,10 +203,9 @@ def _sample(state, requests, first, now_s):  # type: ignore[no-untyped-def]
         request = state.running[index]
         state.generated[request] += 1
         counts[KV_TOKENS] += 1
-        if state.generated[request] == 1:
-            note(state, NOTE_FIRST, request)
         if np.isnan(state.first_s[request]):
             state.first_s[request] = now_s
+            note(state.notes, counts, NOTE_FIRST, request)
         else:
             if state.last_s[request] != last_s:  # of most it is the same
                 last_s = state.last_s[request]
@@ -220,7 +214,7 @@ def _sample(state, requests, first, now_s):  # type: ignore[no-untyped-def]
         state.last_s[request] = now_s
         if state.generated[request] >= requests.output_tokens[request]:
             state.finish_s[request] = now_s
-            note(state, NOTE_END, request)
+            note(state.notes, counts, NOTE_END, request)
             stop(state, requests, request)
         else:
             state.running[kept] = request

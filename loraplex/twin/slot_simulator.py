@@ -42,6 +42,7 @@ from loraplex.twin.slot_state import (
     Floats,
     Ints,
     Limits,
+    gap_place,
     gap_seconds,
     new_state,
     no_requests,
@@ -94,6 +95,7 @@ class SlotSimulator:
         self._totals = np.zeros(NUM_TOTALS)
         self._outcomes: list[RequestOutcome] = []
         self._left: set[int] = set()  # requests that went on elsewhere
+        self._resumed: set[int] = set()  # requests that came with a part of their answer
         self._num_checked = 0  # requests of which it was reported if they were lost
         self._read_end_s: Callable[[str], float] | None = None
         self._request_events: list[RequestEvent] | None = None
@@ -193,8 +195,7 @@ class SlotSimulator:
     def resume(self, request: WorkloadRequest, outcome: RequestOutcome) -> None:
         number = self._enter(request, outcome)
         if outcome.first_token_s is not None:
-            self._state.first_s[number] = outcome.first_token_s - self._latency_s
-            self._state.last_s[number] = request.arrival_s
+            self._resumed.add(number)
 
     def hand_over(self, request_id: str) -> tuple[RequestOutcome, int] | None:
         take_arrivals(
@@ -281,7 +282,9 @@ class SlotSimulator:
         for kind, number in self._state.notes[: counts[NUM_NOTES]].tolist():
             if kind == NOTE_FIRST:
                 outcome = self._outcomes[number]
-                if outcome.first_token_s is None:
+                if number in self._resumed:  # others came before it, the last one when it moved
+                    self._state.gaps[gap_place(now_s - self._requests.arrival_s[number])] += 1
+                else:
                     outcome.first_token_s = now_s + self._latency_s
                 if self._requests.output_tokens[number] > 1:  # otherwise its end says it
                     self._request_events.append(RequestEvent(now_s, str(number), None))

@@ -202,12 +202,13 @@ def with_adapter(state: State, *, rank: float, position: int, is_known: bool) ->
 
 
 @numba.njit(cache=True, nogil=True)
-def note(state, kind, number):  # type: ignore[no-untyped-def]
-    if len(state.notes) > 0:
-        place = state.counts[NUM_NOTES]
-        state.notes[place, 0] = kind
-        state.notes[place, 1] = number
-        state.counts[NUM_NOTES] = place + 1
+def note(notes, counts, kind, number):  # type: ignore[no-untyped-def]
+    """It is passed the arrays that it needs: all of a state, for every note, would cost as much as a step."""
+    if len(notes) > 0:
+        place = counts[NUM_NOTES]
+        notes[place, 0] = kind
+        notes[place, 1] = number
+        counts[NUM_NOTES] = place + 1
 
 
 @numba.njit(cache=True, nogil=True)
@@ -425,18 +426,18 @@ def touch(state, num_slots):  # type: ignore[no-untyped-def]
                 state.is_known[adapter] = True
                 num_cold += 1
                 cold_ranks += state.rank[adapter]
-                note(state, NOTE_READ, adapter)
+                note(state.notes, counts, NOTE_READ, adapter)
             if counts[NUM_ACTIVE] >= num_slots:
                 oldest, since = NOBODY, counts[CLOCK]
                 for other in range(len(state.touched)):
                     if state.is_active[other] and state.touched[other] < since:
                         oldest, since = other, state.touched[other]
                 state.is_active[oldest] = False
-                note(state, NOTE_EVICT, oldest)
+                note(state.notes, counts, NOTE_EVICT, oldest)
             else:
                 counts[NUM_ACTIVE] += 1
             state.is_active[adapter] = True
-            note(state, NOTE_LOAD, adapter)
+            note(state.notes, counts, NOTE_LOAD, adapter)
         state.touched[adapter] = counts[CLOCK]
     counts[NUM_LOADS] += num_loads
     return num_loads, ranks, num_cold, cold_ranks
