@@ -26,6 +26,7 @@ from loraplex.cli.twin_options import (
     ProfilePath,
     Ranks,
     Seconds,
+    Slots,
     TwinOptions,
     WorkloadPath,
     read_inputs,
@@ -82,6 +83,7 @@ def simulate(
     link: _Link = None,
     adapters: Adapters = None,
     ranks: Ranks = None,
+    slots: Slots = None,
     seconds: Seconds = None,
     kv_tokens: KvTokens = None,
     adapter_mib: AdapterMib = None,
@@ -97,7 +99,7 @@ def simulate(
 
     _check_files(profile, workload, json_out, plot)
     policy = Policy.of(routing, placement, migrates=migrate)
-    options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
+    options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     with shown_progress("simulating", expected=f"{len(inputs.workload):,} requests") as progress:
@@ -139,6 +141,7 @@ def compare(
     link: _Link = None,
     adapters: Adapters = None,
     ranks: Ranks = None,
+    slots: Slots = None,
     seconds: Seconds = None,
     kv_tokens: KvTokens = None,
     adapter_mib: AdapterMib = None,
@@ -153,7 +156,7 @@ def compare(
 
     _check_files(profile, workload, json_out, plot)
     named = _named(policies)
-    options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
+    options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
     expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
     with shown_progress("simulating", expected=expected) as progress:
@@ -191,6 +194,7 @@ def capacity(
     link: _Link = None,
     adapters: Adapters = None,
     ranks: Ranks = None,
+    slots: Slots = None,
     seconds: Seconds = None,
     kv_tokens: KvTokens = None,
     adapter_mib: AdapterMib = None,
@@ -206,7 +210,7 @@ def capacity(
     if not 0 < attainment <= 1:
         raise typer.BadParameter("must be above 0 and at most 1", param_hint="--attainment")
     named = _named(policies)
-    options = TwinOptions(adapters, ranks, None, kv_tokens, adapter_mib, modules, max_running, seconds)
+    options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
     if seconds is not None:  # the same requests at every rate, and time for each of them to end
         inputs = _whole(inputs, seconds)
@@ -267,7 +271,7 @@ def _inputs(
     link: str | None,
     options: TwinOptions,
 ) -> FleetInputs:
-    from loraplex.perf.cost_model import CostModel
+    from loraplex.perf.slot_profile import SlotProfile
     from loraplex.twin.fleet_compare import FleetInputs
     from loraplex.twin.fleet_run import FleetOptions, base_tpt_s
     from loraplex.twin.links import LinkSpeed
@@ -279,12 +283,11 @@ def _inputs(
     if replicas < 1:
         raise typer.BadParameter(f"must be at least 1, not {replicas}", param_hint="--replicas")
     found = read_profile_of(profile, None)
-    if not isinstance(found, CostModel):
-        raise UserError(
-            f"{profile}: it is of an engine with slots for adapters, and a fleet is of our own; give a "
-            "profile of `loraplex profile`"
-        )
     requests, replay_options = read_inputs(workload, options)
+    adapter_bytes = None
+    if isinstance(found, SlotProfile):  # the engine does not look at sizes, links do
+        adapter_bytes = replay_options.adapter_bytes
+        replay_options = replace(replay_options, adapter_bytes=None)
     slo_s = slo.seconds
     if slo_s is None:
         assert slo.multiple is not None
@@ -293,7 +296,12 @@ def _inputs(
         profile=found,
         workload=requests,
         options=FleetOptions(
-            num_replicas=replicas, replay=replay_options, slo_s=slo_s, period_s=period, link=speed
+            num_replicas=replicas,
+            replay=replay_options,
+            slo_s=slo_s,
+            period_s=period,
+            link=speed,
+            adapter_bytes=adapter_bytes,
         ),
     )
 
@@ -333,7 +341,7 @@ def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetIn
         typer.echo(f"{words:10} {min(values):10,.1f} {mean:10,.1f} {max(values):10,.1f}")
     if outcome.num_moves:
         typer.echo(f"{outcome.num_moves:,} {plural('move', outcome.num_moves)} of requests between replicas")
-    if outcome.most_bytes_held is not None:
+    if outcome.most_bytes_held is not None and outcome.bytes_moved is not None:
         typer.echo(
             f"adapters: {outcome.bytes_moved / 1e9:,.1f} GB fetched, {outcome.most_bytes_held / 1e9:,.1f} GB "
             "in the host memory that holds most"
@@ -357,12 +365,12 @@ def _show_policies(means: dict[str, PolicyFigures], inputs: FleetInputs) -> None
         typer.echo(
             f"{name:32} {_cell(each.attainment, 1e2, '%'):>9} {_cell(each.ttft_p95_s, 1e3):>12} "
             f"{_cell(each.tpt_mean_s, 1e3):>8} {each.adapter_loads:9,.0f} {each.busiest_over_mean:7.2f}x "
-            f"{each.bytes_moved / 1e9:9,.1f}"
+            f"{_cell(each.bytes_moved, 1e-9, digits=1):>9}"
         )
 
 
-def _cell(value: float | None, factor: float, unit: str = "") -> str:
-    return "-" if value is None else f"{value * factor:,.2f}{unit}"
+def _cell(value: float | None, factor: float, unit: str = "", digits: int = 2) -> str:
+    return "-" if value is None else f"{value * factor:,.{digits}f}{unit}"
 
 
 def _rate(rps: float) -> str:

@@ -42,7 +42,7 @@ KvTokens = Annotated[
 ]
 AdapterMib = Annotated[
     float | None,
-    typer.Option(help="Size of each adapter (our own engine); default: by its rank, as the profile has it."),
+    typer.Option(help="Size of each adapter; default: by its rank, as the profile of our own engine has it."),
 ]
 Modules = Annotated[
     str | None, typer.Option(help="What adapters are on (our own engine): q,k,v (default) or all.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +42,24 @@ class SlotCosts:
         """Those of `decode`, `prefill`, `load` and `scheduler`, each in the order of its fields."""
         return tuple(
             getattr(getattr(self, name), each.name) for name, part in PARTS.items() for each in fields(part)
+        )
+
+    @property
+    def without_reads(self) -> SlotCosts:
+        """The same where reading adapters into host memory is counted elsewhere."""
+        return replace(self, load=replace(self.load, disk_s=0.0, disk_rank_s=0.0))
+
+    @property
+    def of_base_model(self) -> SlotCosts:
+        """The costs of an engine that serves no adapters."""
+        decode, prefill = self.decode, self.prefill
+        return SlotCosts(
+            decode=BatchDecode(
+                base_s=decode.base_s, request_s=decode.request_s, kv_token_s=decode.kv_token_s
+            ),
+            prefill=Prefill(base_s=prefill.base_s, token_s=prefill.token_s),
+            load=AdapterLoadCost(slot_s=0.0),
+            scheduler=self.scheduler,
         )
 
     @classmethod

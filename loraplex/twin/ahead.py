@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from loraplex.core.request import EngineRequest
 from loraplex.scheduling.leaping import ANY_TOKEN
 from loraplex.scheduling.plan import AdapterLoad, StepPlan
-from loraplex.twin.simulator import AdapterEvent, Simulator
+from loraplex.twin.engine_twin import AdapterEvent
+from loraplex.twin.simulator import Simulator
 
 
 class _Flight(NamedTuple):

@@ -12,46 +12,32 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.pool import Drop
+from loraplex.twin.engine_twin import AdapterEvent, Adapters, Engines, EngineTwin, T
 from loraplex.twin.links import Links
 from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome
-from loraplex.twin.simulator import AdapterEvent, Simulator
 from loraplex.workload.jsonl import WorkloadRequest
 
 _TURN_S: Final = 5e-3
 """About a step."""
 
 
-class Engines(Protocol):
-    """Makes engines that are all alike, and makes adapters known to them. `sizes`: of adapters, in bytes."""
-
-    @property
-    def sizes(self) -> Sequence[int]: ...
-
-    def make(self) -> Simulator: ...
-
-    def register(self, simulator: Simulator, adapter: int) -> None: ...
-
-    def unstage(self, simulator: Simulator, adapter: int) -> None: ...
-
-    def adapter_number(self, version: str) -> int: ...
-
-
 class _Replica:
     """One engine of the fleet. `wake_s`: nothing can be seen of it before this time. `numbers`: of the
     requests that it was sent, in the order of the workload."""
 
-    def __init__(self, engines: Engines) -> None:
-        self._engines = engines
-        self.simulator = engines.make()
+    def __init__(self, engines: Engines[T]) -> None:
+        simulator = engines.make()
+        self.simulator: EngineTwin = simulator
+        self._register = partial(engines.register, simulator)
+        self.unstage = partial(engines.unstage, simulator)
         self.request_events: list[RequestEvent] = []
         self.adapter_events: list[AdapterEvent] = []
-        self.simulator.recorder.events = self.request_events
-        self.simulator.adapter_events = self.adapter_events
+        simulator.watch(self.request_events, self.adapter_events)
         self.adapters: set[int] = set()
         self.numbers: list[int] = []
         self._request_ids: dict[int, str] = {}
@@ -79,7 +65,7 @@ class _Replica:
         simulator.advance(request.arrival_s)
         if request.adapter not in self.adapters:
             self.adapters.add(request.adapter)
-            self._engines.register(simulator, request.adapter)
+            self._register(request.adapter)
         self._request_ids[number] = str(len(self.numbers))  # another one if it comes back
         self.numbers.append(number)
 
@@ -104,14 +90,14 @@ class ReplicaFigures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
     """The outcome of all requests, in the order of their arrival, and each replica's share. `chosen`: the
-    replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile.
-    `most_bytes_held`: of adapters in one replica's host memory in the end; None if they are not shared.
-    `num_moves`: of requests, which count with the replica where they ended."""
+    replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile;
+    None if their sizes are not known. `most_bytes_held`: of adapters in one replica's host memory in the end;
+    None if they are not shared. `num_moves`: of requests, which count with the replica where they ended."""
 
     all: Outcome
     chosen: Sequence[int]
     replicas: Sequence[ReplicaFigures]
-    bytes_moved: int
+    bytes_moved: int | None
     most_bytes_held: int | None
     num_moves: int
 
@@ -121,21 +107,21 @@ class SimulatedFleet:
 
     def __init__(
         self,
-        engines: Engines,
+        engines: Engines[T],
         controller: Controller,
         until_s: float = math.inf,
         links: Links | None = None,
     ) -> None:
         """`links`: between replicas; needed if and only if the controller shares adapters."""
         assert (links is None) == (controller.pool is None)
-        self._engines = engines
+        self._adapters: Adapters = engines
         self._controller = controller
         self._links = links
         self._until_s = until_s
         self._replicas = [_Replica(engines) for _ in range(controller.view.load.num_replicas)]
         if links is not None:
             for number, replica in enumerate(self._replicas):
-                replica.simulator.read_end_s = partial(self._fetch_end_s, number)
+                replica.simulator.fetch_by(partial(self._fetch_end_s, number))
         self._outcomes: list[RequestOutcome] = []
         self._chosen: list[int] = []
         self._answered: dict[int, int] = {}  # tokens that requests were answered with before they moved
@@ -201,7 +187,8 @@ class SimulatedFleet:
                 continue  # a first token elsewhere, while it was about to move
             if has_ended:
                 outcome = self._outcomes[number]
-                controller.ended(number, None if outcome.failed else outcome.request.output_tokens)
+                served = not (outcome.failed or outcome.lost)
+                controller.ended(number, outcome.request.output_tokens if served else None)
             else:
                 controller.first_token(number)
 
@@ -251,11 +238,11 @@ class SimulatedFleet:
         pool, links = self._controller.pool, self._links
         assert pool is not None
         assert links is not None
-        adapter, now_s = self._engines.adapter_number(version), self._replicas[chosen].simulator.now_s
+        adapter, now_s = self._adapters.adapter_number(version), self._replicas[chosen].simulator.now_s
         if pool.has(chosen, adapter):
             return now_s
         source = pool.fetch(chosen, adapter, links.free_at_s)
-        num_bytes = self._engines.sizes[adapter]
+        num_bytes = self._adapters.sizes[adapter]
         end_s = links.copy(source=source, target=chosen, num_bytes=num_bytes, now_s=now_s)
         heapq.heappush(self._fetches, (end_s, chosen, adapter))
         self._replicas[chosen].num_fetches += 1
@@ -264,7 +251,7 @@ class SimulatedFleet:
 
     def _let_go(self, drops: Iterable[Drop]) -> None:
         for chosen, adapter in drops:
-            self._engines.unstage(self._replicas[chosen].simulator, adapter)
+            self._replicas[chosen].unstage(adapter)
 
     def _collect(self, chosen: int, wake_s: float) -> None:
         """Take over what a replica did, part of which may lie ahead: the step that is under way."""
@@ -273,14 +260,14 @@ class SimulatedFleet:
             heapq.heappush(self._events, (at_s, replica.numbers[int(request_id)], reason is not None, chosen))
         replica.request_events.clear()
         for kind, version in replica.adapter_events:
-            adapter = self._engines.adapter_number(version)
+            adapter = self._adapters.adapter_number(version)
             if kind == "load":
                 tiers.loaded(chosen, adapter)
             elif kind == "read":
                 tiers.staged(chosen, adapter)
                 if self._links is None:
                     replica.num_fetches += 1
-                    self._bytes_moved += self._engines.sizes[adapter]
+                    self._bytes_moved += self._adapters.sizes[adapter]
             elif kind == "unstage":
                 if self._links is None:  # otherwise the pool says what a host holds
                     tiers.dropped(chosen, adapter)
@@ -293,12 +280,11 @@ class SimulatedFleet:
 
     def _outcome(self) -> FleetOutcome:
         pool, simulators = self._controller.pool, [replica.simulator for replica in self._replicas]
-        end_s = max(simulator.now_s for simulator in simulators)
-        duration_s = end_s if self._until_s == math.inf else self._until_s
-        parts = [simulator.outcome(duration_s) for simulator in simulators]
+        end_s = max(simulator.end_s(self._until_s) for simulator in simulators)
+        parts = [simulator.outcome(end_s) for simulator in simulators]
         whole = Outcome(
             requests=self._outcomes,
-            duration_s=duration_s,
+            duration_s=max(part.duration_s for part in parts),
             num_steps=sum(part.num_steps for part in parts),
             num_loads=sum(part.num_loads for part in parts),
             num_preemptions=sum(part.num_preemptions for part in parts),

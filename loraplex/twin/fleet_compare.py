@@ -16,7 +16,7 @@ import numpy as np
 from loraplex.core.errors import UserError
 from loraplex.core.progress import Report
 from loraplex.fleet.policy import PLACEMENTS, Policy
-from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import Profile
 from loraplex.twin.fleet_figures import PolicyFigures, figures_of
 from loraplex.twin.fleet_run import FleetOptions, FleetRuns, at_rate
 from loraplex.twin.highest_rate import highest_rate
@@ -30,7 +30,7 @@ _QUANTILES: Final = np.linspace(0.0, 1.0, 101)
 class FleetInputs:
     """The fleet and the workload that policies are compared on."""
 
-    profile: CostModel
+    profile: Profile
     workload: Sequence[WorkloadRequest]
     options: FleetOptions
 

@@ -17,7 +17,7 @@ class PolicyFigures:
 
     `attainment`: the share of requests within the SLO; None without one. `tpt_mean_s`: seconds per token,
     from arrival to end. `busiest_over_mean`: by tokens served. `bytes_moved`: of adapters, to the hosts of
-    replicas. Figures of requests are None if none was served.
+    replicas; None if their sizes are not known. Figures of requests are None if none was served.
     """
 
     attainment: float | None
@@ -25,7 +25,7 @@ class PolicyFigures:
     tpt_mean_s: float | None
     adapter_loads: float
     busiest_over_mean: float
-    bytes_moved: float
+    bytes_moved: float | None
 
 
 NAMES: Final = tuple(field.name for field in fields(PolicyFigures))

@@ -10,9 +10,8 @@ from typing import Final
 
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
-from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
-from loraplex.fleet.load import FleetLoad, ReplicaLimits
+from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.migration.migrate import Migrator
 from loraplex.fleet.placements.token_rates import token_rates
 from loraplex.fleet.policy import PLACEMENTS, PlacementContext, Policy
@@ -20,15 +19,12 @@ from loraplex.fleet.replanner import PERIOD_S, Replanner
 from loraplex.fleet.routers.named import router_named
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
-from loraplex.perf.cost_model import CostModel, KernelKind
 from loraplex.perf.named_profiles import Profile
-from loraplex.perf.set_costs import StepSetCosts
-from loraplex.perf.slot_profile import SlotProfile
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
+from loraplex.twin.fleet_engines import fleet_engines
 from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.replay import (
-    OwnEngines,
     ReplayOptions,
     check_options,
     check_workload,
@@ -38,7 +34,6 @@ from loraplex.twin.replay import (
 from loraplex.workload.jsonl import WorkloadRequest
 
 _NUM_ALONE: Final = 100
-_UNBOUNDED: Final = 1 << 60
 _SHUFFLE_S: Final = 10.0
 """Requests that come within so many seconds of each other are exchanged to make another workload like it."""
 
@@ -47,7 +42,8 @@ _SHUFFLE_S: Final = 10.0
 class FleetOptions:
     """The fleet that is simulated under any policy. `slo_s`: seconds per token that a request may take.
     `points`: tokens/s that a replica sustains, by rank; None to find them when a placement asks. `link`: over
-    which replicas fetch adapters from each other's host memory; None if each reads them from its disk."""
+    which replicas fetch adapters from each other's host memory; None if each reads them from its disk.
+    `adapter_bytes`: of each adapter, for engines with slots, whose profile does not say it."""
 
     num_replicas: int
     replay: ReplayOptions
@@ -55,21 +51,7 @@ class FleetOptions:
     period_s: float = PERIOD_S
     points: Mapping[int, float] | None = None
     link: LinkSpeed | None = None
-
-
-class _ModelMoves:
-    """Loads of adapters by the cost model: over a link, or from a file that the page cache holds."""
-
-    def __init__(self, model: CostModel, num_bytes: Sequence[int], link: LinkSpeed | None) -> None:
-        self._model = model
-        self._bytes = num_bytes
-        self._elsewhere_s = model.read_s if link is None else link.seconds
-
-    def from_host_s(self, adapter: int) -> float:
-        return self._model.copy_s(self._bytes[adapter])
-
-    def from_elsewhere_s(self, adapter: int) -> float:
-        return self._elsewhere_s(self._bytes[adapter])
+    adapter_bytes: int | None = None
 
 
 class FleetRuns:
@@ -81,33 +63,27 @@ class FleetRuns:
             raise UserError(f"a fleet has at least one replica, not {options.num_replicas}")
         check_workload(workload, options.replay)
         check_options(profile, options.replay)
-        if isinstance(profile, SlotProfile):
-            raise UserError(
-                "a fleet is of our own engines; the profile is of an engine with slots for adapters"
-            )
         self._profile = profile
         self._workload = workload
         self._options = options
-        replay_options = options.replay
-        if options.link is not None:
-            # What a host holds is the pool's to say: the engine's own cache of it must not say otherwise.
-            replay_options = replace(replay_options, host_memory=_UNBOUNDED)
-        self._engines = OwnEngines(profile, replay_options, longest=longest_of(workload))
-        self._adapters = AdapterTable.of(ranks=self._engines.ranks, num_bytes=self._engines.sizes)
-        self._costs = StepSetCosts(profile, rank_bytes=self._engines.rank_bytes)
+        self._has = fleet_engines(
+            profile,
+            options.replay,
+            longest=longest_of(workload),
+            link=options.link,
+            adapter_bytes=options.adapter_bytes,
+        )
         self._points = options.points
-        if options.link is not None:
-            self._check_hosts()
+        if options.link is not None and self._has.host_bytes is not None:
+            self._check_hosts(self._has.host_bytes)
 
-    def _check_hosts(self) -> None:
+    def _check_hosts(self, host_bytes: int) -> None:
         """Raise UserError if the hosts of all replicas together cannot hold every adapter."""
-        memory, num_replicas = self._profile.memory, self._options.num_replicas
-        assert memory is not None, "engines were made by it"
-        host_bytes = self._options.replay.host_memory or memory.host_bytes
-        needed, held = int(self._adapters.num_bytes.sum()), host_bytes * num_replicas
+        adapters, num_replicas = self._has.adapters, self._options.num_replicas
+        needed, held = int(adapters.num_bytes.sum()), host_bytes * num_replicas
         if needed > held:
             raise UserError(
-                f"{len(self._adapters):,} adapters take {needed:,} bytes, {needed - held:,} more than the "
+                f"{len(adapters):,} adapters take {needed:,} bytes, {needed - held:,} more than the "
                 f"host memory of {num_replicas} {plural('replica', num_replicas)} holds; add replicas, or "
                 "leave --link out to read adapters from disk"
             )
@@ -117,23 +93,21 @@ class FleetRuns:
         controller = self._controller(policy, seed)
         link, num_replicas = self._options.link, self._options.num_replicas
         links = None if link is None else Links(link, num_replicas)
-        fleet = SimulatedFleet(self._engines, controller, self._options.replay.until_s, links)
-        return fleet.run(shuffled(self._workload, seed))
+        fleet = SimulatedFleet(self._has.engines, controller, self._options.replay.until_s, links)
+        outcome = fleet.run(shuffled(self._workload, seed))
+        return outcome if self._has.knows_sizes else replace(outcome, bytes_moved=None)
 
     def _controller(self, policy: Policy, seed: int) -> Controller:
-        options, profile = self._options, self._profile
-        memory = profile.memory
-        assert memory is not None, "engines were made by it"
-        limits = ReplicaLimits(max_running=self._engines.max_running, kv_tokens=self._engines.kv_tokens)
+        options, has = self._options, self._has
         view = FleetView(
-            load=FleetLoad([limits] * options.num_replicas),
+            load=FleetLoad([has.limits] * options.num_replicas),
             tiers=AdapterTiers(),
-            costs=self._costs,
-            moves=_ModelMoves(profile, self._adapters.num_bytes.tolist(), options.link),
+            costs=has.costs,
+            moves=has.moves,
             slo_s=options.slo_s,
         )
         return Controller(
-            adapters=self._adapters,
+            adapters=has.adapters,
             view=view,
             router=router_named(policy.routing, seed),
             planner=self._planner(policy, seed),
@@ -147,18 +121,16 @@ class FleetRuns:
             return None
         context = PlacementContext(
             operating_points=self._operating_points() if named.needs_points else {},
-            token_rates=token_rates(self._costs, self._adapters.ranks.tolist()),
-            padded=self._profile.kernels is KernelKind.PADDED,
+            token_rates=token_rates(self._has.costs, self._has.adapters.ranks.tolist()),
+            padded=self._has.pads,
         )
-        memory = self._profile.memory
-        assert memory is not None
         return Replanner(
             named.make(context),
-            adapters=self._adapters,
+            adapters=self._has.adapters,
             num_replicas=self._options.num_replicas,
             period_s=math.inf if named.is_static else self._options.period_s,
-            host_bytes=memory.host_bytes,
-            device_bytes=memory.arena_bytes,
+            host_bytes=self._has.host_bytes,
+            device_bytes=self._has.device_bytes,
             seed=seed,
         )
 
@@ -193,7 +165,7 @@ def at_rate(workload: Sequence[WorkloadRequest], factor: float) -> list[Workload
     return [replace(each, arrival_s=each.arrival_s / factor) for each in workload]
 
 
-def base_tpt_s(profile: CostModel, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> float:
+def base_tpt_s(profile: Profile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> float:
     """Return the mean time per token of requests that the base model serves one at a time on an idle engine:
     the yardstick of an SLO such as 1.5x."""
     rng = random.Random(0)

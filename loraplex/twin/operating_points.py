@@ -14,6 +14,7 @@ from typing import Final
 
 from loraplex.core.errors import UserError
 from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import Profile
 from loraplex.twin.highest_rate import highest_rate
 from loraplex.twin.replay import ReplayOptions, replay
 from loraplex.workload.jsonl import WorkloadRequest
@@ -29,7 +30,7 @@ _NEXT_RANK: Final = 1.1
 
 
 def operating_points(
-    profile: CostModel,
+    profile: Profile,
     workload: Sequence[WorkloadRequest],
     options: ReplayOptions,
     *,
@@ -39,10 +40,11 @@ def operating_points(
     tokens = sum(each.prompt_tokens + each.output_tokens for each in workload) / len(workload)
     points: dict[int, float] = {}
     guess, factor = 10.0, 2.0
+    few = replace(options, num_adapters=_NUM_ADAPTERS, staged=True, until_s=math.inf)
+    if not isinstance(profile, CostModel):  # slots are as they are, whichever adapters are in them
+        few = replace(few, num_slots=options.num_slots or options.num_adapters, slot_rank=max(options.ranks))
     for rank in sorted(set(options.ranks)):
-        alone = replace(
-            options, ranks=(rank,), num_adapters=_NUM_ADAPTERS, num_slots=None, staged=True, until_s=math.inf
-        )
+        alone = replace(few, ranks=(rank,))
 
         def holds(rate: float, alone: ReplayOptions = alone) -> bool:
             ttft = replay(profile, _at_rate(workload, rate), alone).summary()["ttft_s"]

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.core.modules import GROUPS
@@ -23,7 +21,7 @@ from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
-from loraplex.twin.outcome import Outcome, RequestOutcome
+from loraplex.twin.outcome import Outcome
 from loraplex.twin.simulator import Simulator
 from loraplex.twin.times import CostModelTimes, StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
@@ -34,8 +32,9 @@ _MAX_RUNNING: Final = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """`ranks`: of the adapters, one after the other, over and over. `num_slots`: of an engine that has them;
-    None for as many as there are adapters. For our own engine: `adapter_bytes`, of each adapter, or
+    """`ranks`: of the adapters, one after the other, over and over. `num_slots`, `slot_rank`: of an engine
+    that has slots, how many and of which rank; None for as many as there are adapters, and for the largest of
+    their ranks. For our own engine: `adapter_bytes`, of each adapter, or
     `rank_bytes`, of each by its rank; None of both for what adapters on `modules` take by the profile.
     `work`, in a step at most, None for the profile's. `cold_start`, None for what an engine does on the
     profile's device. `staged`: adapters are in the host's memory when time begins."""
@@ -43,6 +42,7 @@ class ReplayOptions:
     num_adapters: int
     ranks: tuple[int, ...] = (16,)
     num_slots: int | None = None
+    slot_rank: int | None = None
     until_s: float = math.inf
     kv_tokens: int | None = None
     adapter_bytes: int | None = None
@@ -219,52 +219,8 @@ class OwnEngines:
 
 
 def _on_slots(profile: SlotProfile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:
-    from loraplex.twin.slot_engine import run_slot_engine
-    from loraplex.twin.slot_state import BLOCK_SIZE, Limits, Requests
+    from loraplex.twin.slot_engines import SlotEngines
 
     workload = [each for each in workload if each.arrival_s < options.until_s]
-    num_slots = options.num_slots or options.num_adapters
-    max_rank = max(options.ranks)
-    kv_tokens = options.kv_tokens or profile.memory.predict(num_slots=num_slots, max_rank=max_rank)
-    num_blocks = kv_tokens // BLOCK_SIZE
-    requests = Requests(
-        arrival_s=np.array([each.arrival_s for each in workload], np.float64),
-        prompt_tokens=np.array([each.prompt_tokens for each in workload], np.int64),
-        output_tokens=np.array([each.output_tokens for each in workload], np.int64),
-        adapter=np.array([each.adapter for each in workload], np.int64),
-    )
-    limits = Limits(
-        num_slots=num_slots,
-        max_rank=max_rank,
-        num_blocks=num_blocks,
-        spare_blocks=profile.spare_blocks(num_blocks),
-        max_running=profile.max_running,
-        max_step_tokens=profile.max_step_tokens,
-        max_open=profile.client.max_open,
-        until_s=options.until_s,
-    )
-    ranks = np.resize(np.array(options.ranks, np.float64), options.num_adapters)
-    order = np.random.default_rng(options.seed).permutation(options.num_adapters)
-    run = run_slot_engine(requests, limits, profile.costs, ranks=ranks, order=order)
-    latency_s = profile.client.latency_s
-    outcomes = [
-        RequestOutcome(
-            request=request,
-            first_token_s=None if math.isnan(first_s) else first_s + latency_s,
-            finish_s=None if math.isnan(finish_s) else finish_s + latency_s,
-            lost=lost,
-        )
-        for request, first_s, finish_s, lost in zip(
-            workload, run.first_s.tolist(), run.finish_s.tolist(), run.is_lost.tolist(), strict=True
-        )
-    ]
-    return Outcome(
-        requests=outcomes,
-        duration_s=min(run.duration_s + latency_s, options.until_s),
-        num_steps=run.num_steps,
-        num_loads=run.num_loads,
-        num_preemptions=run.num_preemptions,
-        mean_running=run.mean_running,
-        mean_waiting=run.mean_waiting,
-        gaps=[(gap_s, 0.0, 1, number) for gap_s, number in run.gaps],
-    )
+    engines = SlotEngines(profile, options, longest=longest_of(workload))
+    return engines.run(workload)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import count
-from typing import Literal, NamedTuple
 
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
@@ -22,16 +21,10 @@ from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.leaping import ANY_TOKEN, LeapingScheduler
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan
-from loraplex.twin.outcome import Outcome, Recorder, RequestOutcome
+from loraplex.twin.engine_twin import AdapterEvent
+from loraplex.twin.outcome import Outcome, Recorder, RequestEvent, RequestOutcome
 from loraplex.twin.times import Repeats, StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
-
-
-class AdapterEvent(NamedTuple):
-    """A load to the device or a read to host memory that has begun, or an eviction from one of them."""
-
-    kind: Literal["load", "read", "evict", "unstage"]
-    version: str
 
 
 class Simulator:
@@ -97,12 +90,26 @@ class Simulator:
                 break
             self.offer(request)
         self.advance(until_s)
-        return self.outcome(self.now_s if until_s == math.inf else until_s)
+        return self.outcome(self.end_s(until_s))
 
     def outcome(self, end_s: float) -> Outcome:
         """Return the outcome of everything up to `end_s`."""
         num_preemptions = self.scheduler.stats(self.recorder.num_steps).num_preemptions
         return self.recorder.outcome(end_s, num_loads=self.num_loads, num_preemptions=num_preemptions)
+
+    def end_s(self, until_s: float) -> float:
+        """Return when a run has ended that was to end at `until_s` at the latest."""
+        return self.now_s if until_s == math.inf else until_s
+
+    # ---- who looks from outside
+
+    def watch(self, requests: list[RequestEvent], adapters: list[AdapterEvent]) -> None:
+        """From now on, append to these what can be seen from outside."""
+        self.recorder.events, self.adapter_events = requests, adapters
+
+    def fetch_by(self, read_end_s: Callable[[str], float]) -> None:
+        """From now on, ask this when a version is in host memory that is read now."""
+        self.read_end_s = read_end_s
 
     # ---- what comes
 

@@ -18,13 +18,19 @@ from loraplex.perf.slot_profile import SlotCosts
 from loraplex.twin.slot_state import (
     BLOCK_SIZE,
     IS_STALE,
+    IS_UNDER_WAY,
     KV_TOKENS,
+    NOTE_END,
+    NOTE_FIRST,
     NUM_ADAPTERS,
+    NUM_ARRIVED,
     NUM_BATCH,
     NUM_LOADS,
+    NUM_NOTES,
     NUM_PREEMPTIONS,
     NUM_RUNNING,
     NUM_WAITING,
+    STEP_FIRST,
     Flags,
     Floats,
     Ints,
@@ -32,21 +38,23 @@ from loraplex.twin.slot_state import (
     Requests,
     admit,
     batch_of_all,
-    enqueue,
     gap_place,
     gap_seconds,
     grow,
     new_state,
+    note,
     stop,
+    take_arrivals,
     touch,
 )
 
 # Places in the totals of a run.
-_NOW_S: Final = 0
-_RUNNING_S: Final = 1
-_WAITING_S: Final = 2
-_NUM_STEPS: Final = 3
-_NUM_TOTALS: Final = 4
+NOW_S: Final = 0
+RUNNING_S: Final = 1
+WAITING_S: Final = 2
+NUM_STEPS: Final = 3
+STEP_S: Final = 4  # of the step under way
+NUM_TOTALS: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,22 +76,29 @@ class SlotRun:
     mean_waiting: float
 
 
+def check_room(limits: Limits, longest: int) -> None:
+    """Raise CapacityError if a request of so many tokens could never run."""
+    room = max(limits.num_blocks - limits.spare_blocks, 0) * BLOCK_SIZE
+    if longest > room:
+        raise CapacityError(
+            f"KV memory holds {room} tokens beside the adapters and what is kept free, too few for a "
+            f"request of {longest}; give fewer --slots, or more --kv-tokens"
+        )
+
+
 def run_slot_engine(
     requests: Requests, limits: Limits, costs: SlotCosts, *, ranks: Floats, order: Ints
 ) -> SlotRun:
     """`ranks`: by adapter. `order`: in which the engine goes through the adapters of a batch."""
     if len(requests.arrival_s) > 0:
-        longest = int((requests.prompt_tokens + requests.output_tokens).max())
-        room = max(limits.num_blocks - limits.spare_blocks, 0) * BLOCK_SIZE
-        if longest > room:
-            raise CapacityError(
-                f"KV memory holds {room} tokens beside the adapters and what is kept free, too few for a "
-                f"request of {longest}; give fewer --slots, or more --kv-tokens"
-            )
+        check_room(limits, int((requests.prompt_tokens + requests.output_tokens).max()))
     state = new_state(requests, limits, ranks, order)
-    totals = np.zeros(_NUM_TOTALS)
-    _simulate(state, requests, limits, np.array(costs.coefficients), totals)
-    duration_s = min(float(totals[_NOW_S]), limits.until_s) or 1.0
+    totals = np.zeros(NUM_TOTALS)
+    coefficients = np.array(costs.coefficients)
+    simulate(
+        state, requests, len(requests.arrival_s), limits, coefficients, totals, float(limits.until_s), False
+    )
+    duration_s = min(float(totals[NOW_S]), limits.until_s) or 1.0
     return SlotRun(
         requests=requests,
         first_s=state.first_s,
@@ -91,49 +106,61 @@ def run_slot_engine(
         is_lost=state.is_lost,
         gaps=[(gap_seconds(place), int(state.gaps[place])) for place in np.flatnonzero(state.gaps).tolist()],
         duration_s=duration_s,
-        num_steps=int(totals[_NUM_STEPS]),
+        num_steps=int(totals[NUM_STEPS]),
         num_loads=int(state.counts[NUM_LOADS]),
         num_preemptions=int(state.counts[NUM_PREEMPTIONS]),
-        mean_running=float(totals[_RUNNING_S]) / duration_s,
-        mean_waiting=float(totals[_WAITING_S]) / duration_s,
+        mean_running=float(totals[RUNNING_S]) / duration_s,
+        mean_waiting=float(totals[WAITING_S]) / duration_s,
     )
 
 
 @numba.njit(cache=True, nogil=True)
-def _simulate(state, requests, limits, costs, totals):  # type: ignore[no-untyped-def]
+def simulate(state, requests, num_requests, limits, costs, totals, until_s, fetches):  # type: ignore[no-untyped-def]
+    """Take all steps that begin before this time, while there are requests. If notes are taken, return after
+    each step that has some. `fetches`: return also when a step is under way that reads adapters, for the
+    caller to add to its seconds."""
     counts, arrival_s = state.counts, requests.arrival_s
-    now_s, coming, num_requests = 0.0, 0, len(arrival_s)
-    while now_s < limits.until_s:
-        while coming < num_requests and arrival_s[coming] <= now_s:
-            if counts[NUM_WAITING] + counts[NUM_RUNNING] < limits.max_open:
-                enqueue(state, requests, coming)
-            else:
-                state.is_lost[coming] = True
-            coming += 1
-        if counts[NUM_WAITING] == 0 and counts[NUM_RUNNING] == 0:
-            if coming == num_requests:
+    now_s = totals[NOW_S]
+    while True:
+        if counts[IS_UNDER_WAY] == 0:
+            if now_s >= until_s:
                 break
-            now_s = arrival_s[coming]
-            continue
-        num_before = counts[NUM_RUNNING]
-        num_tokens = admit(state, requests, limits)
-        if num_tokens > 0:
-            counts[IS_STALE] = 1
-            num_adapters = counts[NUM_BATCH]
-        else:
-            grow(state, requests)
-            batch_of_all(state)
-            num_before = 0
-            num_adapters = counts[NUM_ADAPTERS]
-        loads = touch(state, limits.num_slots)
-        num_in_step = counts[NUM_RUNNING] - num_before
-        step_s = _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, loads)
-        totals[_RUNNING_S] += counts[NUM_RUNNING] * step_s
-        totals[_WAITING_S] += counts[NUM_WAITING] * step_s
-        totals[_NUM_STEPS] += 1
+            if counts[NUM_ARRIVED] < num_requests and arrival_s[counts[NUM_ARRIVED]] <= now_s:
+                take_arrivals(state, requests, num_requests, limits.max_open, now_s)
+            if counts[NUM_WAITING] == 0 and counts[NUM_RUNNING] == 0:
+                if counts[NUM_ARRIVED] == num_requests:
+                    break
+                now_s = arrival_s[counts[NUM_ARRIVED]]
+                continue
+            num_before = counts[NUM_RUNNING]
+            num_tokens = admit(state, requests, limits)
+            if num_tokens > 0:
+                counts[IS_STALE] = 1
+                num_adapters = counts[NUM_BATCH]
+            else:
+                grow(state, requests)
+                batch_of_all(state)
+                num_before = 0
+                num_adapters = counts[NUM_ADAPTERS]
+            loads = touch(state, limits.num_slots)
+            num_in_step = counts[NUM_RUNNING] - num_before
+            totals[STEP_S] = _step_seconds(
+                costs, counts, limits, num_in_step, num_tokens, num_adapters, loads
+            )
+            counts[STEP_FIRST] = num_before
+            counts[IS_UNDER_WAY] = 1
+            if fetches and loads[2] > 0:
+                break
+        step_s = totals[STEP_S]
+        totals[RUNNING_S] += counts[NUM_RUNNING] * step_s
+        totals[WAITING_S] += counts[NUM_WAITING] * step_s
+        totals[NUM_STEPS] += 1
         now_s += step_s
-        _sample(state, requests, num_before, now_s)
-    totals[_NOW_S] = now_s
+        counts[IS_UNDER_WAY] = 0
+        _sample(state, requests, counts[STEP_FIRST], now_s)
+        if counts[NUM_NOTES] > 0:
+            break
+    totals[NOW_S] = now_s
 
 
 @numba.njit(cache=True, nogil=True)
@@ -178,6 +205,7 @@ def _sample(state, requests, first, now_s):  # type: ignore[no-untyped-def]
         counts[KV_TOKENS] += 1
         if np.isnan(state.first_s[request]):
             state.first_s[request] = now_s
+            note(state.notes, counts, NOTE_FIRST, request)
         else:
             if state.last_s[request] != last_s:  # of most it is the same
                 last_s = state.last_s[request]
@@ -186,6 +214,7 @@ def _sample(state, requests, first, now_s):  # type: ignore[no-untyped-def]
         state.last_s[request] = now_s
         if state.generated[request] >= requests.output_tokens[request]:
             state.finish_s[request] = now_s
+            note(state.notes, counts, NOTE_END, request)
             stop(state, requests, request)
         else:
             state.running[kept] = request

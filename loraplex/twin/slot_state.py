@@ -8,11 +8,14 @@ them in `front`, the last one first.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numba
 import numpy as np
 import numpy.typing as npt
+
+from loraplex.workload.jsonl import WorkloadRequest
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -39,7 +42,20 @@ NUM_LOADS: Final = 9
 NUM_PREEMPTIONS: Final = 10
 IS_BLOCKED: Final = 11  # nobody who waits may run before somebody comes or ends
 IS_STALE: Final = 12  # the order of touches is not that of the running adapters
-NUM_COUNTS: Final = 13
+NUM_ARRIVED: Final = 13
+STEP_FIRST: Final = 14  # the place in `running` of the first request that the step under way computes
+IS_UNDER_WAY: Final = 15  # a step has begun and not ended
+NUM_NOTES: Final = 16  # in `notes`
+NUM_COUNTS: Final = 17
+
+# Kinds of notes: of adapters while a step begins, of requests when it ends.
+NOTE_READ: Final = 0  # from disk, or from elsewhere
+NOTE_EVICT: Final = 1
+NOTE_LOAD: Final = 2
+NOTE_FIRST: Final = 3  # token
+NOTE_END: Final = 4
+_NOTES_A_REQUEST: Final = 5
+"""In one step at most: each of the running requests may have all of them."""
 
 
 class Requests(NamedTuple):
@@ -67,7 +83,9 @@ class Limits(NamedTuple):
 
 class State(NamedTuple):
     """By request: `generated` to `is_lost`; `last_s`: of its last token. By adapter: `head` to `position`.
-    `gaps`: how many there were, by `gap_place`."""
+    `order`: adapters by rising `position`.
+    `gaps`: how many there were, by `gap_place`. `notes`: what can be seen of the last step from outside, as
+    (kind, number of the adapter or request); without rows if nobody looks."""
 
     counts: Ints
     running: Ints
@@ -90,6 +108,7 @@ class State(NamedTuple):
     order: Ints
     position: Ints
     gaps: Ints
+    notes: Ints
 
 
 def new_state(requests: Requests, limits: Limits, ranks: Floats, order: Ints) -> State:
@@ -121,7 +140,75 @@ def new_state(requests: Requests, limits: Limits, ranks: Floats, order: Ints) ->
         order=order,
         position=position,
         gaps=np.zeros(_NUM_GAPS, np.int64),
+        notes=np.zeros((0, 2), np.int64),
     )
+
+
+def notes_for(limits: Limits) -> Ints:
+    """Room for the notes of any step."""
+    return np.zeros((_NOTES_A_REQUEST * limits.max_running, 2), np.int64)
+
+
+def requests_of(workload: Sequence[WorkloadRequest]) -> Requests:
+    return Requests(
+        arrival_s=np.array([each.arrival_s for each in workload], np.float64),
+        prompt_tokens=np.array([each.prompt_tokens for each in workload], np.int64),
+        output_tokens=np.array([each.output_tokens for each in workload], np.int64),
+        adapter=np.array([each.adapter for each in workload], np.int64),
+    )
+
+
+def no_requests(num_requests: int) -> Requests:
+    """Room for so many."""
+    return Requests(
+        arrival_s=np.zeros(num_requests),
+        prompt_tokens=np.zeros(num_requests, np.int64),
+        output_tokens=np.zeros(num_requests, np.int64),
+        adapter=np.zeros(num_requests, np.int64),
+    )
+
+
+def with_more_room(state: State, requests: Requests) -> tuple[State, Requests]:
+    """Return the same with room for twice as many requests."""
+    more = len(requests.arrival_s)
+    return state._replace(
+        front=np.append(state.front, np.empty(more, np.int64)),
+        behind=np.append(state.behind, np.full(more, NOBODY, np.int64)),
+        generated=np.append(state.generated, np.zeros(more, np.int64)),
+        blocks=np.append(state.blocks, np.zeros(more, np.int64)),
+        first_s=np.append(state.first_s, np.full(more, np.nan)),
+        last_s=np.append(state.last_s, np.full(more, np.nan)),
+        finish_s=np.append(state.finish_s, np.full(more, np.nan)),
+        is_lost=np.append(state.is_lost, np.zeros(more, np.bool_)),
+    ), Requests(*(np.append(old, new) for old, new in zip(requests, no_requests(more), strict=True)))
+
+
+def with_adapter(state: State, *, rank: float, position: int, is_known: bool) -> State:
+    """Return the same with one adapter more. `position`: in the engine's order, where it is no other's."""
+    number = len(state.head)
+    place = int(np.searchsorted(state.position[state.order], position))
+    return state._replace(
+        batch=np.empty(number + 2, np.int64),
+        head=np.append(state.head, NOBODY),
+        tail=np.append(state.tail, NOBODY),
+        num_running_of=np.append(state.num_running_of, 0),
+        touched=np.append(state.touched, 0),
+        is_active=np.append(state.is_active, False),
+        is_known=np.append(state.is_known, is_known),
+        rank=np.append(state.rank, rank),
+        order=np.insert(state.order, place, number),
+        position=np.append(state.position, position),
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def note(notes, counts, kind, number):  # type: ignore[no-untyped-def]
+    """It is passed the arrays that it needs: all of a state, for every note, would cost as much as a step."""
+    if len(notes) > 0:
+        place = counts[NUM_NOTES]
+        notes[place, 0] = kind
+        notes[place, 1] = number
+        counts[NUM_NOTES] = place + 1
 
 
 @numba.njit(cache=True, nogil=True)
@@ -145,6 +232,19 @@ def enqueue(state, requests, request):  # type: ignore[no-untyped-def]
     state.tail[adapter] = request
     state.counts[NUM_WAITING] += 1
     state.counts[IS_BLOCKED] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def take_arrivals(state, requests, num_requests, max_open, now_s):  # type: ignore[no-untyped-def]
+    """Those of so many requests that are there by now wait, or are lost."""
+    counts = state.counts
+    while counts[NUM_ARRIVED] < num_requests and requests.arrival_s[counts[NUM_ARRIVED]] <= now_s:
+        request = counts[NUM_ARRIVED]
+        if counts[NUM_WAITING] + counts[NUM_RUNNING] < max_open:
+            enqueue(state, requests, request)
+        else:
+            state.is_lost[request] = True
+        counts[NUM_ARRIVED] += 1
 
 
 @numba.njit(cache=True, nogil=True)
@@ -220,6 +320,33 @@ def stop(state, requests, request):  # type: ignore[no-untyped-def]
     state.blocks[request] = 0
     counts[KV_TOKENS] -= requests.prompt_tokens[request] + state.generated[request]
     counts[IS_BLOCKED] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def withdraw(state, requests, request):  # type: ignore[no-untyped-def]
+    """Take out a request that runs or waits, as if it had never come."""
+    counts, running = state.counts, state.running
+    for index in range(counts[NUM_RUNNING]):
+        if running[index] == request:
+            stop(state, requests, request)
+            counts[NUM_RUNNING] -= 1
+            running[index : counts[NUM_RUNNING]] = running[index + 1 : counts[NUM_RUNNING] + 1].copy()
+            return
+    for place in range(counts[NUM_FRONT]):
+        if state.front[place] == request:
+            dequeue(state, requests, request, place)
+            return
+    adapter = requests.adapter[request]
+    before, each = NOBODY, state.head[adapter]
+    while each != request:
+        before, each = each, state.behind[each]
+    if before == NOBODY:
+        state.head[adapter] = state.behind[request]
+    else:
+        state.behind[before] = state.behind[request]
+    if state.tail[adapter] == request:
+        state.tail[adapter] = before
+    counts[NUM_WAITING] -= 1
 
 
 @numba.njit(cache=True, nogil=True)
@@ -299,15 +426,18 @@ def touch(state, num_slots):  # type: ignore[no-untyped-def]
                 state.is_known[adapter] = True
                 num_cold += 1
                 cold_ranks += state.rank[adapter]
+                note(state.notes, counts, NOTE_READ, adapter)
             if counts[NUM_ACTIVE] >= num_slots:
                 oldest, since = NOBODY, counts[CLOCK]
                 for other in range(len(state.touched)):
                     if state.is_active[other] and state.touched[other] < since:
                         oldest, since = other, state.touched[other]
                 state.is_active[oldest] = False
+                note(state.notes, counts, NOTE_EVICT, oldest)
             else:
                 counts[NUM_ACTIVE] += 1
             state.is_active[adapter] = True
+            note(state.notes, counts, NOTE_LOAD, adapter)
         state.touched[adapter] = counts[CLOCK]
     counts[NUM_LOADS] += num_loads
     return num_loads, ranks, num_cold, cold_ranks

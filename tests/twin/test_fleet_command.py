@@ -164,12 +164,55 @@ def test_what_cannot_be_simulated_is_refused(
     assert says in " ".join(said.split())
 
 
-def test_a_profile_of_another_kind_is_refused(workload: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def slots(tmp_path: Path) -> Path:
     path = tmp_path / "slots.json"
     write_slot_profile(path, TRUTH)
-    result = fleet("simulate", path, workload, "--replicas", "2", "--routing", "random")
-    assert isinstance(result.exception, UserError)
-    assert "it is of an engine with slots for adapters" in str(result.exception)
+    return path
+
+
+def slot_fleet(command: str, profile: Path, workload: Path, *args: str) -> Result:
+    files = ("--profile", str(profile), "--workload", str(workload), "--replicas", "2", "--slots", "3")
+    return CliRunner().invoke(app, ["fleet", command, *files, *args])
+
+
+def test_a_fleet_of_engines_with_slots_is_simulated(slots: Path, workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = slot_fleet("simulate", slots, workload, "--routing", "auto", "--json", str(out))
+    assert result.exit_code == 0, result.output
+    assert "120 of 120 requests served" in result.output
+    found = written(out)
+    assert found["figures"].keys() == FIGURES
+    assert found["figures"]["bytes_moved"] is None, "the profile does not say how large adapters are"
+    assert found["figures"]["adapter_loads"] > 0
+    args = ("--routing", "round-robin", "--link", "25GB/s", "--json", str(out))
+    assert "give --adapter-mib, or leave --link out" in str(
+        slot_fleet("simulate", slots, workload, *args).exception
+    )
+    result = slot_fleet("simulate", slots, workload, *args, "--adapter-mib", "80")
+    assert "GB fetched" in result.output
+    assert written(out)["figures"]["bytes_moved"] % (80 << 20) == 0
+
+
+def test_policies_of_engines_with_slots_are_compared(slots: Path, workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    args = ("--policies", "rank-aware,routing-table+loraserve", "--seeds", "1", "--json", str(out))
+    result = slot_fleet("compare", slots, workload, *args)
+    assert result.exit_code == 0, result.output
+    assert list(written(out)["policies"]) == ["rank-aware+everywhere", "routing-table+loraserve"]
+
+
+def test_capacity_of_engines_with_slots_is_found(slots: Path, workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    args = ("--policies", "most-idle", "--attainment", "0.9", "--slo-tpt", "100ms", "--json", str(out))
+    result = slot_fleet("capacity", slots, workload, *args)
+    assert result.exit_code == 0, result.output
+    assert written(out)["capacity_rps"]["most-idle+everywhere"] > 0
+
+
+def test_slots_are_refused_for_an_engine_without(profile: Path, workload: Path) -> None:
+    result = fleet("simulate", profile, workload, "--replicas", "2", "--routing", "random", "--slots", "3")
+    assert "the profile is of an engine without slots; leave --slots out" in str(result.exception)
 
 
 def test_a_policy_that_is_named_twice_is_refused(profile: Path, workload: Path) -> None:
