@@ -197,8 +197,14 @@ def perform(run: Run) -> dict[str, Any]:
         options = replace(options, points=_points(run.fleet))
     started = time.process_time()
     if run.holds is None:
-        outcome = FleetRuns(profile, requests, options).run(policy, run.fleet.seed)
-        found = {"rate_rps": run.fleet.rate, **_figures(outcome, options.slo_s)}
+        runs = FleetRuns(profile, requests, options)
+        outcome = runs.run(policy, run.fleet.seed)
+        held = (outcome.most_bytes_held or 0) / float(runs.adapters.num_bytes.sum())
+        found = {
+            "rate_rps": run.fleet.rate,
+            **_figures(outcome, options.slo_s),
+            "held_over_everywhere": round(held, 4),
+        }
     else:
         found = {"capacity_rps": _capacity(run.fleet, policy, HOLDS[run.holds], options)}
     return {

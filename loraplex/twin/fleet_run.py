@@ -10,6 +10,7 @@ from typing import Final
 
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
+from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.migration.migrate import Migrator
@@ -87,6 +88,10 @@ class FleetRuns:
                 f"host memory of {num_replicas} {plural('replica', num_replicas)} holds; add replicas, or "
                 "leave --link out to read adapters from disk"
             )
+
+    @property
+    def adapters(self) -> AdapterTable:
+        return self._has.adapters
 
     def run(self, policy: Policy, seed: int = 0) -> FleetOutcome:
         """Simulate the workload, or for another seed than 0 one that is like it."""
