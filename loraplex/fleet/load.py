@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from loraplex.fleet.answer_length import AnswerLength
-from loraplex.fleet.arrays import BoolArray, FloatArray, IntArray
+from loraplex.fleet.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.perf.set_costs import RequestSets
 
@@ -61,16 +61,15 @@ class _RequestColumns:
     """Counts, sums and maxima over a set of requests per replica.
 
     Whole numbers are kept as floats as well: costs are computed from all columns for every request, and
-    converting them would take a tenth of a router's time.
+    converting them would take a tenth of a router's time. The columns are parts of one table, so that one
+    operation makes all of them.
     """
 
     def __init__(self, num_replicas: int) -> None:
-        self.num_requests: FloatArray = np.zeros(num_replicas)
-        self.sum_ranks: FloatArray = np.zeros(num_replicas)
-        self.max_rank: FloatArray = np.zeros(num_replicas)
-        self.prompt_tokens: FloatArray = np.zeros(num_replicas)
-        self.kv_tokens: FloatArray = np.zeros(num_replicas)
-        self.num_adapters: FloatArray = np.zeros(num_replicas)
+        self._table: FloatArray = np.zeros((len(RequestSets._fields), num_replicas))
+        columns: list[FloatArray] = list(self._table)  # in the order of `RequestSets`
+        self.num_requests, self.sum_ranks, self.max_rank = columns[:3]
+        self.prompt_tokens, self.kv_tokens, self.num_adapters = columns[3:]
         # By adapter and replica: an adapter in flight is at few replicas.
         self.by_adapter: dict[int, dict[int, int]] = {}
         self._by_rank: list[dict[int, int]] = [{} for _ in range(num_replicas)]
@@ -111,21 +110,25 @@ class _RequestColumns:
         if not replicas:
             del self.by_adapter[adapter]
 
-    def lacks(self, adapter: int | None, replicas: IntArray) -> BoolArray:
-        lacks = np.full(len(self.num_requests), adapter is not None)
+    def with_one_more(self, request: RoutedRequest, kv_tokens: float, replicas: IntArray) -> RequestSets:
+        adapter, rank, prompt_tokens = request
+        is_everyone = len(replicas) == len(self.num_requests)
+        table = self._table if is_everyone else self._table[:, replicas]
+        both = np.empty((len(table), 2, len(replicas)))
+        both[:, 0] = table
+        more = np.array((1.0, rank, 0.0, prompt_tokens, kv_tokens, adapter is not None), np.float64)
+        np.add(table, more[:, np.newaxis], out=both[:, 1])
+        _, _, max_rank, _, _, num_adapters = both[:, 1]
+        if adapter is not None:
+            np.maximum(max_rank, rank, out=max_rank)
         if adapter in self.by_adapter:
-            lacks[list(self.by_adapter[adapter])] = False
-        return lacks[replicas]
+            has = self.by_adapter[adapter]
+            places = has if is_everyone else [n for n, each in enumerate(replicas.tolist()) if each in has]
+            num_adapters[list(places)] -= 1.0  # it brings no other adapter to these
+        return RequestSets(*both)
 
     def sets(self) -> RequestSets:
-        return RequestSets(
-            num_requests=self.num_requests,
-            sum_ranks=self.sum_ranks,
-            max_rank=self.max_rank,
-            prompt_tokens=self.prompt_tokens,
-            kv_tokens=self.kv_tokens,
-            num_adapters=self.num_adapters,
-        )
+        return RequestSets(*self._table)
 
 
 def _count_down(counts: dict[int, int], key: int) -> None:
@@ -212,13 +215,14 @@ class FleetLoad:
         """The same of this adapter's requests that have no token yet."""
         return self._waiting.by_adapter.get(adapter, _NOWHERE)
 
-    def lacks(self, adapter: int | None, replicas: IntArray) -> BoolArray:
-        """Tell which of these replicas have no request of this adapter; none if there is no adapter."""
-        return self._all.lacks(adapter, replicas)
-
-    def lacks_waiting(self, adapter: int | None, replicas: IntArray) -> BoolArray:
-        """The same for requests that have no token yet."""
-        return self._waiting.lacks(adapter, replicas)
+    def with_one_more(self, request: RoutedRequest, replicas: IntArray) -> tuple[RequestSets, RequestSets]:
+        """Return `everything` and `waiting` of these replicas, each in two rows: as it is, and as it would be
+        if the request were sent there. `replicas`: distinct and ascending."""
+        kv_tokens = request.prompt_tokens + self.answers.mean_tokens
+        return (
+            self._all.with_one_more(request, kv_tokens, replicas),
+            self._waiting.with_one_more(request, kv_tokens, replicas),
+        )
 
     def replica(self, number: int) -> ReplicaLoad:
         everything, waiting = self._all, self._waiting

@@ -55,7 +55,7 @@ class FleetView:
             placed = placed[accepts[placed]]
             if len(placed):
                 return placed
-        everyone: IntArray = np.flatnonzero(accepts)
+        everyone: IntArray = accepts.nonzero()[0]
         if not len(everyone):
             raise CapacityError("no replica of the fleet accepts requests now; wait until one is ready again")
         return everyone
