@@ -63,7 +63,7 @@ class Simulator:
         self.num_offered = 0
         self._ends: list[tuple[float, int, str, bool]] = []  # of loads, and of reads (True)
         self._coming: dict[str, tuple[float, float]] = {}  # loads: when they begin and end
-        self._repeats_of: tuple[DecodeGroup | None, int, int, int] = (None, 0, 0, 0)
+        self._repeats_of: tuple[DecodeGroup | None, int, int] = (None, 0, 0)
         self._next_repeats = Repeats(0.0, 0.0)
         self.plans: list[StepPlan] | None = None  # kept if a list is put here
         self.adapter_events: list[AdapterEvent] | None = None  # likewise
@@ -263,10 +263,11 @@ class Simulator:
 
     def _repeats(self, group: DecodeGroup) -> Repeats:
         """The group's next steps; kept until they are taken, as they are asked for before that."""
-        state = (group, group.positions, len(group), self.scheduler.num_waiting)
+        num_waiting = self.scheduler.num_waiting
+        state = (group, group.num_changes, num_waiting)
         if state != self._repeats_of:
             self._repeats_of = state
-            self._next_repeats = self._times.repeats(group, state[3])
+            self._next_repeats = self._times.repeats(group, num_waiting)
         return self._next_repeats
 
     def _take_leap(self, group: DecodeGroup, num_steps: int, repeats: Repeats) -> None:
