@@ -15,6 +15,7 @@ times.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from typing import Any, NamedTuple
@@ -120,7 +121,7 @@ class AheadSimulator(Simulator):
         due = self._due
         if self._is_loaded:
             self._is_loaded = False
-            return not due and self._step_loaded()
+            return self._step_loaded()
         if self._joining:
             # Those who join were asked before; since then some may have ended, and nobody has come.
             return not (due and not self.scheduler.go_beside([*self._joining, *due])) and self._join()
@@ -151,38 +152,51 @@ class AheadSimulator(Simulator):
         return True
 
     def _glide_through_load(self) -> bool:
-        """The known step, during which the adapter is loaded that was read for the only request that waits,
-        if that request can join the step after it and nothing else happens; False if it has to be decided."""
+        """The known step, during which an adapter is loaded that was read for one request, if that one can
+        join the step after it and all others can only wait for reads; False if it has to be decided."""
+        if self._is_loaded:
+            self._is_loaded = False
+            return False
+        now_s, due, group = self.now_s, self._due, self.scheduler.group
         _, _, version, is_read = self._ends[0]
-        group = self.scheduler.group
-        if not is_read or len(self._ends) > 1 or self._due or self._joining or group is None:
+        if not is_read or self._joining or group is None or self._num_ended() > 1:
             return False
         repeats = self._times.repeats(group, 0)
-        step_s = repeats.first_s
         load_s = self._times.load_s(AdapterLoad(version=version, source=0))
-        if load_s > step_s or self._bus_free_s > self.now_s:
+        if load_s > repeats.first_s or self._bus_free_s > now_s:
             return False
-        if not self.scheduler.may_load_beside(version, step_s):
+        if not self.scheduler.may_load_beside(version, repeats.first_s, due):
             return False
-        self._ends.clear()
-        self._bus_free_s = self.now_s + load_s
+        heapq.heappop(self._ends)
+        self._bus_free_s = now_s + load_s
         self.num_loads += 1
         if self.adapter_events is not None:
             self.adapter_events.append(AdapterEvent("load", version))
-        self.scheduler.load_beside(version)
+        reads = self.scheduler.load_beside(version, due)
+        due.clear()
+        if reads:
+            self._start_loads(reads, ())
         self._take_leap(group, 1, repeats)
         self._is_loaded = True
         return True
 
+    def _num_ended(self) -> int:
+        """Return how many reads and loads have ended that the next decision must know of."""
+        return sum([end_s <= self.now_s for end_s, _, _, _ in self._ends])
+
     def _step_loaded(self) -> bool:
-        """The known step, which the request joins that waited for its adapter."""
+        """The known step, which the request joins that waited for its adapter, if all that are due can only
+        wait for reads; False if the step after it has to be decided."""
+        if self._due and not self._let_wait(sure=True):
+            return False
         stepped = self._step_beside(sure=True)
         self._glides = self.scheduler.num_running > 0
         return stepped
 
-    def _let_wait(self) -> bool:
-        """Tell whether requests that are due can only wait for reads, which begin now."""
-        reads = self.scheduler.wait_beside(self._due)
+    def _let_wait(self, *, sure: bool = False) -> bool:
+        """Tell whether requests that are due can only wait for reads, which begin now. `sure`: all others go
+        on, or wait for reads."""
+        reads = self.scheduler.wait_beside(self._due, sure=sure)
         if reads is None:
             return False
         self._due.clear()
