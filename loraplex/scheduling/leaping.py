@@ -155,21 +155,24 @@ class LeapingScheduler(Scheduler):
 
     def may_load_beside(self, version: str, step_s: float, due: Many[EngineRequest]) -> bool:
         """Tell of a version that has just been read whether the one request that waits for it could join the
-        step after the next one of the group, which takes so long, and its adapter be there by then; with room
-        for all, so that nothing has to make way. All others wait for reads, also those that are `due`, which
-        are not known yet."""
+        step after the next one of the group, which takes so long at least, and its adapter be there by then;
+        with room for all, so that nothing has to make way. Of those that wait, whoever has its adapter joins
+        the next step. All others wait for reads, also those that are `due`, which are not known yet."""
         group, waiting = self.group, self._waiting.on_version(version)
-        if group is None or len(waiting) != 1 or group.steps_left < 2 or not self._can_leap():
+        if group is None or len(waiting) != 1 or group.steps_left < 2:
+            return False
+        joining = list(self._waiting.candidates())
+        if len(joining) > 1 or not (self._all_is_quiet() if joining else self._can_leap()):
             return False
         if due and (not self._await_reads(due) or any(each.adapter == version for each in due)):
             return False
         num_tokens = len(waiting[0].token_ids)
-        if not self._may_start(len(self._waiting) + len(due), num_tokens, ()):
+        if not self._may_start(len(self._waiting) + len(due), num_tokens, (), joining):
             return False
-        num_bytes = self._residency.num_bytes(version)
+        num_bytes, limit = self._residency.num_bytes(version), self._config.max_model_len
         room = self._memory.max_tokens(0) - self._memory.max_tokens(num_bytes)
-        num_blocks = blocks_ahead(waiting[0], self._pool, self._config.max_model_len)
-        num_blocks += self._pool.blocks_for(room) + len(self._running)
+        num_blocks = sum([blocks_ahead(each, self._pool, limit) for each in (*waiting, *joining)])
+        num_blocks += self._pool.blocks_for(room) + len(self._running) + len(joining)
         return group.has_room_for(num_blocks) and self._pins.starts.is_there_after(step_s, num_bytes)
 
     def load_beside(self, version: str, due: Many[EngineRequest]) -> tuple[AdapterRead, ...]:
@@ -208,14 +211,22 @@ class LeapingScheduler(Scheduler):
             and group.has_room_for(sum([blocks_ahead(s, self._pool, limit) for s in waiting]))
         )
 
-    def _may_start(self, num_waiting: int, num_tokens: int, versions: Iterable[str | None]) -> bool:
-        """Tell whether all of these find what they need, memory for tokens apart."""
-        config, residency, num_running = self._config, self._residency, len(self._running)
+    def _may_start(
+        self,
+        num_waiting: int,
+        num_tokens: int,
+        versions: Iterable[str | None],
+        joining: Many[Sequence] = (),
+    ) -> bool:
+        """Tell whether all of these find what they need, memory for tokens apart. `joining`: requests that
+        will run by then."""
+        config, residency, num_running = self._config, self._residency, len(self._running) + len(joining)
         if config.prompts_first or config.max_adapters is not None:
             return False
         if residency.num_loading > 0 or self._are_too_many(num_waiting):
             return False
         work, positions = config.work, 0 if self._group is None else self._group.positions + num_running
+        positions += sum([len(each.token_ids) for each in joining])
         # As one prompt they would take no less.
         if work.cost(0, num_tokens) > work.prefill_budget(num_running + work.position_cost * positions):
             return False

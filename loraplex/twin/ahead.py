@@ -154,29 +154,32 @@ class AheadSimulator(Simulator):
     def _glide_through_load(self) -> bool:
         """The known step, during which an adapter is loaded that was read for one request, if that one can
         join the step after it and all others can only wait for reads; False if it has to be decided."""
-        if self._is_loaded:
-            self._is_loaded = False
-            return False
-        now_s, due, group = self.now_s, self._due, self.scheduler.group
+        scheduler, due, joins = self.scheduler, self._due, self._is_loaded
+        self._is_loaded = False
+        group = scheduler.group
         _, _, version, is_read = self._ends[0]
         if not is_read or self._joining or group is None or self._num_ended() > 1:
             return False
-        repeats = self._times.repeats(group, 0)
+        repeats = self._times.repeats(group, 0)  # who joins the step makes it no shorter
         load_s = self._times.load_s(AdapterLoad(version=version, source=0))
-        if load_s > repeats.first_s or self._bus_free_s > now_s:
+        if load_s > repeats.first_s or self._bus_free_s > self.now_s:
             return False
-        if not self.scheduler.may_load_beside(version, repeats.first_s, due):
+        if not scheduler.may_load_beside(version, repeats.first_s, due):
             return False
+        chunks = scheduler.start_beside(sure=True) if joins else None
         heapq.heappop(self._ends)
-        self._bus_free_s = now_s + load_s
+        self._bus_free_s = self.now_s + load_s
         self.num_loads += 1
         if self.adapter_events is not None:
             self.adapter_events.append(AdapterEvent("load", version))
-        reads = self.scheduler.load_beside(version, due)
+        reads = scheduler.load_beside(version, due)
         due.clear()
         if reads:
             self._start_loads(reads, ())
-        self._take_leap(group, 1, repeats)
+        if chunks is None:
+            self._take_leap(group, 1, repeats)
+        else:
+            self._end_beside(chunks)
         self._is_loaded = True
         return True
 

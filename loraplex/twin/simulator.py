@@ -21,7 +21,7 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.leaping import ANY_TOKEN, LeapingScheduler
 from loraplex.scheduling.memory import Memory
-from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan
 from loraplex.twin.outcome import Outcome, Recorder, RequestOutcome
 from loraplex.twin.times import Repeats, StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
@@ -65,6 +65,9 @@ class Simulator:
         self._coming: dict[str, tuple[float, float]] = {}  # loads: when they begin and end
         self._repeats_of: tuple[DecodeGroup | None, int, int] = (None, 0, 0)
         self._next_repeats = Repeats(0.0, 0.0)
+        self._quiet_s: float | None = (
+            None  # `quiet_until_s`, until a step is taken or a request comes or goes
+        )
         self.plans: list[StepPlan] | None = None  # kept if a list is put here
         self.adapter_events: list[AdapterEvent] | None = None  # likewise
         # When a version that is asked for now is in host memory; an owner may say where it comes from.
@@ -109,12 +112,15 @@ class Simulator:
     def advance(self, until_s: float) -> None:
         """All steps that begin before this time; the last one may end after it."""
         while self.now_s < until_s and not self.is_idle():
+            self._quiet_s = None
             self._step(until_s)
 
     def quiet_until_s(self) -> float:
         """Return a time before which nothing happens that could be seen from outside, unless a request comes:
         nobody has a first token, nobody ends, no adapter moves. Looking takes no step."""
-        return math.inf if self.is_idle() else self._quiet_until_s()
+        if self._quiet_s is None:
+            self._quiet_s = math.inf if self.is_idle() else self._quiet_until_s()
+        return self._quiet_s
 
     def _quiet_until_s(self) -> float:
         num_steps = self.scheduler.leap_length()
@@ -128,6 +134,7 @@ class Simulator:
         """Take all steps of which something could be seen before this time. Unlike `advance`, it cuts no leap
         of decodes short that nobody sees anything of by then. Return `quiet_until_s` afterwards."""
         while (quiet_s := self.quiet_until_s()) < until_s and self.now_s < until_s:
+            self._quiet_s = None
             self._step(until_s)
         return quiet_s
 
@@ -145,6 +152,7 @@ class Simulator:
         num_output = self.num_output(request_id)
         if num_output is None:
             return None
+        self._quiet_s = None
         self._drop(request_id)
         return self.recorder.left(request_id), num_output
 
@@ -156,6 +164,7 @@ class Simulator:
         self.scheduler.cancel(request_id)
 
     def _enter(self, request: WorkloadRequest) -> str:
+        self._quiet_s = None
         self.now_s = max(self.now_s, request.arrival_s)
         number, self.num_offered = self.num_offered, self.num_offered + 1
         request_id = str(number)
@@ -238,15 +247,21 @@ class Simulator:
 
     def _step_beside(self, *, sure: bool = False) -> bool:
         """A step of decodes that new requests join with their whole prompts. `sure`: that can be done."""
-        scheduler = self.scheduler
-        chunks, group = scheduler.start_beside(sure=sure), scheduler.group
-        if chunks is None or group is None:
+        chunks = self.scheduler.start_beside(sure=sure)
+        if chunks is None:
             return False
+        self._end_beside(chunks)
+        return True
+
+    def _end_beside(self, chunks: Sequence[Chunk]) -> None:
+        """The rest of a step that requests join with these."""
+        scheduler = self.scheduler
+        group = scheduler.group
+        assert group is not None, "they join one"
         now_s = self.now_s = self.now_s + self._times.beside_s(group, chunks)
         num_running = len(group) + len(chunks)
         updates = scheduler.end_beside()
         self.recorder.stepped(now_s, updates, num_running=num_running, num_tokens=num_running)
-        return True
 
     def _leap(self, next_s: float) -> bool:
         """All steps up to the next event."""
