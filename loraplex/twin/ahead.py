@@ -21,6 +21,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from loraplex.core.request import EngineRequest
+from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.leaping import ANY_TOKEN
 from loraplex.scheduling.plan import AdapterLoad, StepPlan
 from loraplex.twin.simulator import AdapterEvent, Simulator
@@ -90,10 +91,6 @@ class AheadSimulator(Simulator):
         self._land(keep=1 if plan.chunks else 0)
         self.recorder.updated(self.scheduler.take_failures(), self.now_s)
 
-    def _has_news(self) -> bool:
-        """Tell whether a read or load has ended that the next decision must know of."""
-        return bool(self._ends) and self._ends[0][0] <= self.now_s
-
     def _add(self, requests: list[EngineRequest]) -> None:
         for request in requests:
             self.scheduler.add(request)
@@ -131,15 +128,17 @@ class AheadSimulator(Simulator):
         elif due:
             self._go_on_before_they_join()
             return self.now_s >= next_s or self._has_news() or self._join()
-        stepped = self._leap(next_s)
+        return self._leap(next_s)
+
+    def _leap_within(self, next_s: float, group: DecodeGroup, most: int) -> None:
+        super()._leap_within(next_s, group, most)
         self._glides = self.scheduler.num_running > 0
-        return stepped
 
     def _go_on_before_they_join(self) -> None:
         """The step that was known when they came."""
         group = self.scheduler.group
         assert group is not None
-        self._take_leap(group, 1, self._times.repeats(group, 0))
+        self._take_leap(group, 1, self._repeats(group))
         self._joining, self._due = self._due, self._joining
 
     def _join(self) -> bool:
@@ -160,7 +159,7 @@ class AheadSimulator(Simulator):
         _, _, version, is_read = self._ends[0]
         if not is_read or self._joining or group is None or self._num_ended() > 1:
             return False
-        repeats = self._times.repeats(group, 0)  # who joins the step makes it no shorter
+        repeats = self._repeats(group)  # who joins the step makes it no shorter
         load_s = self._times.load_s(AdapterLoad(version=version, source=0))
         if load_s > repeats.first_s or self._bus_free_s > self.now_s:
             return False
