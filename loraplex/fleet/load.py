@@ -61,18 +61,17 @@ class _RequestColumns:
     """Counts, sums and maxima over a set of requests per replica.
 
     Whole numbers are kept as floats as well: costs are computed from all columns for every request, and
-    converting them would take a tenth of a router's time. The columns are parts of one table, so that one
-    operation makes all of them.
+    converting them would take a tenth of a router's time.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self._table: FloatArray = np.zeros((len(RequestSets._fields), num_replicas))
-        columns: list[FloatArray] = list(self._table)  # in the order of `RequestSets`
+    def __init__(self, table: FloatArray) -> None:
+        """`table`: where the columns are kept, all zero; in the order of `RequestSets`."""
+        columns: list[FloatArray] = list(table)
         self.num_requests, self.sum_ranks, self.max_rank = columns[:3]
         self.prompt_tokens, self.kv_tokens, self.num_adapters = columns[3:]
         # By adapter and replica: an adapter in flight is at few replicas.
         self.by_adapter: dict[int, dict[int, int]] = {}
-        self._by_rank: list[dict[int, int]] = [{} for _ in range(num_replicas)]
+        self._by_rank: list[dict[int, int]] = [{} for _ in range(table.shape[1])]
 
     def add(self, replica: int, request: RoutedRequest, kv_tokens: float) -> None:
         adapter, rank, prompt_tokens = request
@@ -110,26 +109,6 @@ class _RequestColumns:
         if not replicas:
             del self.by_adapter[adapter]
 
-    def with_one_more(self, request: RoutedRequest, kv_tokens: float, replicas: IntArray) -> RequestSets:
-        adapter, rank, prompt_tokens = request
-        is_everyone = len(replicas) == len(self.num_requests)
-        table = self._table if is_everyone else self._table[:, replicas]
-        both = np.empty((len(table), 2, len(replicas)))
-        both[:, 0] = table
-        more = np.array((1.0, rank, 0.0, prompt_tokens, kv_tokens, adapter is not None), np.float64)
-        np.add(table, more[:, np.newaxis], out=both[:, 1])
-        _, _, max_rank, _, _, num_adapters = both[:, 1]
-        if adapter is not None:
-            np.maximum(max_rank, rank, out=max_rank)
-        if adapter in self.by_adapter:
-            has = self.by_adapter[adapter]
-            places = has if is_everyone else [n for n, each in enumerate(replicas.tolist()) if each in has]
-            num_adapters[list(places)] -= 1.0  # it brings no other adapter to these
-        return RequestSets(*both)
-
-    def sets(self) -> RequestSets:
-        return RequestSets(*self._table)
-
 
 def _count_down(counts: dict[int, int], key: int) -> None:
     left = counts[key] - 1
@@ -157,11 +136,13 @@ class FleetLoad:
         )
         self.accepts = np.ones(num_replicas, np.bool_)
         self.answers: Final = AnswerLength() if answers is None else answers
-        self._all = _RequestColumns(num_replicas)
-        self._waiting = _RequestColumns(num_replicas)
+        # One table of all columns, so that one operation changes all of them.
+        self._table: FloatArray = np.zeros((len(RequestSets._fields), 2, num_replicas))
+        self._all = _RequestColumns(self._table[:, 0])
+        self._waiting = _RequestColumns(self._table[:, 1])
         self._open: dict[Hashable, _Open] = {}
-        self.everything: Final = self._all.sets()
-        self.waiting: Final = self._waiting.sets()
+        self.everything: Final = RequestSets(*self._table[:, 0])
+        self.waiting: Final = RequestSets(*self._table[:, 1])
 
     @property
     def num_replicas(self) -> int:
@@ -218,11 +199,22 @@ class FleetLoad:
     def with_one_more(self, request: RoutedRequest, replicas: IntArray) -> tuple[RequestSets, RequestSets]:
         """Return `everything` and `waiting` of these replicas, each in two rows: as it is, and as it would be
         if the request were sent there. `replicas`: distinct and ascending."""
-        kv_tokens = request.prompt_tokens + self.answers.mean_tokens
-        return (
-            self._all.with_one_more(request, kv_tokens, replicas),
-            self._waiting.with_one_more(request, kv_tokens, replicas),
-        )
+        adapter, rank, prompt_tokens = request
+        is_everyone = len(replicas) == self.num_replicas
+        table = self._table if is_everyone else self._table[:, :, replicas]
+        more = (1, rank, 0, prompt_tokens, prompt_tokens + self.answers.mean_tokens, adapter is not None)
+        rows = np.empty((len(table), 2, 2, len(replicas)))  # both rows of a column lie side by side
+        rows[:, :, 0], grown = table, rows[:, :, 1]
+        np.add(table, np.array(more, np.float64)[:, np.newaxis, np.newaxis], out=grown)
+        max_rank, num_adapters = grown[2], grown[5]
+        if adapter is not None:
+            np.maximum(max_rank, float(rank), out=max_rank)
+        for column, columns in zip(num_adapters, (self._all, self._waiting), strict=True):
+            has = columns.by_adapter.get(adapter, _NOWHERE) if adapter is not None else _NOWHERE
+            places = has if is_everyone else [n for n, each in enumerate(replicas) if each in has]
+            for place in places:  # few; it brings no other adapter to these
+                column[place] -= 1.0
+        return RequestSets(*rows[:, 0]), RequestSets(*rows[:, 1])
 
     def replica(self, number: int) -> ReplicaLoad:
         everything, waiting = self._all, self._waiting
@@ -245,9 +237,10 @@ class FleetLoad:
             fresh._all.add(each.replica, each.request, each.kv_tokens)
             if not each.is_running:
                 fresh._waiting.add(each.replica, each.request, each.kv_tokens)
-        for kept, counted in ((self._all, fresh._all), (self._waiting, fresh._waiting)):
-            assert kept.by_adapter == counted.by_adapter
-            for name, column, expected in zip(RequestSets._fields, kept.sets(), counted.sets(), strict=True):
+        assert self._all.by_adapter == fresh._all.by_adapter
+        assert self._waiting.by_adapter == fresh._waiting.by_adapter
+        for kept, counted in ((self.everything, fresh.everything), (self.waiting, fresh.waiting)):
+            for name, column, expected in zip(RequestSets._fields, kept, counted, strict=True):
                 # Sums of fractions depend on the order of what was added.
                 same = np.allclose if name == "kv_tokens" else np.array_equal
                 assert same(column, expected), (name, column, expected)
