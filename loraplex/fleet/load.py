@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from loraplex.fleet.answer_length import AnswerLength
-from loraplex.fleet.arrays import BoolArray, FloatArray, IntArray
+from loraplex.fleet.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.perf.set_costs import RequestSets
 
@@ -64,16 +64,14 @@ class _RequestColumns:
     converting them would take a tenth of a router's time.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self.num_requests: FloatArray = np.zeros(num_replicas)
-        self.sum_ranks: FloatArray = np.zeros(num_replicas)
-        self.max_rank: FloatArray = np.zeros(num_replicas)
-        self.prompt_tokens: FloatArray = np.zeros(num_replicas)
-        self.kv_tokens: FloatArray = np.zeros(num_replicas)
-        self.num_adapters: FloatArray = np.zeros(num_replicas)
+    def __init__(self, table: FloatArray) -> None:
+        """`table`: where the columns are kept, all zero; in the order of `RequestSets`."""
+        columns: list[FloatArray] = list(table)
+        self.num_requests, self.sum_ranks, self.max_rank = columns[:3]
+        self.prompt_tokens, self.kv_tokens, self.num_adapters = columns[3:]
         # By adapter and replica: an adapter in flight is at few replicas.
         self.by_adapter: dict[int, dict[int, int]] = {}
-        self._by_rank: list[dict[int, int]] = [{} for _ in range(num_replicas)]
+        self._by_rank: list[dict[int, int]] = [{} for _ in range(table.shape[1])]
 
     def add(self, replica: int, request: RoutedRequest, kv_tokens: float) -> None:
         adapter, rank, prompt_tokens = request
@@ -111,22 +109,6 @@ class _RequestColumns:
         if not replicas:
             del self.by_adapter[adapter]
 
-    def lacks(self, adapter: int | None, replicas: IntArray) -> BoolArray:
-        lacks = np.full(len(self.num_requests), adapter is not None)
-        if adapter in self.by_adapter:
-            lacks[list(self.by_adapter[adapter])] = False
-        return lacks[replicas]
-
-    def sets(self) -> RequestSets:
-        return RequestSets(
-            num_requests=self.num_requests,
-            sum_ranks=self.sum_ranks,
-            max_rank=self.max_rank,
-            prompt_tokens=self.prompt_tokens,
-            kv_tokens=self.kv_tokens,
-            num_adapters=self.num_adapters,
-        )
-
 
 def _count_down(counts: dict[int, int], key: int) -> None:
     left = counts[key] - 1
@@ -154,11 +136,13 @@ class FleetLoad:
         )
         self.accepts = np.ones(num_replicas, np.bool_)
         self.answers: Final = AnswerLength() if answers is None else answers
-        self._all = _RequestColumns(num_replicas)
-        self._waiting = _RequestColumns(num_replicas)
+        # One table of all columns, so that one operation changes all of them.
+        self._table: FloatArray = np.zeros((len(RequestSets._fields), 2, num_replicas))
+        self._all = _RequestColumns(self._table[:, 0])
+        self._waiting = _RequestColumns(self._table[:, 1])
         self._open: dict[Hashable, _Open] = {}
-        self.everything: Final = self._all.sets()
-        self.waiting: Final = self._waiting.sets()
+        self.everything: Final = RequestSets(*self._table[:, 0])
+        self.waiting: Final = RequestSets(*self._table[:, 1])
 
     @property
     def num_replicas(self) -> int:
@@ -212,13 +196,25 @@ class FleetLoad:
         """The same of this adapter's requests that have no token yet."""
         return self._waiting.by_adapter.get(adapter, _NOWHERE)
 
-    def lacks(self, adapter: int | None, replicas: IntArray) -> BoolArray:
-        """Tell which of these replicas have no request of this adapter; none if there is no adapter."""
-        return self._all.lacks(adapter, replicas)
-
-    def lacks_waiting(self, adapter: int | None, replicas: IntArray) -> BoolArray:
-        """The same for requests that have no token yet."""
-        return self._waiting.lacks(adapter, replicas)
+    def with_one_more(self, request: RoutedRequest, replicas: IntArray) -> tuple[RequestSets, RequestSets]:
+        """Return `everything` and `waiting` of these replicas, each in two rows: as it is, and as it would be
+        if the request were sent there. `replicas`: distinct and ascending."""
+        adapter, rank, prompt_tokens = request
+        is_everyone = len(replicas) == self.num_replicas
+        table = self._table if is_everyone else self._table[:, :, replicas]
+        more = (1, rank, 0, prompt_tokens, prompt_tokens + self.answers.mean_tokens, adapter is not None)
+        rows = np.empty((len(table), 2, 2, len(replicas)))  # both rows of a column lie side by side
+        rows[:, :, 0], grown = table, rows[:, :, 1]
+        np.add(table, np.array(more, np.float64)[:, np.newaxis, np.newaxis], out=grown)
+        max_rank, num_adapters = grown[2], grown[5]
+        if adapter is not None:
+            np.maximum(max_rank, float(rank), out=max_rank)
+        for column, columns in zip(num_adapters, (self._all, self._waiting), strict=True):
+            has = columns.by_adapter.get(adapter, _NOWHERE) if adapter is not None else _NOWHERE
+            places = has if is_everyone else [n for n, each in enumerate(replicas) if each in has]
+            for place in places:  # few; it brings no other adapter to these
+                column[place] -= 1.0
+        return RequestSets(*rows[:, 0]), RequestSets(*rows[:, 1])
 
     def replica(self, number: int) -> ReplicaLoad:
         everything, waiting = self._all, self._waiting
@@ -241,9 +237,10 @@ class FleetLoad:
             fresh._all.add(each.replica, each.request, each.kv_tokens)
             if not each.is_running:
                 fresh._waiting.add(each.replica, each.request, each.kv_tokens)
-        for kept, counted in ((self._all, fresh._all), (self._waiting, fresh._waiting)):
-            assert kept.by_adapter == counted.by_adapter
-            for name, column, expected in zip(RequestSets._fields, kept.sets(), counted.sets(), strict=True):
+        assert self._all.by_adapter == fresh._all.by_adapter
+        assert self._waiting.by_adapter == fresh._waiting.by_adapter
+        for kept, counted in ((self.everything, fresh.everything), (self.waiting, fresh.waiting)):
+            for name, column, expected in zip(RequestSets._fields, kept, counted, strict=True):
                 # Sums of fractions depend on the order of what was added.
                 same = np.allclose if name == "kv_tokens" else np.array_equal
                 assert same(column, expected), (name, column, expected)

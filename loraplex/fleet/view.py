@@ -59,7 +59,7 @@ class FleetView:
 
     def everyone(self) -> IntArray:
         """Return all replicas that accept requests now, in ascending order."""
-        found: IntArray = np.flatnonzero(self.load.accepts)
+        found: IntArray = self.load.accepts.nonzero()[0]
         if not len(found):
             raise CapacityError("no replica of the fleet accepts requests now; wait until one is ready again")
         return found

@@ -28,7 +28,7 @@ _TAIL_BITS: Final = 20
 
 
 class RequestSets(NamedTuple):
-    """One set of requests per replica, as columns of equal length.
+    """One set of requests per replica, as columns of equal length, or several, in rows of such columns.
 
     `sum_ranks`, `max_rank`: of the requests' adapters; a request for the base model has rank 0.
     `prompt_tokens`: of all prompts, each of which has one at least. `kv_tokens`: what one decode step of the
@@ -59,20 +59,6 @@ class RequestSets(NamedTuple):
             prompt_tokens=self.prompt_tokens * share,
             kv_tokens=self.kv_tokens * share,
             num_adapters=self.num_adapters * share,
-        )
-
-    def joined_by(
-        self, *, rank: int, prompt_tokens: int, kv_tokens: float, is_new: npt.NDArray[np.bool_]
-    ) -> RequestSets:
-        """Return each set with one request more. `is_new`: where the set has no request of its adapter yet;
-        false everywhere for a request without an adapter, whose rank is 0."""
-        return RequestSets(
-            num_requests=self.num_requests + 1,
-            sum_ranks=self.sum_ranks + rank,
-            max_rank=np.maximum(self.max_rank, rank),
-            prompt_tokens=self.prompt_tokens + prompt_tokens,
-            kv_tokens=self.kv_tokens + kv_tokens,
-            num_adapters=self.num_adapters + is_new,
         )
 
 

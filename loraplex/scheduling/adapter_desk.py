@@ -115,7 +115,7 @@ class AdapterDesk:
 
     def has_work(self) -> bool:
         """Tell whether there is something to bring in that no request waits for."""
-        return self.pins.has_to_keep or (self._staging is not None and self._staging.has_ahead)
+        return bool(self.pins.to_keep or (self._staging is not None and self._staging.ahead))
 
     def bring_in(self, waiting: WaitingQueue, running: Many[Sequence]) -> None:
         """Bring in what waiting requests need, in their order, then what they may need some day."""

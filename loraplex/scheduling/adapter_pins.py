@@ -31,15 +31,15 @@ _EMPTY_SHARE: Final = 0.25
 class AdapterPins:
     """`prefetch_depth`: how far down the queue adapters start to load. `refused`: the request for whose
     adapter there was no room just now, if any; nobody behind it may take what it waits for. `short`: the one
-    for whose tokens there was none. `starts`: whether adapters can be counted on while they are on their way
-    from the host's memory."""
+    for whose tokens there was none. `to_keep`: versions yet to be brought in to stay. `starts`: whether
+    adapters can be counted on while they are on their way from the host's memory."""
 
     def __init__(self, memory: Memory, *, prefetch_depth: int) -> None:
         self._memory = memory
         self._residency = memory.residency
         self._staging = memory.staging
         self._prefetch_depth = prefetch_depth
-        self._to_keep: deque[str] = deque()
+        self.to_keep: deque[str] = deque()
         self._loads: list[AdapterLoad] = []
         self._arriving: dict[str, int] = {}  # on their way, and can be counted on already; bytes
         self.refused: Sequence | None = None
@@ -49,17 +49,12 @@ class AdapterPins:
 
     def keep(self, version: str) -> None:
         """Bring it in as soon as may be, and never let it go."""
-        self._to_keep.append(version)
+        self.to_keep.append(version)
 
     def not_kept(self, version: str) -> None:
         """It cannot be had: it is not tried again for its own sake."""
         with contextlib.suppress(ValueError):
-            self._to_keep.remove(version)
-
-    @property
-    def has_to_keep(self) -> bool:
-        """Whether any is yet to be brought in to stay."""
-        return bool(self._to_keep)
+            self.to_keep.remove(version)
 
     def prefetch(self, waiting: WaitingQueue, running: Many[Sequence]) -> None:
         """Pin or start to load adapters of the first waiting requests, in order, while there is room."""
@@ -197,8 +192,8 @@ class AdapterPins:
         return any(version in self._arriving for version in versions)
 
     def _bring_in_kept(self, running: Many[Sequence]) -> None:
-        while self._to_keep:
-            version = self._to_keep[0]
+        while self.to_keep:
+            version = self.to_keep[0]
             if version in self._residency:
                 absent = self._residency.tier(version) is Tier.DISK
                 if absent and not self._is_staged(version):
@@ -208,17 +203,18 @@ class AdapterPins:
                 if absent:
                     self._load(version)
                     self._follow_moves(running)
-            self._to_keep.popleft()
+            self.to_keep.popleft()
 
     def _load(self, version: str, num_tokens: int = 0) -> None:
         """`num_tokens`: of the prompt that waits for it, if one does."""
         load, num_bytes = self._memory.load_of(version), self._residency.num_bytes(version)
         source = None if self._staging is None else self._staging.hold(version)
+        assisted_layers = 0
         if source is not None and self.starts.streams:
             self._arriving[version] = num_bytes
             prompt = StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens)
-            load = load._replace(assisted_layers=self.starts.assisted_layers(num_bytes, prompt))
-        self._loads.append(load._replace(source=source))
+            assisted_layers = self.starts.assisted_layers(num_bytes, prompt)
+        self._loads.append(load._replace(source=source, assisted_layers=assisted_layers))
 
     def _follow_moves(self, running: Many[Sequence]) -> None:
         """Blocks may have had to make way for the adapter; those who hold them look for them elsewhere."""

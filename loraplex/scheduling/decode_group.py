@@ -33,7 +33,8 @@ class _Member(NamedTuple):
 class DecodeGroup:
     """`positions`: what the group attends to in its next step. `adapters`: how many requests are on each.
     `weight`: of these adapters, once each; `row_weight`: of the adapters of all requests; `largest_weight`:
-    of the heaviest adapter. `num_adapter_rows`: requests that have an adapter."""
+    of the heaviest adapter. `num_adapter_rows`: requests that have an adapter. `num_changes`: rises whenever
+    any of this may have changed."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class DecodeGroup:
         self._order = count()
         self._members: list[_Member] = []  # a heap
         self._num_needed = 0
+        self.num_changes = 0
         self.positions = 0
         self.adapters: dict[str, int] = {}
         self.weight = 0
@@ -86,6 +88,7 @@ class DecodeGroup:
         end = steps + last_length - length
         weight = 0 if version is None else self._enter_adapter(version)
         heapq.heappush(self._members, _Member(end, next(self._order), sequence, steps, needed, weight))
+        self.num_changes += 1
         self._num_needed += needed
         self.positions += length
 
@@ -95,6 +98,7 @@ class DecodeGroup:
         members = self._members
         steps = self._num_steps = self._num_steps + num_steps
         assert steps <= min(members[0].end, self._max_steps), "leaps end where requests do"
+        self.num_changes += 1
         self.positions += num_steps * len(members)
         ended = []
         while members and members[0].end == steps:

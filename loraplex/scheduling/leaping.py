@@ -111,7 +111,8 @@ class LeapingScheduler(Scheduler):
 
     def start_beside(self, *, sure: bool = False) -> list[Chunk] | None:
         """All who wait join the next step of the group with their whole prompts, which are returned; None if
-        the step is not so easily decided. `sure`: `go_beside` said that it is."""
+        the step is not so easily decided. `sure`: `go_beside` or `may_load_beside` said that it is; whoever
+        waits for a read goes on waiting."""
         group, waiting = self.group, self._waiting
         if group is None or not waiting or not (sure or self._may_join_all(group)):
             return None
@@ -120,7 +121,7 @@ class LeapingScheduler(Scheduler):
         self.adapters.bring_in(waiting, self._running)
         # Found to be enough for all of them, whatever it is exactly.
         self._admit(chunks, 1 + self._config.work.cost(0, sum([len(s.token_ids) for s in waiting])))
-        assert not waiting, "whoever waits was found to have a place"
+        assert not waiting.has_candidates, "whoever does not wait for a read was found to have a place"
         self._joining = list(zip(self._running[first:], chunks, strict=True))
         return chunks
 
@@ -138,43 +139,61 @@ class LeapingScheduler(Scheduler):
                 group.enter(sequence)
         return updates
 
-    def wait_beside(self, requests: Many[EngineRequest]) -> tuple[AdapterRead, ...] | None:
+    def wait_beside(
+        self, requests: Many[EngineRequest], *, sure: bool = False
+    ) -> tuple[AdapterRead, ...] | None:
         """Queue requests that can do nothing but wait until their adapters are read to the host's memory:
         the group goes on meanwhile. Returns reads that are to begin; None if it is not so with all of them,
-        and nothing is queued."""
+        and nothing is queued. `sure`: the group goes on, with one who joins it in the next step."""
         staging = self._memory.staging
-        if staging is None or self.adapters.cold_start is ColdStart.ON_DEMAND or not self._can_leap():
-            return None
-        if not all(self._awaits_read(staging, request.adapter) for request in requests):
+        if staging is None or not (sure or self._can_leap()) or not self._await_reads(requests):
             return None
         for request in requests:
             self.add(request)
         self.adapters.bring_in(self._waiting, self._running)
         return staging.take_reads()
 
-    def may_load_beside(self, version: str, step_s: float) -> bool:
-        """Tell of a version that has just been read whether the one request that waits could join the step
-        after the next one of the group, which takes so long, and its adapter be there by then; with room for
-        all, so that nothing has to make way."""
-        group, waiting = self.group, list(self._waiting.first(2))
-        if group is None or len(waiting) != 1 or waiting[0].adapter != version or group.steps_left < 2:
+    def may_load_beside(self, version: str, step_s: float, due: Many[EngineRequest]) -> bool:
+        """Tell of a version that has just been read whether the one request that waits for it could join the
+        step after the next one of the group, which takes so long at least, and its adapter be there by then;
+        with room for all, so that nothing has to make way. Of those that wait, whoever has its adapter joins
+        the next step. All others wait for reads, also those that are `due`, which are not known yet."""
+        group, waiting = self.group, self._waiting.on_version(version)
+        if group is None or len(waiting) != 1 or group.steps_left < 2:
+            return False
+        joining = list(self._waiting.candidates())
+        if len(joining) > 1 or not (self._all_is_quiet() if joining else self._can_leap()):
+            return False
+        if due and (not self._await_reads(due) or any(each.adapter == version for each in due)):
             return False
         num_tokens = len(waiting[0].token_ids)
-        if not self._all_is_quiet() or not self._may_start(1, num_tokens, ()):
+        if not self._may_start(len(self._waiting) + len(due), num_tokens, (), joining):
             return False
-        num_bytes = self._residency.num_bytes(version)
+        num_bytes, limit = self._residency.num_bytes(version), self._config.max_model_len
         room = self._memory.max_tokens(0) - self._memory.max_tokens(num_bytes)
-        num_blocks = blocks_ahead(waiting[0], self._pool, self._config.max_model_len)
-        num_blocks += self._pool.blocks_for(room) + len(self._running)
+        num_blocks = sum([blocks_ahead(each, self._pool, limit) for each in (*waiting, *joining)])
+        num_blocks += self._pool.blocks_for(room) + len(self._running) + len(joining)
         return group.has_room_for(num_blocks) and self._pins.starts.is_there_after(step_s, num_bytes)
 
-    def load_beside(self, version: str) -> None:
-        """It was read, it is loaded, and it is there."""
+    def load_beside(self, version: str, due: Many[EngineRequest]) -> tuple[AdapterRead, ...]:
+        """It was read, it is loaded, and it is there; those that are due wait. Returns reads that are to
+        begin."""
         self.adapter_read(version)
+        for request in due:
+            self.add(request)
         self.adapters.bring_in(self._waiting, self._running)
-        loads = self._pins.take_loads()
+        loads, staging = self._pins.take_loads(), self._memory.staging
         assert [load.version for load in loads] == [version], "there was room for it"
+        assert staging is not None, "it was read"
         self.adapter_loaded(version)
+        return staging.take_reads()
+
+    def _await_reads(self, requests: Many[EngineRequest]) -> bool:
+        """Tell whether requests that are not known yet can do nothing before their adapters were read."""
+        staging = self._memory.staging
+        if staging is None or self.adapters.cold_start is ColdStart.ON_DEMAND:
+            return False
+        return all(self._awaits_read(staging, request.adapter) for request in requests)
 
     def _awaits_read(self, staging: Staging, version: str | None) -> bool:
         if version is None or self._residency.tier(version) is not Tier.DISK:
@@ -192,14 +211,22 @@ class LeapingScheduler(Scheduler):
             and group.has_room_for(sum([blocks_ahead(s, self._pool, limit) for s in waiting]))
         )
 
-    def _may_start(self, num_waiting: int, num_tokens: int, versions: Iterable[str | None]) -> bool:
-        """Tell whether all of these find what they need, memory for tokens apart."""
-        config, residency, num_running = self._config, self._residency, len(self._running)
+    def _may_start(
+        self,
+        num_waiting: int,
+        num_tokens: int,
+        versions: Iterable[str | None],
+        joining: Many[Sequence] = (),
+    ) -> bool:
+        """Tell whether all of these find what they need, memory for tokens apart. `joining`: requests that
+        will run by then."""
+        config, residency, num_running = self._config, self._residency, len(self._running) + len(joining)
         if config.prompts_first or config.max_adapters is not None:
             return False
         if residency.num_loading > 0 or self._are_too_many(num_waiting):
             return False
         work, positions = config.work, 0 if self._group is None else self._group.positions + num_running
+        positions += sum([len(each.token_ids) for each in joining])
         # As one prompt they would take no less.
         if work.cost(0, num_tokens) > work.prefill_budget(num_running + work.position_cost * positions):
             return False

@@ -27,7 +27,7 @@ _MAX_READS: Final = 2
 
 class Staging:
     """Adapters too large for the host's budget, or for what overdue reads leave of it, are not staged: a
-    device loads them from disk."""
+    device loads them from disk. `ahead`: versions to be read before anybody asks for them."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._room = HostRoom(budget_bytes)
@@ -36,8 +36,8 @@ class Staging:
         self._held: Counter[str] = Counter()
         self._reads: list[str] = []
         self._evicted: list[str] = []
-        # To be read ahead; ordered and hashed, as thousands may be.
-        self._ahead: OrderedDict[str, None] = OrderedDict()
+        # Ordered and hashed, as thousands may be.
+        self.ahead: OrderedDict[str, None] = OrderedDict()
 
     @property
     def used_bytes(self) -> int:
@@ -102,18 +102,13 @@ class Staging:
         # Both sides are hashed, so that the shorter one is gone through.
         return versions.isdisjoint(self._residency.resident) and versions.isdisjoint(self._unstaged)
 
-    @property
-    def has_ahead(self) -> bool:
-        """Tell whether any version is still to be read before anybody asks for it."""
-        return bool(self._ahead)
-
     def stage_ahead(self, version: str) -> None:
-        self._ahead.setdefault(version)
+        self.ahead.setdefault(version)
 
     def fetch_ahead(self) -> None:
         """Begin reads that nobody waits for, where a reader and memory are free."""
-        while self._ahead and self._residency.num_loading < _MAX_READS:
-            version, _ = self._ahead.popitem(last=False)
+        while self.ahead and self._residency.num_loading < _MAX_READS:
+            version, _ = self.ahead.popitem(last=False)
             if self.stages(version) and self._residency.tier(version) is Tier.DISK:
                 self._begin(version, self._residency.load_ahead(version))
 

@@ -109,6 +109,10 @@ class WaitingQueue:
         """Adapter versions that requests wait for."""
         return self._num_on.keys()
 
+    def on_version(self, version: str) -> list[Sequence]:
+        """Requests that wait for an adapter version, in order. This looks at every request."""
+        return [request for request in self._requests if request.adapter == version]
+
     def check_integrity(self) -> None:
         """Assert that the parts agree with the whole."""
         positions = [request.queue_position for request in self._requests]

@@ -15,11 +15,13 @@ times.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from typing import Any, NamedTuple
 
 from loraplex.core.request import EngineRequest
+from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.leaping import ANY_TOKEN
 from loraplex.scheduling.plan import AdapterLoad, StepPlan
 from loraplex.twin.engine_twin import AdapterEvent
@@ -90,10 +92,6 @@ class AheadSimulator(Simulator):
         self._land(keep=1 if plan.chunks else 0)
         self.recorder.updated(self.scheduler.take_failures(), self.now_s)
 
-    def _has_news(self) -> bool:
-        """Tell whether a read or load has ended that the next decision must know of."""
-        return bool(self._ends) and self._ends[0][0] <= self.now_s
-
     def _add(self, requests: list[EngineRequest]) -> None:
         for request in requests:
             self.scheduler.add(request)
@@ -121,7 +119,7 @@ class AheadSimulator(Simulator):
         due = self._due
         if self._is_loaded:
             self._is_loaded = False
-            return not due and self._step_loaded()
+            return self._step_loaded()
         if self._joining:
             # Those who join were asked before; since then some may have ended, and nobody has come.
             return not (due and not self.scheduler.go_beside([*self._joining, *due])) and self._join()
@@ -131,15 +129,17 @@ class AheadSimulator(Simulator):
         elif due:
             self._go_on_before_they_join()
             return self.now_s >= next_s or self._has_news() or self._join()
-        stepped = self._leap(next_s)
+        return self._leap(next_s)
+
+    def _leap_within(self, next_s: float, group: DecodeGroup, most: int) -> None:
+        super()._leap_within(next_s, group, most)
         self._glides = self.scheduler.num_running > 0
-        return stepped
 
     def _go_on_before_they_join(self) -> None:
         """The step that was known when they came."""
         group = self.scheduler.group
         assert group is not None
-        self._take_leap(group, 1, self._times.repeats(group, 0))
+        self._take_leap(group, 1, self._repeats(group))
         self._joining, self._due = self._due, self._joining
 
     def _join(self) -> bool:
@@ -152,38 +152,54 @@ class AheadSimulator(Simulator):
         return True
 
     def _glide_through_load(self) -> bool:
-        """The known step, during which the adapter is loaded that was read for the only request that waits,
-        if that request can join the step after it and nothing else happens; False if it has to be decided."""
+        """The known step, during which an adapter is loaded that was read for one request, if that one can
+        join the step after it and all others can only wait for reads; False if it has to be decided."""
+        scheduler, due, joins = self.scheduler, self._due, self._is_loaded
+        self._is_loaded = False
+        group = scheduler.group
         _, _, version, is_read = self._ends[0]
-        group = self.scheduler.group
-        if not is_read or len(self._ends) > 1 or self._due or self._joining or group is None:
+        if not is_read or self._joining or group is None or self._num_ended() > 1:
             return False
-        repeats = self._times.repeats(group, 0)
-        step_s = repeats.first_s
+        repeats = self._repeats(group)  # who joins the step makes it no shorter
         load_s = self._times.load_s(AdapterLoad(version=version, source=0))
-        if load_s > step_s or self._bus_free_s > self.now_s:
+        if load_s > repeats.first_s or self._bus_free_s > self.now_s:
             return False
-        if not self.scheduler.may_load_beside(version, step_s):
+        if not scheduler.may_load_beside(version, repeats.first_s, due):
             return False
-        self._ends.clear()
+        chunks = scheduler.start_beside(sure=True) if joins else None
+        heapq.heappop(self._ends)
         self._bus_free_s = self.now_s + load_s
         self.num_loads += 1
         if self.adapter_events is not None:
             self.adapter_events.append(AdapterEvent("load", version))
-        self.scheduler.load_beside(version)
-        self._take_leap(group, 1, repeats)
+        reads = scheduler.load_beside(version, due)
+        due.clear()
+        if reads:
+            self._start_loads(reads, ())
+        if chunks is None:
+            self._take_leap(group, 1, repeats)
+        else:
+            self._end_beside(chunks)
         self._is_loaded = True
         return True
 
+    def _num_ended(self) -> int:
+        """Return how many reads and loads have ended that the next decision must know of."""
+        return sum([end_s <= self.now_s for end_s, _, _, _ in self._ends])
+
     def _step_loaded(self) -> bool:
-        """The known step, which the request joins that waited for its adapter."""
+        """The known step, which the request joins that waited for its adapter, if all that are due can only
+        wait for reads; False if the step after it has to be decided."""
+        if self._due and not self._let_wait(sure=True):
+            return False
         stepped = self._step_beside(sure=True)
         self._glides = self.scheduler.num_running > 0
         return stepped
 
-    def _let_wait(self) -> bool:
-        """Tell whether requests that are due can only wait for reads, which begin now."""
-        reads = self.scheduler.wait_beside(self._due)
+    def _let_wait(self, *, sure: bool = False) -> bool:
+        """Tell whether requests that are due can only wait for reads, which begin now. `sure`: all others go
+        on, or wait for reads."""
+        reads = self.scheduler.wait_beside(self._due, sure=sure)
         if reads is None:
             return False
         self._due.clear()

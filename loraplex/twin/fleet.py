@@ -177,7 +177,8 @@ class SimulatedFleet:
             wake_s, chosen = heapq.heappop(wakes)
             replica = self._replicas[chosen]
             if wake_s == replica.wake_s:  # it was sent nothing since then
-                self._collect(chosen, replica.simulator.run_to(min(now_s, self._turn_end_s(wake_s))))
+                until_s = now_s if self._links is None else min(now_s, self._turn_end_s(wake_s))
+                self._collect(chosen, replica.simulator.run_to(until_s))
         while self._fetches and self._fetches[0][0] <= now_s:
             _, chosen, adapter = heapq.heappop(self._fetches)
             self._let_go(controller.fetched(chosen, adapter))
@@ -193,10 +194,8 @@ class SimulatedFleet:
                 controller.first_token(number)
 
     def _turn_end_s(self, wake_s: float) -> float:
-        """Return how far one replica is simulated before the others: where they share links, not beyond the
+        """Return how far one replica is simulated before the others where they share links: not beyond the
         next of them by more than a step, as who asks first is served first."""
-        if self._links is None:
-            return math.inf
         next_s = self._wakes[0][0] if self._wakes else wake_s
         return max(next_s, wake_s) + _TURN_S
 

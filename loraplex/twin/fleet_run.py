@@ -25,6 +25,7 @@ from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_engines import fleet_engines
 from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.operating_points import operating_points
+from loraplex.twin.paused_collector import paused_collector
 from loraplex.twin.replay import (
     ReplayOptions,
     check_options,
@@ -95,6 +96,10 @@ class FleetRuns:
 
     def run(self, policy: Policy, seed: int = 0) -> FleetOutcome:
         """Simulate the workload, or for another seed than 0 one that is like it."""
+        with paused_collector():
+            return self._run(policy, seed)
+
+    def _run(self, policy: Policy, seed: int) -> FleetOutcome:
         controller = self._controller(policy, seed)
         link, num_replicas = self._options.link, self._options.num_replicas
         links = None if link is None else Links(link, num_replicas)

@@ -22,6 +22,7 @@ from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
 from loraplex.twin.outcome import Outcome
+from loraplex.twin.paused_collector import paused_collector
 from loraplex.twin.simulator import Simulator
 from loraplex.twin.times import CostModelTimes, StepTimes
 from loraplex.workload.jsonl import WorkloadRequest
@@ -85,9 +86,10 @@ def replay(profile: Profile, workload: Sequence[WorkloadRequest], options: Repla
     """Simulate a workload on a profiled engine."""
     check_workload(workload, options)
     check_options(profile, options)
-    if isinstance(profile, SlotProfile):
-        return _on_slots(profile, workload, options)
-    return _on_ours(profile, workload, options)
+    with paused_collector():
+        if isinstance(profile, SlotProfile):
+            return _on_slots(profile, workload, options)
+        return _on_ours(profile, workload, options)
 
 
 def _on_ours(profile: CostModel, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> Outcome:

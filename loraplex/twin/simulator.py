@@ -20,7 +20,7 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.leaping import ANY_TOKEN, LeapingScheduler
 from loraplex.scheduling.memory import Memory
-from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan
+from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan
 from loraplex.twin.engine_twin import AdapterEvent
 from loraplex.twin.outcome import Outcome, Recorder, RequestEvent, RequestOutcome
 from loraplex.twin.times import Repeats, StepTimes
@@ -56,8 +56,11 @@ class Simulator:
         self.num_offered = 0
         self._ends: list[tuple[float, int, str, bool]] = []  # of loads, and of reads (True)
         self._coming: dict[str, tuple[float, float]] = {}  # loads: when they begin and end
-        self._repeats_of: tuple[DecodeGroup | None, int, int, int] = (None, 0, 0, 0)
+        self._repeats_of: tuple[DecodeGroup | None, int, int] = (None, 0, 0)
         self._next_repeats = Repeats(0.0, 0.0)
+        # `quiet_until_s`, until a step is taken or a request comes or goes, and the leap that it is based on.
+        self._quiet_s: float | None = None
+        self._found_leap: tuple[DecodeGroup, int] | None = None
         self.plans: list[StepPlan] | None = None  # kept if a list is put here
         self.adapter_events: list[AdapterEvent] | None = None  # likewise
         # When a version that is asked for now is in host memory; an owner may say where it comes from.
@@ -116,12 +119,14 @@ class Simulator:
     def advance(self, until_s: float) -> None:
         """All steps that begin before this time; the last one may end after it."""
         while self.now_s < until_s and not self.is_idle():
-            self._step(until_s)
+            self._go_on(until_s)
 
     def quiet_until_s(self) -> float:
         """Return a time before which nothing happens that could be seen from outside, unless a request comes:
         nobody has a first token, nobody ends, no adapter moves. Looking takes no step."""
-        return math.inf if self.is_idle() else self._quiet_until_s()
+        if self._quiet_s is None:
+            self._quiet_s = math.inf if self.is_idle() else self._quiet_until_s()
+        return self._quiet_s
 
     def _quiet_until_s(self) -> float:
         num_steps = self.scheduler.leap_length()
@@ -129,14 +134,32 @@ class Simulator:
         if group is None:
             return self.now_s
         end_s = self.now_s + self._repeats(group).sum_s(num_steps)
-        return max(min(end_s, self._ends[0][0]), self.now_s) if self._ends else end_s
+        if self._ends:
+            end_s = max(min(end_s, self._ends[0][0]), self.now_s)
+        if self._leaps and end_s > self.now_s:
+            self._found_leap = (group, num_steps)
+        return end_s
 
     def run_to(self, until_s: float) -> float:
         """Take all steps of which something could be seen before this time. Unlike `advance`, it cuts no leap
         of decodes short that nobody sees anything of by then. Return `quiet_until_s` afterwards."""
         while (quiet_s := self.quiet_until_s()) < until_s and self.now_s < until_s:
-            self._step(until_s)
+            self._go_on(until_s)
         return quiet_s
+
+    def _go_on(self, until_s: float) -> None:
+        """Take a step, or the leap that was found when somebody asked for `quiet_until_s`."""
+        leap = self._found_leap
+        self._forget_quiet()
+        if leap is not None and leap[0] is self.scheduler.group:  # which is another if somebody looked at it
+            self._leap_within(until_s, *leap)
+        else:
+            self._step(until_s)
+
+    def _forget_quiet(self) -> None:
+        """Something happens that `quiet_until_s` does not know of."""
+        self._quiet_s = None
+        self._found_leap = None
 
     def offer(self, request: WorkloadRequest) -> RequestOutcome:
         """A request arrives, at a time the engine was advanced to. Returns what will become of it."""
@@ -152,6 +175,7 @@ class Simulator:
         num_output = self.num_output(request_id)
         if num_output is None:
             return None
+        self._forget_quiet()
         self._drop(request_id)
         return self.recorder.left(request_id), num_output
 
@@ -163,6 +187,7 @@ class Simulator:
         self.scheduler.cancel(request_id)
 
     def _enter(self, request: WorkloadRequest) -> str:
+        self._forget_quiet()
         self.now_s = max(self.now_s, request.arrival_s)
         number, self.num_offered = self.num_offered, self.num_offered + 1
         request_id = str(number)
@@ -245,35 +270,50 @@ class Simulator:
 
     def _step_beside(self, *, sure: bool = False) -> bool:
         """A step of decodes that new requests join with their whole prompts. `sure`: that can be done."""
-        scheduler = self.scheduler
-        chunks, group = scheduler.start_beside(sure=sure), scheduler.group
-        if chunks is None or group is None:
+        chunks = self.scheduler.start_beside(sure=sure)
+        if chunks is None:
             return False
+        self._end_beside(chunks)
+        return True
+
+    def _end_beside(self, chunks: Sequence[Chunk]) -> None:
+        """The rest of a step that requests join with these."""
+        scheduler = self.scheduler
+        group = scheduler.group
+        assert group is not None, "they join one"
         now_s = self.now_s = self.now_s + self._times.beside_s(group, chunks)
         num_running = len(group) + len(chunks)
         updates = scheduler.end_beside()
         self.recorder.stepped(now_s, updates, num_running=num_running, num_tokens=num_running)
-        return True
 
     def _leap(self, next_s: float) -> bool:
         """All steps up to the next event."""
-        scheduler, now_s = self.scheduler, self.now_s
-        if self._ends:
-            next_s = min(next_s, self._ends[0][0])
-        most = scheduler.leap_length() if next_s > now_s else 0
-        group = scheduler.group if most > 0 else None
+        most = self.scheduler.leap_length() if next_s > self.now_s and not self._has_news() else 0
+        group = self.scheduler.group if most > 0 else None
         if group is None:
             return False
-        repeats = self._repeats(group)
-        self._take_leap(group, repeats.steps_until(next_s - now_s, most), repeats)
+        self._leap_within(next_s, group, most)
         return True
+
+    def _leap_within(self, next_s: float, group: DecodeGroup, most: int) -> None:
+        """A leap of so many steps at most, no further than to the first one that begins at `next_s` or at the
+        end of a load."""
+        if self._ends:
+            next_s = min(next_s, self._ends[0][0])
+        repeats = self._repeats(group)
+        self._take_leap(group, repeats.steps_until(next_s - self.now_s, most), repeats)
+
+    def _has_news(self) -> bool:
+        """Tell whether a read or load has ended that the next decision must know of."""
+        return bool(self._ends) and self._ends[0][0] <= self.now_s
 
     def _repeats(self, group: DecodeGroup) -> Repeats:
         """The group's next steps; kept until they are taken, as they are asked for before that."""
-        state = (group, group.positions, len(group), self.scheduler.num_waiting)
+        num_waiting = self.scheduler.num_waiting
+        state = (group, group.num_changes, num_waiting)
         if state != self._repeats_of:
             self._repeats_of = state
-            self._next_repeats = self._times.repeats(group, state[3])
+            self._next_repeats = self._times.repeats(group, num_waiting)
         return self._next_repeats
 
     def _take_leap(self, group: DecodeGroup, num_steps: int, repeats: Repeats) -> None:

@@ -33,7 +33,7 @@ class Repeats(NamedTuple):
         rest_s = left_s - self.once_s
         if rest_s <= 0:
             return 1
-        if rest_s == math.inf:
+        if self.sum_s(most - 1) < left_s:
             return most
         # `sum_s` solved for the number of steps, then put right by hand.
         linear = self.first_s - self.growth_s / 2

@@ -68,7 +68,6 @@ class AnyLoad(RuleBasedStateMachine):
 
     @invariant()
     def adapters_are_found_where_their_requests_are(self) -> None:
-        everyone = np.arange(self.load.num_replicas)
         for adapter in range(8):
             at = [each.replica for each in self.open.values() if each.request.adapter == adapter]
             queued = [
@@ -78,11 +77,6 @@ class AnyLoad(RuleBasedStateMachine):
             ]
             assert dict(self.load.in_flight(adapter)) == {each: at.count(each) for each in set(at)}
             assert dict(self.load.waiting_on(adapter)) == {each: queued.count(each) for each in set(queued)}
-            assert self.load.lacks(adapter, everyone).tolist() == [each not in at for each in everyone]
-            assert self.load.lacks_waiting(adapter, everyone).tolist() == [
-                each not in queued for each in everyone
-            ]
-        assert not self.load.lacks(None, everyone).any()
 
     def teardown(self) -> None:
         """Where all requests have ended, nothing is left of them."""
@@ -106,17 +100,28 @@ def test_looking_changes_nothing(sent: list[Sent]) -> None:
     for request, replica, is_running in sent:
         fleet.send(request, replica, is_running=is_running)
     before = fleet.snapshot()
-    everyone = np.arange(3)
     for replica in range(3):
         fleet.view.load.replica(replica)
         fleet.view.load.in_flight(replica)
-    fleet.view.load.lacks(1, everyone)
-    joined = fleet.view.load.everything.at(everyone).joined_by(
-        rank=8, prompt_tokens=3, kv_tokens=4.0, is_new=fleet.view.load.lacks(0, everyone)
-    )
-    assert (joined.num_requests == fleet.view.load.everything.num_requests + 1).all()
+    fleet.view.load.with_one_more(request_of(0), np.arange(3))
     fleet.view.load.check_integrity()
     assert fleet.snapshot() == before
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(REQUESTS, st.integers(0, 3), st.booleans()), max_size=20), REQUESTS, st.data())
+def test_one_more_counts_as_if_it_had_been_sent(
+    sent: list[Sent], request: RoutedRequest, data: st.DataObject
+) -> None:
+    fleet = fleet_of(4)
+    for each, replica, is_running in sent:
+        fleet.send(each, replica, is_running=is_running)
+    asked = sorted(data.draw(st.sets(st.integers(0, 3), min_size=1)))
+    everything, waiting = fleet.view.load.with_one_more(request, np.array(asked, np.int64))
+    for place, replica in enumerate(asked):
+        for found, requests in ((everything, fleet.requests(replica)), (waiting, fleet.queue(replica))):
+            for row, counted in enumerate((set_of(requests), set_of([*requests, request]))):
+                assert [column[row, place] for column in found] == [float(column[0]) for column in counted]
 
 
 def test_a_row_for_people() -> None:

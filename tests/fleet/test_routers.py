@@ -274,7 +274,9 @@ def toy_choices(
     has 16 of rank 64. Eq. 2 is fitted to the latencies of both in the figure."""
     columns = [[24, 16], [24 * 32, 16 * 64], [32, 64], [24, 16], [24, 16], [24, 16]]
     sets = RequestSets(*(np.array(column) for column in columns))
-    costs = form.fit(SetSamples(sets, np.array(measured_ms) / 1e3), SetSamples(sets, np.ones(2)))
+    costs = form.fit(
+        SetSamples(sets, np.array(measured_ms) / 1e3), SetSamples(sets, np.ones(2)), by_request=False
+    )
     load = FleetLoad([ReplicaLimits(max_running=64, kv_tokens=1 << 20)] * 2)
     for server, rank, number in ((0, 32, 24), (1, 64, 16)):
         for adapter in range(number):

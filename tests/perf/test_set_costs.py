@@ -293,21 +293,6 @@ def test_an_empty_set_takes_no_time(costs: SetCosts) -> None:
 REQUEST = st.tuples(st.sampled_from([0, 8, 16, 64]), st.integers(1, 500), st.integers(1, 900))
 
 
-@given(st.lists(st.lists(REQUEST, max_size=5), min_size=1, max_size=4), REQUEST)
-def test_joined_by_counts_the_request_as_if_it_had_been_there(
-    batches: list[list[Request]], request: Request
-) -> None:
-    """One adapter for each rank: it is new where nobody has that rank yet."""
-    rank, prompt_tokens, kv_tokens = request
-    is_new = np.array([rank > 0 and all(each[0] != rank for each in batch) for batch in batches])
-    joined = sets_of(*batches, distinct=False).joined_by(
-        rank=rank, prompt_tokens=prompt_tokens, kv_tokens=kv_tokens, is_new=is_new
-    )
-    expected = sets_of(*([*batch, request] for batch in batches), distinct=False)
-    for column, counted in zip(joined, expected, strict=True):
-        assert column.tolist() == counted.tolist()
-
-
 @given(st.lists(st.lists(REQUEST, max_size=5), min_size=1, max_size=5), st.data())
 def test_sets_at_replicas_are_theirs(batches: list[list[Request]], data: st.DataObject) -> None:
     replicas = sorted(data.draw(st.sets(st.integers(0, len(batches) - 1))))

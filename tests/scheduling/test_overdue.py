@@ -169,7 +169,7 @@ def test_the_first_of_many_that_are_read_ahead_is_read_first() -> None:
     for version in [*versions, *reversed(versions)]:
         staging.stage_ahead(version)
     begun = []
-    while staging.has_ahead:
+    while staging.ahead:
         staging.fetch_ahead()
         for read in staging.take_reads():
             begun.append(read.version)

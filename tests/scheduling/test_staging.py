@@ -111,7 +111,7 @@ def test_what_nobody_asked_for_takes_free_memory_only() -> None:
     staging.arrived("b")
     staging.fetch_ahead()
     assert staging.take_reads() == ()
-    assert not staging.has_ahead
+    assert not staging.ahead
     assert staging.versions == {"a", "b"}
 
 

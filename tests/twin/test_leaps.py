@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from twins import COSTS, own_twin, random_workload, slot_twin
 
@@ -80,6 +80,19 @@ def test_a_leap_of_an_engine_with_slots_is_its_steps(engine: dict[str, Any], see
 
 @QUICK
 @given(engine=OWN_ENGINES, seed=st.integers(0, 10_000), rps=RATES)
+@example(  # one comes as one goes, and all of them attend to as many positions as before
+    engine={
+        "num_adapters": 7,
+        "num_blocks": 400,
+        "max_running": 20,
+        "max_step_tokens": 512,
+        "shared": True,
+        "cold_start": ColdStart.AUTO,
+        "ahead": True,
+    },
+    seed=13,
+    rps=20.0,
+)
 def test_a_leap_of_our_own_engine_is_its_steps(engine: dict[str, Any], seed: int, rps: float) -> None:
     workload = random_workload(seed, num_adapters=engine["num_adapters"], rps=rps)
     leaping, stepping = own_twin(**engine), own_twin(**engine, leaps=False)

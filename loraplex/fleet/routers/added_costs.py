@@ -37,30 +37,18 @@ class AddedCosts:
         self._least_of: SetCosts | None = None
 
     def by(self, request: RoutedRequest, view: FleetView, candidates: IntArray) -> Added:
-        load, costs = view.load, view.costs
-        exists, queue = load.everything.at(candidates), load.waiting.at(candidates)
-        adapter, rank, prompt_tokens = request
-        kv_tokens = prompt_tokens + load.answers.mean_tokens
-        joined = exists.joined_by(
-            rank=rank,
-            prompt_tokens=prompt_tokens,
-            kv_tokens=kv_tokens,
-            is_new=load.lacks(adapter, candidates),
-        )
-        longer = queue.joined_by(
-            rank=rank,
-            prompt_tokens=prompt_tokens,
-            kv_tokens=kv_tokens,
-            is_new=load.lacks_waiting(adapter, candidates),
-        )
-        decode_s, queue_s = costs.decode_s(joined), costs.prefill_s(queue)
-        taken_s = np.maximum(queue_s, self._least_prefill_s(rank, costs))
+        costs = view.costs
+        # Sets without the request in the first row, with it in the second: one question for both.
+        everything, waiting = view.load.with_one_more(request, candidates)
+        before_s, decode_s = costs.decode_s(everything)
+        queue_s, longer_s = costs.prefill_s(waiting)
+        taken_s = np.maximum(queue_s, self._least_prefill_s(request.rank, costs))
         return Added(
-            num_requests=exists.num_requests,
+            num_requests=everything.num_requests[0],
             decode_s=decode_s,
-            decode_more_s=decode_s - costs.decode_s(exists),
+            decode_more_s=decode_s - before_s,
             queue_s=queue_s,
-            prefill_s=np.maximum(costs.prefill_s(longer) - taken_s, 0.0),
+            prefill_s=np.maximum(longer_s - taken_s, 0.0),
         )
 
     def _least_prefill_s(self, rank: int, costs: SetCosts) -> float:
