@@ -13,12 +13,13 @@ to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Final
 
 import numpy as np
 
-from loraplex.fleet.arrays import BoolArray, FloatArray, IntArray
+from loraplex.fleet.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.added_costs import AddedCosts
 from loraplex.fleet.routers.router import Turns
@@ -38,31 +39,32 @@ class AutoRouter:
         candidates = view.everyone()
         if len(candidates) == 1:
             return int(candidates[0])
-        cost_s, breaks = self._costs(request, view, candidates)
-        if not breaks.all():
-            cost_s = np.where(breaks, np.inf, cost_s)
-        near = cost_s <= cost_s.min() * (1 + self._stays)
+        cost_s = self._costs(request, view, candidates)
+        most_s = float(cost_s[cost_s.argmin()]) * (1 + self._stays)
+        # Homes are few: they are looked at one by one, and not all replicas for each kind of home.
+        cost_of = dict(zip(candidates.tolist(), cost_s.tolist(), strict=True))
         for homes in _homes(request, view):
-            at_home = np.zeros(view.load.num_replicas, np.bool_)
-            at_home[list(homes)] = True
-            found = near & at_home[candidates]
-            if found.any():
-                return self._turns.pick(candidates[found], cost_s[found])
+            near = sorted(home for home in homes if cost_of.get(home, math.inf) <= most_s)
+            if near:
+                return self._turns.pick(np.array(near), np.array([cost_of[home] for home in near]))
         return self._turns.pick(candidates, cost_s)
 
-    def _costs(
-        self, request: RoutedRequest, view: FleetView, candidates: IntArray
-    ) -> tuple[FloatArray, BoolArray]:
-        """Seconds per token that the fleet loses by each candidate, and which of them would break the SLO."""
+    def _costs(self, request: RoutedRequest, view: FleetView, candidates: IntArray) -> FloatArray:
+        """Seconds per token that the fleet loses by each candidate; infinite where it would break the SLO,
+        unless all would."""
         load, mean_tokens = view.load, view.load.answers.mean_tokens
         added = self._added.by(request, view, candidates)
-        max_running = load.max_running[candidates]
-        too_many = np.maximum(added.num_requests + 1 - max_running, 0)
-        waits_s = added.queue_s + view.load_s(request, candidates)
-        own_s = added.decode_s * (1 + too_many / max_running) + waits_s / mean_tokens
-        others_s = added.num_requests * (added.prefill_s / mean_tokens + added.decode_more_s)
-        breaks = np.zeros(len(candidates), np.bool_) if view.slo_s is None else own_s > view.slo_s
-        return own_s + others_s, breaks
+        num_requests, decode_s = added.num_requests, added.decode_s
+        too_many = num_requests + 1 - load.max_running[candidates]
+        if too_many[too_many.argmax()] > 0:
+            decode_s = decode_s * (1 + np.maximum(too_many, 0) / load.max_running[candidates])
+        own_s = decode_s + (added.queue_s + view.load_s(request, candidates)) / mean_tokens
+        cost_s = own_s + num_requests * (added.prefill_s / mean_tokens + added.decode_more_s)
+        if view.slo_s is not None:
+            breaks = own_s > view.slo_s
+            if breaks.any() and not breaks.all():
+                cost_s[breaks] = math.inf
+        return np.asarray(cost_s, np.float64)
 
 
 def _homes(request: RoutedRequest, view: FleetView) -> Iterator[Collection[int]]:
