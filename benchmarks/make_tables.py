@@ -29,6 +29,7 @@ from benchmarks import (
     cold_tables,
     cost_tables,
     cpu_tables,
+    fleet_tables,
     gpu_tables,
     http_tables,
     load_tables,
@@ -55,6 +56,7 @@ TWIN, HTTP = "twin_validation.json", "http_compare.json"
 START: Final = "gpu_start.json"
 QUEUE, SHARED, HOLDUPS = "waiting_queue.json", "shared_cpu.json", "holdups.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
+FLEET: Final = "fleet.json"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,9 @@ TABLES: Final[dict[str, Table]] = {
     "twin-validation": Table((TWIN,), twin_tables.validation_table),
     "twin-speed": Table((TWIN,), twin_tables.speed_table),
     "twin-fleet": Table((TWIN,), twin_tables.fleet_table),
+    "fleet-decisions": Table((FLEET,), fleet_tables.decisions_table),
+    "fleet-plans": Table((FLEET,), fleet_tables.plans_table),
+    "fleet-decisions-machine": Table((FLEET,), fleet_tables.decisions_note),
     "twin-engine-cuda": Table((TWIN_CUDA,), twin_tables.engine_table),
     "twin-engine-cuda-machine": Table((TWIN_CUDA,), twin_tables.engine_note),
     "twin-engine-cpu": Table((TWIN_CPU,), twin_tables.engine_table),
