@@ -50,8 +50,8 @@ class _Moves:
 
 def measure_decisions(*, tiny: bool = False) -> dict[str, Any]:
     """Return microseconds of a decision by router and fleet size, seconds of placements, and milliseconds of
-    a migration: medians, and the worst. Of a decision it is the best of several medians: others use the machine
-    as well, for longer than a thousand decisions take."""
+    a migration: medians, and the worst. Of a decision it is the best of several medians: others use the
+    machine as well, for longer than a thousand decisions take."""
     sizes = (4, 8) if tiny else (60, 1000)
     num_adapters = 200 if tiny else NUM_ADAPTERS
     return {
