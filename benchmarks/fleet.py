@@ -382,7 +382,7 @@ class Size:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What results must have in common to stand in one section."""
+        """Return what results must have in common to stand in one section."""
         chosen = ("num_replicas", "sixty", "duration_s", "rate")
         return {name: getattr(self, name) for name in chosen} | {"published_data": self.data is not None}
 

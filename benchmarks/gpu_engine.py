@@ -150,7 +150,7 @@ def attention(workloads: Path) -> list[dict[str, Any]]:
 
 
 def cold(workloads: Path) -> dict[str, Any]:
-    """From the start of a process to its first token."""
+    """Measure from the start of a process to its first token."""
     found: dict[str, Any] = in_process(_cold, time.time())
     return found
 

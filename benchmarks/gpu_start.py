@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.servers import ServerCommand, running
-from loraplex.engine.start import create_context
+from loraplex.engine.start import begin_beside_imports
 
 FILE: Final = "gpu_start.json"
 RESULTS: Final = Path(__file__).parent / "results"
@@ -78,10 +77,10 @@ class Phases:
 
 
 def measure_engine(model: Path, adapters: Path, device: str, started_at: float) -> dict[str, Any]:
-    """From the start of this process to an engine that has nothing left to prepare, and its first token."""
+    """Measure from the start of this process to an engine that has nothing left to prepare."""
     phases = Phases(started_at)
     if device == "cuda":  # as an engine process does (`loraplex.engine.start`)
-        threading.Thread(target=create_context, daemon=True).start()
+        begin_beside_imports()
     phases.begin("import torch")
     import torch
 

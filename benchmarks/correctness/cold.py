@@ -65,7 +65,7 @@ def cold(setting: Setting) -> list[Check]:
 
 
 def _all_answers(setting: Setting, dtype: torch.dtype) -> tuple[dict[ColdStart, _Answers], dict[str, Answer]]:
-    """By policy; and the same prompts without adapters."""
+    """Return the answers by policy, and those to the same prompts without adapters."""
     on_gpu, shape = setting.device == "cuda", config_of_shape(setting.large_shape).shape
     policies = list(ColdStart) if on_gpu else [ColdStart.CACHED, ColdStart.ON_DEMAND, ColdStart.OVERLAP]
     num_adapters, rank = (3, 4) if setting.tiny else (12, 16)

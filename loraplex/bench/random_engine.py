@@ -134,7 +134,7 @@ def register(
 
 
 def check_shape(name: str, device: str) -> None:
-    """That a CPU would come to an end with it."""
+    """Raise CapacityError for a shape that a CPU would take too long with."""
     if device == "cpu" and config_of_shape(name).shape.linear_flops > 1e9:
         raise CapacityError(f"the shape {name!r} is too large for --device cpu; try --shape tiny")
 

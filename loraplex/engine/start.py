@@ -17,20 +17,35 @@ if TYPE_CHECKING:
 def build_core(options: EngineOptions, progress: Progress | None = None) -> Engine:
     """`loraplex.engine.build.build_core`, sooner."""
     if options.device != "cpu":
-        # Each needs the interpreter for moments only, between long calls.
-        for work in (create_context, hash_triton):
-            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+        begin_beside_imports()
     from loraplex.engine.build import build_core as build
 
     return build(options, progress)
 
 
+def begin_beside_imports() -> None:
+    """Begin in threads what an engine on a GPU needs and torch does not. Each needs the interpreter for
+    moments only, between long calls."""
+    threading.Thread(target=create_context, name="cuda-context", daemon=True).start()
+    threading.Thread(target=_hash_triton, name="triton-hash", daemon=True).start()
+
+
 def create_context() -> None:
     """Create the context that torch will find on the first device. Where that fails, torch says why."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return  # no driver
+    cuda = _driver()
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
+    if cuda is not None and cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def _hash_triton() -> None:
+    """Hash Triton where it may be used: without a driver the engine runs on a CPU."""
+    if _driver() is not None:
+        hash_triton()
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None

@@ -45,21 +45,17 @@ class NamedPlacement:
 
 
 def _loraserve(context: PlacementContext) -> Placement:
-    points = context.operating_points
-    return HysteresisPlacement(
-        placement=LoRAServePlacement(operating_points=points, padded=context.padded),
-        operating_points=points,
-        padded=context.padded,
-    )
+    points, padded = context.operating_points, context.padded
+    return _steady(LoRAServePlacement(operating_points=points, padded=padded), points, padded=padded)
 
 
 def _auto(context: PlacementContext) -> Placement:
-    rates = context.token_rates
-    return HysteresisPlacement(
-        placement=RankLinePlacement(token_rates=rates, padded=context.padded),
-        operating_points=rates,
-        padded=context.padded,
-    )
+    rates, padded = context.token_rates, context.padded
+    return _steady(RankLinePlacement(token_rates=rates, padded=padded), rates, padded=padded)
+
+
+def _steady(placement: Placement, points: Mapping[int, float], *, padded: bool) -> Placement:
+    return HysteresisPlacement(placement=placement, operating_points=points, padded=padded)
 
 
 PLACEMENTS: Final[Mapping[str, NamedPlacement | None]] = {

@@ -131,7 +131,7 @@ def _part_of(name: str, tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What the weights of a model take."""
+    """Return the bytes that the weights of a model take."""
     return sum(prod(shape) for shape in _expected_shapes(config).values()) * dtype.itemsize
 
 

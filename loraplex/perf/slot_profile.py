@@ -39,7 +39,7 @@ class SlotCosts:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Those of `decode`, `prefill`, `load` and `scheduler`, each in the order of its fields."""
+        """All coefficients: of `decode`, `prefill`, `load`, `scheduler`, each in the order of its fields."""
         return tuple(
             getattr(getattr(self, name), each.name) for name, part in PARTS.items() for each in fields(part)
         )
@@ -99,7 +99,7 @@ class SlotProfile:
     quality: Mapping[str, float] = field(default_factory=dict)
 
     def spare_blocks(self, num_blocks: int) -> int:
-        """Of so many; one at the least."""
+        """Return how many of so many blocks admissions leave; one at the least."""
         return max(int(self.spare_share * num_blocks), 1)
 
 

@@ -99,8 +99,8 @@ class AdapterPins:
                 return
 
     def _is_staged(self, version: str) -> bool:
-        """Whether a device could load it now; if not, it is read when it is its turn, and nobody behind one
-        for whom there is no room is read before it."""
+        """Tell whether a device could load it now; if not, it is read when it is its turn, and nobody behind
+        one for whom there is no room is read before it."""
         if self._staging is None or self._staging.is_there(version):
             return True
         if self._reads_more:
@@ -119,7 +119,7 @@ class AdapterPins:
         return on_disk and self._staging.holds_up_all(versions)
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether the request could run as far as its adapter goes."""
+        """Tell whether the request could run as far as its adapter goes."""
         version = sequence.adapter
         return version is None or (sequence.pinned and self.is_in_memory(version))
 
@@ -128,12 +128,12 @@ class AdapterPins:
         return self._residency.is_resident(version) or version in self._arriving
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Whether it would wait for its adapter as it runs."""
+        """Tell whether the request would wait for its adapter as it runs."""
         return sequence.adapter in self._arriving
 
     def coming_for(self, versions: Set[str | None]) -> Coming:
-        """What a step that uses these would wait for. Of what is on its way since earlier steps, nobody knows
-        how much has come: all of it is counted."""
+        """Return what a step that uses these would wait for. Of what is on its way since earlier steps, nobody
+        knows how much has come: all of it is counted."""
         started = {load.version for load in self._loads}
         awaited = {version for version in self._arriving if version in versions}
         return Coming(
@@ -183,7 +183,7 @@ class AdapterPins:
         return False
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
-        """What was started since the last call."""
+        """Return the loads that were started since the last call."""
         loads, self._loads = self._loads, []
         return tuple(loads)
 

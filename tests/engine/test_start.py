@@ -73,3 +73,15 @@ def test_only_an_engine_that_may_use_a_device_has_a_context(
     monkeypatch.setattr(build, "build_core", built)
     assert start.build_core(options) is engine
     assert created.is_set() == begun
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_triton_is_hashed_only_where_there_is_a_driver(
+    has_driver: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine on a CPU must not hash half a gigabyte because Triton is installed."""
+    hashed = threading.Event()
+    monkeypatch.setattr(start, "hash_triton", hashed.set)
+    monkeypatch.setattr(start, "_driver", lambda: FakeDriver() if has_driver else None)
+    start._hash_triton()
+    assert hashed.is_set() == has_driver

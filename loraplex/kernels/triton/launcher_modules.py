@@ -22,7 +22,7 @@ _lock = threading.Lock()
 
 
 def load_modules_apart() -> None:
-    """From now on, Triton reads what a module holds before any other one is loaded."""
+    """Have Triton read what a module holds before any other one is loaded, from now on."""
     load: _LoadModule | None = getattr(build, _PATCHED, None)
     if load is not None and not hasattr(load, "__wrapped__"):
         setattr(build, _PATCHED, loaded_apart(load))

@@ -52,3 +52,5 @@ def test_a_reading_that_nobody_waits_for_can_be_closed(folder: Path) -> None:
     reading = begin(folder)
     reading.close()
     reading.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        reading._copying.submit(print)
