@@ -132,8 +132,8 @@ class AdapterPins:
         return sequence.adapter in self._arriving
 
     def coming_for(self, versions: Set[str | None]) -> Coming:
-        """Return what a step that uses these would wait for. Of what is on its way since earlier steps, nobody
-        knows how much has come: all of it is counted."""
+        """Return what a step that uses these would wait for. Of what is on its way since earlier steps,
+        nobody knows how much has come: all of it is counted."""
         started = {load.version for load in self._loads}
         awaited = {version for version in self._arriving if version in versions}
         return Coming(
