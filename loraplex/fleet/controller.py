@@ -107,7 +107,8 @@ class Controller:
         return self._let_go(self.pool.fetched(replica, adapter))
 
     def moved(self, request_id: Hashable, replica: int, num_output: int) -> None:
-        """Record that a move was carried out: a request goes on elsewhere, with its answer so far."""
+        """Record that a move was carried out: a request goes on elsewhere, with its answer so far, which has
+        `num_output` tokens from all replicas that it was on."""
         request = self.view.load.moved(request_id, replica, num_output)
         self._factor.record_migration(self._prefill.seconds(request.prompt_tokens))
 
@@ -123,8 +124,8 @@ class Controller:
     def tick(self, now_s: float, num_output: Callable[[Hashable], int | None]) -> Decisions:
         """Place adapters again and let requests migrate, each if its period has ended.
 
-        `num_output`: the tokens that a request was answered with so far, None if it has ended. Raises
-        UserError for a plan that does not fit the fleet.
+        `num_output`: the tokens that a request was answered with so far, on all replicas that it was on; None
+        if it has ended. Raises UserError for a plan that does not fit the fleet.
         """
         drops: list[Drop] = []
         while self._planner is not None and self._place_s <= now_s:

@@ -49,12 +49,25 @@ class ReplicaLoad:
 
 
 class _Open(NamedTuple):
-    """A request that was sent and has not ended. `kv_tokens`: what it was counted with."""
+    """A request that was sent and has not ended. `num_output`: the tokens of its answer that it came with
+    from another replica. `kv_tokens`: what it was counted with."""
 
     request: RoutedRequest
     replica: int
+    num_output: int
     kv_tokens: float
     is_running: bool
+
+    @property
+    def counted(self) -> RoutedRequest:
+        """The request as its replica reads it: what it was answered with elsewhere is part of its prompt."""
+        return _with_output(self.request, self.num_output)
+
+
+def _with_output(request: RoutedRequest, num_output: int) -> RoutedRequest:
+    if not num_output:
+        return request
+    return request._replace(prompt_tokens=request.prompt_tokens + num_output)
 
 
 class _RequestColumns:
@@ -122,8 +135,8 @@ class FleetLoad:
     """The requests that each replica was sent and has not finished.
 
     `everything` and `waiting` are columns over replicas, kept up to date: all requests, and those without a
-    first token. A request counts with its prompt and an answer of the mean length as KV tokens. `accepts`:
-    False for a replica that is down or drains.
+    first token. A request counts with its prompt and an answer of the mean length as KV tokens, wherever the
+    answer began. `accepts`: False for a replica that is down or drains.
     """
 
     def __init__(self, limits: Sequence[ReplicaLimits], answers: AnswerLength | None = None) -> None:
@@ -150,40 +163,51 @@ class FleetLoad:
 
     def sent(self, request_id: Hashable, request: RoutedRequest, replica: int) -> None:
         """Count a request that was sent to a replica just now."""
+        self._send(request_id, request, replica, num_output=0)
+
+    def _send(self, request_id: Hashable, request: RoutedRequest, replica: int, num_output: int) -> None:
         assert request_id not in self._open, f"request {request_id} was sent before"
-        kv_tokens = request.prompt_tokens + self.answers.mean_tokens
-        self._open[request_id] = _Open(request, replica, kv_tokens, False)
-        self._all.add(replica, request, kv_tokens)
-        self._waiting.add(replica, request, kv_tokens)
+        counted = _with_output(request, num_output)
+        kv_tokens = counted.prompt_tokens + self.output_left(num_output)
+        self._open[request_id] = _Open(request, replica, num_output, kv_tokens, False)
+        self._all.add(replica, counted, kv_tokens)
+        self._waiting.add(replica, counted, kv_tokens)
+
+    def output_left(self, num_output: int) -> float:
+        """Return how many tokens are expected to follow these of an answer: until it has the mean length, and
+        one at least while it has not ended."""
+        return max(self.answers.mean_tokens - num_output, 1.0)
 
     def first_token(self, request_id: Hashable) -> None:
         """Count a request as running from now on."""
         found = self._open[request_id]
         if not found.is_running:
             self._open[request_id] = found._replace(is_running=True)
-            self._waiting.remove(found.replica, found.request, found.kv_tokens)
+            self._waiting.remove(found.replica, found.counted, found.kv_tokens)
 
     def ended(self, request_id: Hashable, output_tokens: int | None = None) -> RoutedRequest:
         """Forget a request, and return it. `output_tokens`: of a whole answer, from which the length of later
         ones is estimated."""
         found = self._open.pop(request_id)
-        self._all.remove(found.replica, found.request, found.kv_tokens)
+        counted = found.counted
+        self._all.remove(found.replica, counted, found.kv_tokens)
         if not found.is_running:
-            self._waiting.remove(found.replica, found.request, found.kv_tokens)
+            self._waiting.remove(found.replica, counted, found.kv_tokens)
         if output_tokens is not None:
             self.answers.observe(output_tokens)
         return found.request
 
     def moved(self, request_id: Hashable, replica: int, num_output: int) -> RoutedRequest:
-        """A request goes to another replica, where its prompt and its answer so far are read again; return it
-        as it is now."""
+        """Count a request on another replica, which reads its prompt and its answer so far again; return it
+        with the answer as part of its prompt. `num_output`: tokens of the whole answer, on all replicas that
+        it was on."""
         request = self.ended(request_id)
-        longer = request._replace(prompt_tokens=request.prompt_tokens + num_output)
-        self.sent(request_id, longer, replica)
-        return longer
+        self._send(request_id, request, replica, num_output)
+        return self._open[request_id].counted
 
     def requests_on(self, replica: int) -> list[tuple[Hashable, RoutedRequest]]:
-        """All requests of a replica, in the order in which they were sent. This looks at every request."""
+        """All requests of a replica as they were sent at first, in the order in which they came to it. This
+        looks at every request."""
         return [
             (request_id, each.request) for request_id, each in self._open.items() if each.replica == replica
         ]
@@ -234,9 +258,9 @@ class FleetLoad:
         fresh = FleetLoad(self.limits)
         for request_id, each in self._open.items():
             fresh._open[request_id] = each
-            fresh._all.add(each.replica, each.request, each.kv_tokens)
+            fresh._all.add(each.replica, each.counted, each.kv_tokens)
             if not each.is_running:
-                fresh._waiting.add(each.replica, each.request, each.kv_tokens)
+                fresh._waiting.add(each.replica, each.counted, each.kv_tokens)
         assert self._all.by_adapter == fresh._all.by_adapter
         assert self._waiting.by_adapter == fresh._waiting.by_adapter
         for kept, counted in ((self.everything, fresh.everything), (self.waiting, fresh.waiting)):

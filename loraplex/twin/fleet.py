@@ -207,7 +207,8 @@ class SimulatedFleet:
 
     def _num_output(self, number: Hashable) -> int | None:
         assert isinstance(number, int)
-        return self._replicas[self._chosen[number]].num_output(number)
+        num_output = self._replicas[self._chosen[number]].num_output(number)
+        return None if num_output is None else self._answered.get(number, 0) + num_output
 
     def _move(self, move: Move, now_s: float) -> None:
         """Have a request go on elsewhere, from the end of the step that it is in."""
@@ -216,15 +217,15 @@ class SimulatedFleet:
         handed = source.hand_over(number)
         if handed is None:
             return
-        outcome, num_output = handed
-        request = outcome.request
+        outcome, num_more = handed
+        request, num_output = outcome.request, self._answered.get(number, 0) + num_more
+        self._answered[number] = num_output
         self._controller.moved(number, move.target, num_output)
-        self._answered[number] = self._answered.get(number, 0) + num_output
         left = replace(
             request,
             arrival_s=max(source.simulator.now_s, now_s),
-            prompt_tokens=request.prompt_tokens + self._answered[number],
-            output_tokens=request.output_tokens - self._answered[number],
+            prompt_tokens=request.prompt_tokens + num_output,
+            output_tokens=request.output_tokens - num_output,
         )
         target.resume(number, left, outcome)
         self._chosen[number] = move.target

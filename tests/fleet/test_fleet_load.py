@@ -25,6 +25,7 @@ class AnyLoad(RuleBasedStateMachine):
     def begin(self, num_replicas: int) -> None:
         self.load = FleetLoad([LIMITS] * num_replicas)
         self.open: dict[int, Sent] = {}
+        self.first: dict[int, RoutedRequest] = {}
         self.kv_tokens: dict[int, float] = {}
         self.num_sent = 0
 
@@ -34,7 +35,21 @@ class AnyLoad(RuleBasedStateMachine):
         self.kv_tokens[self.num_sent] = request.prompt_tokens + self.load.answers.mean_tokens
         self.load.sent(self.num_sent, request, replica)
         self.open[self.num_sent] = Sent(request, replica, False)
+        self.first[self.num_sent] = request
         self.num_sent += 1
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), num_more=st.integers(0, 300), place=st.integers(0, 3))
+    def move(self, data: st.DataObject, num_more: int, place: int) -> None:
+        """Any number of times; the answer only grows."""
+        request_id, replica = data.draw(st.sampled_from(sorted(self.open))), place % self.load.num_replicas
+        prompt_tokens = self.first[request_id].prompt_tokens
+        num_output = self.open[request_id].request.prompt_tokens - prompt_tokens + num_more
+        longer = self.load.moved(request_id, replica, num_output)
+        assert longer == self.first[request_id]._replace(prompt_tokens=prompt_tokens + num_output)
+        expected = prompt_tokens + max(self.load.answers.mean_tokens, num_output + 1)
+        self.kv_tokens[request_id] = expected
+        self.open[request_id] = Sent(longer, replica, False)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -48,7 +63,8 @@ class AnyLoad(RuleBasedStateMachine):
     @rule(data=st.data(), output_tokens=st.none() | st.integers(0, 500))
     def end(self, data: st.DataObject, output_tokens: int | None) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.open)))
-        assert self.load.ended(request_id, output_tokens) == self.open.pop(request_id).request
+        del self.open[request_id]
+        assert self.load.ended(request_id, output_tokens) == self.first[request_id]
 
     @invariant()
     def columns_are_what_a_walk_over_the_requests_counts(self) -> None:
@@ -65,6 +81,12 @@ class AnyLoad(RuleBasedStateMachine):
                 assert kept.kv_tokens[replica] == pytest.approx(kv_tokens)
                 if not counted:
                     assert kept.kv_tokens[replica] == 0.0
+
+    @invariant()
+    def requests_are_listed_as_they_were_sent(self) -> None:
+        for replica in range(self.load.num_replicas):
+            here = {key: self.first[key] for key, each in self.open.items() if each.replica == replica}
+            assert dict(self.load.requests_on(replica)) == here
 
     @invariant()
     def adapters_are_found_where_their_requests_are(self) -> None:
@@ -159,6 +181,15 @@ def test_a_request_counts_with_what_it_was_counted_with_when_it_ends() -> None:
     assert load.everything.kv_tokens[0] == 10 + FIRST_GUESS
     load.ended("b")
     assert load.everything.kv_tokens[0] == 0.0
+
+
+def test_a_request_that_moves_counts_with_what_is_left_of_its_answer() -> None:
+    load = FleetLoad([LIMITS] * 3, AnswerLength(100.0))
+    load.sent("a", request_of(0, 10), 0)
+    for replica, num_output, kv_tokens in ((1, 30, 110), (2, 70, 110), (0, 250, 261)):
+        assert load.moved("a", replica, num_output).prompt_tokens == 10 + num_output
+        assert load.waiting.prompt_tokens[replica] == 10 + num_output
+        assert load.everything.kv_tokens.sum() == load.everything.kv_tokens[replica] == kv_tokens
 
 
 @pytest.mark.parametrize(

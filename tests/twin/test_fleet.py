@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -253,16 +253,19 @@ def test_moved_adapters_are_fetched_and_let_go() -> None:
 
 
 class RestlessMigrator(Migrator):
-    """Moves requests at random, all the time."""
+    """Moves requests at random, all the time. `kv_tokens`: what it saw of each request, by its number."""
 
     def __init__(self, seed: int, num_replicas: int, period_s: float = 0.05) -> None:
         super().__init__(MigratorConfig(period_s=period_s))
         self._rng = random.Random(seed)
         self._num_replicas = num_replicas
+        self.kv_tokens: dict[Hashable, list[int]] = {}
 
     def decide(self, now_s: float, view: MigrationView) -> list[Move]:
         super().decide(now_s, view)  # so that it is due again when the period is over
         found = [each for replica in range(self._num_replicas) for each in view.requests_on(replica)]
+        for each in found:
+            self.kv_tokens.setdefault(each.request_id, []).append(each.kv_tokens)
         return [
             Move(each.request_id, each.replica, (each.replica + 1) % self._num_replicas)
             for each in found
@@ -277,9 +280,16 @@ def test_requests_that_move_lose_no_token(seed: int, rps: float, on_gpu: bool) -
     machine = imagined_machine()
     if not on_gpu:
         machine = replace(machine, subject=replace(machine.subject, device="cpu"))
-    outcome, view = simulate(RoundRobinRouter(), workload, RestlessMigrator(seed, 3), machine)
+    migrator = RestlessMigrator(seed, 3)
+    outcome, view = simulate(RoundRobinRouter(), workload, migrator, machine)
     assert outcome.num_moves > 0
     check_all_served(outcome, workload)
+    for number, seen in migrator.kv_tokens.items():
+        assert isinstance(number, int)
+        request = workload[number]
+        assert seen == sorted(seen), "answers grow, also those that moved"
+        assert request.prompt_tokens <= seen[0]
+        assert seen[-1] < request.prompt_tokens + request.output_tokens
     for column in (*view.load.everything, *view.load.waiting):
         assert not np.any(column), "all have ended"
     for each in outcome.all.requests:

@@ -90,14 +90,13 @@ class FleetMigrationView:
             num_output = self._num_output(request_id)
             if num_output is None:
                 continue
-            left = max(self._load.answers.mean_tokens - num_output, 1.0)
             found.append(
                 MigrationRequest(
                     request_id=request_id,
                     adapter=request.adapter,
                     replica=replica,
                     kv_tokens=request.prompt_tokens + num_output,
-                    expected_s=left * share_s,
+                    expected_s=self._load.output_left(num_output) * share_s,
                 )
             )
         return found
