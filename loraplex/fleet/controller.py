@@ -32,8 +32,8 @@ class Planner(Protocol):
         """Record that a request brought so many tokens to an adapter."""
         ...
 
-    def place(self, previous: Plan | None) -> Plan | None:
-        """Return the plan for the next period; None for every adapter everywhere."""
+    def place(self, previous: Plan | None, now_s: float) -> Plan | None:
+        """Return the plan for the period that begins now; None for every adapter everywhere."""
         ...
 
 
@@ -71,7 +71,7 @@ class Controller:
         self.pool: AdapterPool | None = None
         self._place_s = math.inf
         if planner is not None:
-            self._place(planner)
+            self._place(planner, 0.0)
             self._place_s = planner.period_s
         if shares_adapters:
             self.pool = AdapterPool(adapters.num_bytes, view.load.num_replicas, view.plan)
@@ -79,10 +79,17 @@ class Controller:
                 for replica in self.pool.holders(adapter):
                     view.tiers.staged(replica, adapter)
 
-    def route(self, request_id: Hashable, adapter: int | None, prompt_tokens: int) -> int:
-        """Return the replica that serves a request, which counts as its load from now on."""
+    def route(
+        self,
+        request_id: Hashable,
+        adapter: int | None,
+        prompt_tokens: int,
+        output_tokens: int | None = None,
+    ) -> int:
+        """Return the replica that serves a request, which counts as its load from now on. `output_tokens`:
+        the length of its answer, if it is known."""
         rank = 0 if adapter is None else self._ranks[adapter]
-        request = RoutedRequest(adapter, rank, prompt_tokens)
+        request = RoutedRequest(adapter, rank, prompt_tokens, output_tokens)
         replica = self._router.choose(request, self.view)
         self.view.load.sent(request_id, request, replica)
         if self._planner is not None and adapter is not None:
@@ -129,7 +136,7 @@ class Controller:
         """
         drops: list[Drop] = []
         while self._planner is not None and self._place_s <= now_s:
-            drops += self._place(self._planner)
+            drops += self._place(self._planner, self._place_s)
             self._place_s += self._planner.period_s
         moves: list[Move] = []
         if self._migrator is not None and self.may_migrate(now_s):
@@ -138,8 +145,8 @@ class Controller:
             moves = self._migrator.decide(now_s, view)
         return Decisions(drops, moves)
 
-    def _place(self, planner: Planner) -> list[Drop]:
-        plan = planner.place(self.view.plan)
+    def _place(self, planner: Planner, now_s: float) -> list[Drop]:
+        plan = planner.place(self.view.plan, now_s)
         if plan is not None and plan is not self.view.plan:
             plan.check(len(self._ranks), self.view.load.num_replicas)
         self.view.plan = plan

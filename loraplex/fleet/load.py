@@ -87,7 +87,7 @@ class _RequestColumns:
         self._by_rank: list[dict[int, int]] = [{} for _ in range(table.shape[1])]
 
     def add(self, replica: int, request: RoutedRequest, kv_tokens: float) -> None:
-        adapter, rank, prompt_tokens = request
+        adapter, rank, prompt_tokens, _ = request
         self.num_requests[replica] += 1
         self.prompt_tokens[replica] += prompt_tokens
         self.kv_tokens[replica] += kv_tokens
@@ -104,7 +104,7 @@ class _RequestColumns:
             self.num_adapters[replica] += 1
 
     def remove(self, replica: int, request: RoutedRequest, kv_tokens: float) -> None:
-        adapter, rank, prompt_tokens = request
+        adapter, rank, prompt_tokens, _ = request
         self.num_requests[replica] -= 1
         self.prompt_tokens[replica] -= prompt_tokens
         # An empty replica holds exactly nothing, whatever was rounded on the way.
@@ -168,15 +168,16 @@ class FleetLoad:
     def _send(self, request_id: Hashable, request: RoutedRequest, replica: int, num_output: int) -> None:
         assert request_id not in self._open, f"request {request_id} was sent before"
         counted = _with_output(request, num_output)
-        kv_tokens = counted.prompt_tokens + self.output_left(num_output)
+        kv_tokens = counted.prompt_tokens + self.output_left(request, num_output)
         self._open[request_id] = _Open(request, replica, num_output, kv_tokens, False)
         self._all.add(replica, counted, kv_tokens)
         self._waiting.add(replica, counted, kv_tokens)
 
-    def output_left(self, num_output: int) -> float:
-        """Return how many tokens are expected to follow these of an answer: until it has the mean length, and
-        one at least while it has not ended."""
-        return max(self.answers.mean_tokens - num_output, 1.0)
+    def output_left(self, request: RoutedRequest, num_output: int = 0) -> float:
+        """Return how many tokens are expected to follow these of an answer: until it has its length, or the
+        mean length if nobody knows its own, and one at least while it has not ended."""
+        expected = self.answers.mean_tokens if request.output_tokens is None else request.output_tokens
+        return max(expected - num_output, 1.0)
 
     def first_token(self, request_id: Hashable) -> None:
         """Count a request as running from now on."""
@@ -223,10 +224,11 @@ class FleetLoad:
     def with_one_more(self, request: RoutedRequest, replicas: IntArray) -> tuple[RequestSets, RequestSets]:
         """Return `everything` and `waiting` of these replicas, each in two rows: as it is, and as it would be
         if the request were sent there. `replicas`: distinct and ascending."""
-        adapter, rank, prompt_tokens = request
+        adapter, rank, prompt_tokens, _ = request
         is_everyone = len(replicas) == self.num_replicas
         table = self._table if is_everyone else self._table[:, :, replicas]
-        more = (1, rank, 0, prompt_tokens, prompt_tokens + self.answers.mean_tokens, adapter is not None)
+        kv_tokens = prompt_tokens + self.output_left(request)
+        more = (1, rank, 0, prompt_tokens, kv_tokens, adapter is not None)
         rows = np.empty((len(table), 2, 2, len(replicas)))  # both rows of a column lie side by side
         rows[:, :, 0], grown = table, rows[:, :, 1]
         np.add(table, np.array(more, np.float64)[:, np.newaxis, np.newaxis], out=grown)

@@ -1,6 +1,7 @@
 """A fleet's policy by its name: ROUTING+PLACEMENT[+migrate], as commands and results spell it.
 
-A routing alone places adapters everywhere, but for `auto`, which has a placement of its own.
+A routing alone places adapters everywhere, but for `auto`, which has a placement of its own. `oracle` is
+`auto` in a simulation, told what will come: no fleet can do that, but it shows how much there is to gain.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from loraplex.fleet.placements.rank_line import RankLinePlacement
 from loraplex.fleet.routers.named import ROUTERS
 
 AUTO: Final = "auto"
+ORACLE: Final = "oracle"
 MIGRATE: Final = "migrate"
 EVERYWHERE: Final = "everywhere"
 
@@ -69,27 +71,38 @@ PLACEMENTS: Final[Mapping[str, NamedPlacement | None]] = {
     AUTO: NamedPlacement(make=_auto),
 }
 """None: every replica serves every adapter, and nothing has to be planned."""
+ROUTINGS: Final = (*ROUTERS, ORACLE)
+"""All that may be asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """A routing and a placement. `migrates`: requests may move from overloaded replicas."""
+    """A routing and a placement. `migrates`: requests may move from overloaded replicas. `knows_future`: the
+    length of every answer is known, and what will be asked for in the next period."""
 
     routing: str
     placement: str = EVERYWHERE
     migrates: bool = False
+    knows_future: bool = False
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTERS:
-            raise UserError(unknown_name("routing", self.routing, ROUTERS))
+            raise UserError(unknown_name("routing", self.routing, ROUTINGS))
         if self.placement not in PLACEMENTS:
             raise UserError(unknown_name("placement", self.placement, PLACEMENTS))
 
     @classmethod
     def of(cls, routing: str, placement: str | None = None, *, migrates: bool = False) -> Policy:
         """`placement`: None for the one that goes with the routing."""
+        knows_future = routing == ORACLE
+        routing = AUTO if knows_future else routing
         default = AUTO if routing == AUTO else EVERYWHERE
-        return cls(routing=routing, placement=default if placement is None else placement, migrates=migrates)
+        return cls(
+            routing=routing,
+            placement=default if placement is None else placement,
+            migrates=migrates,
+            knows_future=knows_future,
+        )
 
     @classmethod
     def of_name(cls, name: str) -> Policy:
@@ -107,6 +120,7 @@ class Policy:
     @property
     def name(self) -> str:
         """`auto` stands for all that we would choose."""
-        if self == Policy(routing=AUTO, placement=AUTO):
-            return AUTO
-        return f"{self.routing}+{self.placement}" + (f"+{MIGRATE}" if self.migrates else "")
+        routing = ORACLE if self.knows_future else self.routing
+        if self.routing == self.placement == AUTO and not self.migrates:
+            return routing
+        return f"{routing}+{self.placement}" + (f"+{MIGRATE}" if self.migrates else "")

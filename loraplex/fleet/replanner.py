@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -23,6 +24,7 @@ class Replanner:
     """Counts tokens by adapter, and asks a placement for a plan at the end of each period.
 
     Before anybody has asked for anything, all adapters are expected to be asked for alike.
+    `known_demand`: tells the tokens/s of each adapter in the period that begins then, if that is known.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Replanner:
         host_bytes: int | None = None,
         device_bytes: int | None = None,
         seed: int = 0,
+        known_demand: Callable[[float], FloatArray] | None = None,
     ) -> None:
         """`period_s`: infinite for a placement that is made once and kept."""
         assert period_s > 0
@@ -45,29 +48,35 @@ class Replanner:
         self._host_bytes = host_bytes
         self._device_bytes = device_bytes
         self._seed = seed
+        self._known_demand = known_demand
         self._tokens: FloatArray = np.zeros(len(adapters))
         self._rates: deque[FloatArray] = deque(maxlen=_NUM_PERIODS)
 
     def count(self, adapter: int, num_tokens: int) -> None:
         self._tokens[adapter] += num_tokens
 
-    def place(self, previous: Plan | None) -> Plan:
-        """Return the plan of the next period. Tokens counted since the last call are the latest history."""
-        if previous is None:
-            demand = np.ones(len(self._adapters))
-        else:
-            assert math.isfinite(self.period_s), "this placement is made once"
-            self._rates.append(self._tokens / self.period_s)
-            demand = extrapolated_demand(np.stack(self._rates))
-            self._tokens = np.zeros(len(self._adapters))
+    def place(self, previous: Plan | None, now_s: float) -> Plan:
+        """Return the plan of the period that begins now. Tokens counted since the last call are the latest
+        history."""
         return self._placement.place(
             PlacementProblem(
                 adapters=self._adapters,
                 num_replicas=self._num_replicas,
-                demand=demand,
+                demand=self._demand(now_s, is_first=previous is None),
                 host_bytes=self._host_bytes,
                 device_bytes=self._device_bytes,
                 previous=previous,
                 seed=self._seed,
             )
         )
+
+    def _demand(self, now_s: float, *, is_first: bool) -> FloatArray:
+        """Return the tokens/s of each adapter that are expected in the period that begins now."""
+        if self._known_demand is not None:
+            return self._known_demand(now_s)
+        if is_first:
+            return np.ones(len(self._adapters))
+        assert math.isfinite(self.period_s), "this placement is made once"
+        self._rates.append(self._tokens / self.period_s)
+        self._tokens = np.zeros(len(self._adapters))
+        return extrapolated_demand(np.stack(self._rates))

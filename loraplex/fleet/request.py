@@ -1,4 +1,4 @@
-"""A request as the fleet's deciding code sees it: nobody knows yet how long its answer will be."""
+"""A request as the fleet's deciding code sees it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 
 class RoutedRequest(NamedTuple):
-    """A request to be sent to a replica. `adapter`: None for the base model, whose `rank` is 0."""
+    """A request to be sent to a replica. `adapter`: None for the base model, whose `rank` is 0.
+    `output_tokens`: of its answer; None as long as nobody knows."""
 
     adapter: int | None
     rank: int
     prompt_tokens: int
+    output_tokens: int | None = None

@@ -111,13 +111,17 @@ class SimulatedFleet:
         controller: Controller,
         until_s: float = math.inf,
         links: Links | None = None,
+        *,
+        tells_lengths: bool = False,
     ) -> None:
-        """`links`: between replicas; needed if and only if the controller shares adapters."""
+        """`links`: between replicas; needed if and only if the controller shares adapters. `tells_lengths`:
+        the controller knows the length of every answer beforehand."""
         assert (links is None) == (controller.pool is None)
         self._adapters: Adapters = engines
         self._controller = controller
         self._links = links
         self._until_s = until_s
+        self._tells_lengths = tells_lengths
         self._replicas = [_Replica(engines) for _ in range(controller.view.load.num_replicas)]
         if links is not None:
             for number, replica in enumerate(self._replicas):
@@ -151,7 +155,8 @@ class SimulatedFleet:
 
     def _send(self, request: WorkloadRequest) -> None:
         number = len(self._outcomes)
-        chosen = self._controller.route(number, request.adapter, request.prompt_tokens)
+        output_tokens = request.output_tokens if self._tells_lengths else None
+        chosen = self._controller.route(number, request.adapter, request.prompt_tokens, output_tokens)
         replica = self._replicas[chosen]
         self._chosen.append(chosen)
         self._outcomes.append(replica.send(number, request))

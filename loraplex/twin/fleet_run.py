@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.arrays import FloatArray
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.migration.migrate import Migrator
@@ -23,6 +25,7 @@ from loraplex.fleet.view import FleetView
 from loraplex.perf.named_profiles import Profile
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_engines import fleet_engines
+from loraplex.twin.foresight import Foresight
 from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.paused_collector import paused_collector
@@ -100,14 +103,21 @@ class FleetRuns:
             return self._run(policy, seed)
 
     def _run(self, policy: Policy, seed: int) -> FleetOutcome:
-        controller = self._controller(policy, seed)
+        workload = shuffled(self._workload, seed)
+        controller = self._controller(policy, seed, workload)
         link, num_replicas = self._options.link, self._options.num_replicas
         links = None if link is None else Links(link, num_replicas)
-        fleet = SimulatedFleet(self._has.engines, controller, self._options.replay.until_s, links)
-        outcome = fleet.run(shuffled(self._workload, seed))
+        fleet = SimulatedFleet(
+            self._has.engines,
+            controller,
+            self._options.replay.until_s,
+            links,
+            tells_lengths=policy.knows_future,
+        )
+        outcome = fleet.run(workload)
         return outcome if self._has.knows_sizes else replace(outcome, bytes_moved=None)
 
-    def _controller(self, policy: Policy, seed: int) -> Controller:
+    def _controller(self, policy: Policy, seed: int, workload: Sequence[WorkloadRequest]) -> Controller:
         options, has = self._options, self._has
         view = FleetView(
             load=FleetLoad([has.limits] * options.num_replicas),
@@ -120,12 +130,12 @@ class FleetRuns:
             adapters=has.adapters,
             view=view,
             router=router_named(policy.routing, seed),
-            planner=self._planner(policy, seed),
+            planner=self._planner(policy, seed, workload),
             shares_adapters=options.link is not None,
             migrator=Migrator() if policy.migrates else None,
         )
 
-    def _planner(self, policy: Policy, seed: int) -> Replanner | None:
+    def _planner(self, policy: Policy, seed: int, workload: Sequence[WorkloadRequest]) -> Replanner | None:
         named = PLACEMENTS[policy.placement]
         if named is None:
             return None
@@ -142,7 +152,11 @@ class FleetRuns:
             host_bytes=self._has.host_bytes,
             device_bytes=self._has.device_bytes,
             seed=seed,
+            known_demand=self._known_demand(workload) if policy.knows_future else None,
         )
+
+    def _known_demand(self, workload: Sequence[WorkloadRequest]) -> Callable[[float], FloatArray]:
+        return partial(Foresight(workload, len(self._has.adapters)).demand, period_s=self._options.period_s)
 
     def _operating_points(self) -> Mapping[int, float]:
         if self._points is None:

@@ -41,7 +41,7 @@ class WrittenPlanner:
     def count(self, adapter: int, num_tokens: int) -> None:
         self.counted.append((adapter, num_tokens))
 
-    def place(self, previous: Plan | None) -> Plan | None:
+    def place(self, previous: Plan | None, now_s: float) -> Plan | None:
         self.previous.append(previous)
         return self.plans.pop(0)
 
@@ -148,14 +148,14 @@ def test_demand_is_the_trend_of_counted_tokens_per_second() -> None:
         device_bytes=5000,
         seed=7,
     )
-    plan = replanner.place(None)
+    plan = replanner.place(None, 0.0)
     assert plan == ON_0
     assert placement.problems[0].demand.tolist() == [1.0] * len(RANKS)
     for tokens in (100, 200, 300):
         replanner.count(2, tokens - 50)
         replanner.count(2, 50)
         replanner.count(5, 70)
-        replanner.place(plan)
+        replanner.place(plan, 0.0)
     first, second, third = (problem.demand for problem in placement.problems[1:])
     assert first[[2, 5]] == pytest.approx([10, 7])
     assert second[[2, 5]] == pytest.approx([30, 7])
@@ -174,18 +174,33 @@ def test_demand_is_the_trend_of_counted_tokens_per_second() -> None:
 def test_only_the_last_periods_count() -> None:
     placement = WrittenPlacement()
     replanner = Replanner(placement, adapters=ADAPTERS, num_replicas=1, period_s=1.0)
-    plan = replanner.place(None)
+    plan = replanner.place(None, 0.0)
     for tokens in [10_000, *[10] * 5]:
         replanner.count(0, tokens)
-        replanner.place(plan)
+        replanner.place(plan, 0.0)
     assert placement.problems[-1].demand[0] == pytest.approx(10)
+
+
+def test_known_demand_takes_the_place_of_the_trend() -> None:
+    placement = WrittenPlacement()
+    replanner = Replanner(
+        placement,
+        adapters=ADAPTERS,
+        num_replicas=1,
+        period_s=1.0,
+        known_demand=lambda now_s: np.full(len(RANKS), now_s),
+    )
+    plan = replanner.place(None, 3.0)
+    replanner.count(0, 100)
+    replanner.place(plan, 4.0)
+    assert [problem.demand[0] for problem in placement.problems] == [3.0, 4.0]
 
 
 def test_a_placement_that_is_made_once_asks_for_no_tick() -> None:
     replanner = Replanner(WrittenPlacement(), adapters=ADAPTERS, num_replicas=2, period_s=math.inf)
     assert controller_of(replanner).next_tick_s == math.inf
     with pytest.raises(AssertionError, match="made once"):
-        replanner.place(ON_0)
+        replanner.place(ON_0, 0.0)
 
 
 def test_steady_demand_keeps_the_plan() -> None:

@@ -26,6 +26,14 @@ def test_auto_has_one_word() -> None:
     assert Policy.of_name("auto+contiguous").name == "auto+contiguous"
 
 
+def test_an_oracle_is_auto_that_knows_the_future() -> None:
+    oracle = Policy.of_name("oracle")
+    assert oracle == Policy(routing="auto", placement="auto", knows_future=True)
+    assert oracle.name == "oracle"
+    assert Policy.of_name("oracle+loraserve").name == "oracle+loraserve"
+    assert Policy.of_name("oracle+auto+migrate").name == "oracle+auto+migrate"
+
+
 def test_a_routing_alone_places_everywhere() -> None:
     assert Policy.of_name("most-idle").name == "most-idle+everywhere"
 

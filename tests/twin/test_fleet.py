@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -43,6 +44,7 @@ LINK = LinkSpeed(bytes_per_s=2e9)
 POLICIES = (
     "random", "round-robin", "first-fit", "most-idle", "pending-time", "rank-aware", "affinity", "rendezvous",
     "routing-table+contiguous", "routing-table-random+random", "most-idle+burst-tolerance",
+    "auto", "oracle",
 )  # fmt: skip
 
 
@@ -142,7 +144,7 @@ def simulate(
     workload: list[WorkloadRequest],
     migrator: Migrator | None = None,
     machine: CostModel | None = None,
-    fleet: type[SimulatedFleet] = SimulatedFleet,
+    fleet: Callable[..., SimulatedFleet] = SimulatedFleet,
     options: ReplayOptions = OPTIONS,
     link: LinkSpeed | None = None,
 ) -> tuple[FleetOutcome, FleetView]:
@@ -226,6 +228,32 @@ def test_adapters_that_are_placed_are_there_from_the_beginning() -> None:
     outcome = run("routing-table+contiguous", link=LINK)
     assert outcome.bytes_moved == 0
     assert sum(each.num_loads for each in outcome.replicas) == 9
+
+
+@pytest.mark.parametrize("tells_lengths", [True, False])
+def test_lengths_of_answers_are_told_to_an_oracle_alone(tells_lengths: bool) -> None:
+    class Listener(RoundRobinRouter):
+        def choose(self, request: RoutedRequest, view: FleetView) -> int:
+            told.append(request.output_tokens)
+            return super().choose(request, view)
+
+    told: list[int | None] = []
+    simulate(Listener(), WORKLOAD, fleet=partial(SimulatedFleet, tells_lengths=tells_lengths))
+    assert told == [each.output_tokens if tells_lengths else None for each in WORKLOAD]
+
+
+def test_an_oracle_has_adapters_where_they_will_be_asked_for() -> None:
+    """In each period two adapters are asked for that nobody asked for before."""
+    workload = [
+        replace(each, arrival_s=number / 20, adapter=min(number // 40 * 2 + number % 2, 8))
+        for number, each in enumerate(WORKLOAD[:160])
+    ]
+    plans = {
+        policy: run(policy, workload=workload, period_s=2.0, num_replicas=2, link=LINK)
+        for policy in ("auto", "oracle")
+    }
+    assert plans["oracle"].all.summary()["ttft_s"]["mean"] <= plans["auto"].all.summary()["ttft_s"]["mean"]
+    assert plans["oracle"].chosen != plans["auto"].chosen
 
 
 def test_a_slow_link_shows_in_first_tokens() -> None:

@@ -96,7 +96,7 @@ class FleetMigrationView:
                     adapter=request.adapter,
                     replica=replica,
                     kv_tokens=request.prompt_tokens + num_output,
-                    expected_s=self._load.output_left(num_output) * share_s,
+                    expected_s=self._load.output_left(request, num_output) * share_s,
                 )
             )
         return found

@@ -53,12 +53,13 @@ class AutoRouter:
         """Seconds per token that the fleet loses by each candidate; infinite where it would break the SLO,
         unless all would."""
         load, mean_tokens = view.load, view.load.answers.mean_tokens
+        own_tokens = load.output_left(request)
         added = self._added.by(request, view, candidates)
         num_requests, decode_s = added.num_requests, added.decode_s
         too_many = num_requests + 1 - load.max_running[candidates]
         if too_many[too_many.argmax()] > 0:
             decode_s = decode_s * (1 + np.maximum(too_many, 0) / load.max_running[candidates])
-        own_s = decode_s + (added.queue_s + view.load_s(request, candidates)) / mean_tokens
+        own_s = decode_s + (added.queue_s + view.load_s(request, candidates)) / own_tokens
         cost_s = own_s + num_requests * (added.prefill_s / mean_tokens + added.decode_more_s)
         if view.slo_s is not None:
             breaks = own_s > view.slo_s

@@ -26,7 +26,7 @@ class FirstFitRouter:
         """Where no replica has room, the one with the fewest requests queues it."""
         candidates, load = view.candidates(request), view.load
         num_requests = load.everything.num_requests[candidates]
-        kv_tokens = load.everything.kv_tokens[candidates] + request.prompt_tokens + load.answers.mean_tokens
+        kv_tokens = load.everything.kv_tokens[candidates] + request.prompt_tokens + load.output_left(request)
         has_room = (num_requests < np.minimum(self._max_batch, load.max_running[candidates])) & (
             kv_tokens <= load.kv_capacity[candidates]
         )

@@ -1,0 +1,28 @@
+"""What a workload will ask for, for a planner that is told the future."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from loraplex.fleet.arrays import FloatArray
+from loraplex.workload.jsonl import WorkloadRequest
+
+
+class Foresight:
+    """The tokens of every adapter over time. `workload`: in the order of arrival."""
+
+    def __init__(self, workload: Sequence[WorkloadRequest], num_adapters: int) -> None:
+        self._arrival_s = np.array([each.arrival_s for each in workload])
+        self._adapters = np.array([each.adapter for each in workload], np.int64)
+        self._tokens = np.array([each.prompt_tokens + each.output_tokens for each in workload], np.float64)
+        self._num_adapters = num_adapters
+
+    def demand(self, now_s: float, period_s: float) -> FloatArray:
+        """Return the tokens/s, prompts and answers, that each adapter is asked for in the period from now
+        on."""
+        first, last = np.searchsorted(self._arrival_s, (now_s, now_s + period_s)).tolist()
+        asked = slice(first, last)
+        tokens = np.bincount(self._adapters[asked], self._tokens[asked], minlength=self._num_adapters)
+        return tokens.astype(np.float64) / period_s
