@@ -46,6 +46,7 @@ from loraplex.twin.fleet_run import FleetOptions, FleetRuns
 from loraplex.twin.recorded_runs import Measured, RunSetup, RunsFile, read_runs
 from loraplex.twin.replay import ReplayOptions, replay
 from loraplex.twin.scores import smape
+from loraplex.twin.slo import Slo
 from loraplex.twin.validate import Prediction, fit_for, predict, report
 from loraplex.workload.jsonl import WorkloadRequest
 from loraplex.workload.text_files import read_lines
@@ -185,7 +186,8 @@ def fleet() -> dict[str, Any]:
     that looks at the load of every replica for every request. No adapter is in any host's memory at first."""
     workload = list(_poisson(FLEET_RPS, FLEET_S, _skewed(FLEET_ADAPTERS)))
     options = ReplayOptions(num_adapters=FLEET_ADAPTERS, ranks=(8, 16, 32, 64), rank_bytes=(25 << 20) // 16)
-    runs = FleetRuns(GPU, workload, FleetOptions(num_replicas=FLEET_ENGINES, replay=options, slo_s=0.01))
+    chosen = FleetOptions(num_replicas=FLEET_ENGINES, replay=options, slo=Slo(tpt_s=0.01))
+    runs = FleetRuns(GPU, workload, chosen)
     took_s = []
     for _ in range(3):
         start_s = time.process_time()

@@ -15,7 +15,7 @@ import typer
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.cli.sizes import parse_rate
-from loraplex.cli.slo import parse_slo
+from loraplex.cli.slo import AskedSlo, SloTpt, SloTtft, parse_slo
 from loraplex.cli.twin_options import (
     AdapterMib,
     Adapters,
@@ -49,12 +49,6 @@ _Policies = Annotated[
     str,
     typer.Option(help="ROUTING+PLACEMENT[+migrate] of each, with commas: random,routing-table+loraserve."),
 ]
-_SloTpt = Annotated[
-    str,
-    typer.Option(
-        "--slo-tpt", help="Time per token that a request may take: 1.5x of the base model alone, or 30ms."
-    ),
-]
 _Period = Annotated[float, typer.Option("--period", help="Seconds after which adapters are placed again.")]
 _Link = Annotated[
     str | None,
@@ -78,7 +72,8 @@ def simulate(
     migrate: Annotated[
         bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
     ] = False,
-    slo_tpt: _SloTpt = "1.5x",
+    slo_tpt: SloTpt = None,
+    slo_ttft: SloTtft = None,
     period: _Period = 60.0,
     link: _Link = None,
     adapters: Adapters = None,
@@ -100,17 +95,18 @@ def simulate(
     _check_files(profile, workload, json_out, plot)
     policy = Policy.of(routing, placement, migrates=migrate)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
-    inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
+    slo = parse_slo(slo_tpt, slo_ttft)
+    inputs = _inputs(profile, workload, replicas, slo, period, link, options)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     with shown_progress("simulating", expected=f"{len(inputs.workload):,} requests") as progress:
         progress(policy.name, None)
         outcome = runs.run(policy)
-    figures = figures_of(outcome, inputs.options.slo_s)
+    figures = figures_of(outcome, inputs.options.slo)
     _show_outcome(outcome, figures, inputs)
     if json_out is not None:
         document = {
             "policy": policy.name,
-            "slo_tpt_s": inputs.options.slo_s,
+            **_limits(inputs),
             "figures": asdict(figures),
             "summary": outcome.all.summary(),
             "timeline": asdict(outcome.all.timeline()),
@@ -136,7 +132,8 @@ def compare(
         int,
         typer.Option(min=1, help="Runs of each: the workload, and others in which neighbours swap places."),
     ] = 5,
-    slo_tpt: _SloTpt = "1.5x",
+    slo_tpt: SloTpt = None,
+    slo_ttft: SloTtft = None,
     period: _Period = 60.0,
     link: _Link = None,
     adapters: Adapters = None,
@@ -157,7 +154,8 @@ def compare(
     _check_files(profile, workload, json_out, plot)
     named = _named(policies)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
-    inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
+    slo = parse_slo(slo_tpt, slo_ttft)
+    inputs = _inputs(profile, workload, replicas, slo, period, link, options)
     expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
     with shown_progress("simulating", expected=expected) as progress:
         found = compare_policies(inputs, named, seeds, progress)
@@ -167,7 +165,7 @@ def compare(
         write_json(
             json_out,
             {
-                "slo_tpt_s": inputs.options.slo_s,
+                **_limits(inputs),
                 "num_seeds": seeds,
                 "policies": {
                     name: {**asdict(mean), "interval_95": interval_of([run.figures for run in found[name]])}
@@ -179,7 +177,7 @@ def compare(
         from loraplex.cli.fleet_plot import draw_policies
 
         title = f"{workload.name} on {replicas} {plural('replica', replicas)} of {profile.name}"
-        _write_plot(draw_policies(found, slo_s=inputs.options.slo_s, title=title), plot)
+        _write_plot(draw_policies(found, slo=inputs.options.slo, title=title), plot)
 
 
 @app.command()
@@ -188,8 +186,9 @@ def capacity(
     workload: WorkloadPath,
     replicas: _Replicas,
     policies: _Policies,
-    attainment: Annotated[float, typer.Option(help="Share of requests that must be within the SLO.")] = 0.99,
-    slo_tpt: _SloTpt = "1.5x",
+    attainment: Annotated[float, typer.Option(help="Share of requests that must attain the SLO.")] = 0.99,
+    slo_tpt: SloTpt = None,
+    slo_ttft: SloTtft = None,
     period: _Period = 60.0,
     link: _Link = None,
     adapters: Adapters = None,
@@ -211,12 +210,13 @@ def capacity(
         raise typer.BadParameter("must be above 0 and at most 1", param_hint="--attainment")
     named = _named(policies)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
-    inputs = _inputs(profile, workload, replicas, slo_tpt, period, link, options)
+    slo = parse_slo(slo_tpt, slo_ttft)
+    inputs = _inputs(profile, workload, replicas, slo, period, link, options)
     if seconds is not None:  # the same requests at every rate, and time for each of them to end
         inputs = _whole(inputs, seconds)
     with shown_progress("bisecting", expected=f"about 12 runs for each of {len(named)}") as progress:
         found = capacities(inputs, named, attainment, progress)
-    typer.echo(f"{attainment:.1%} of requests within {(inputs.options.slo_s or 0) * 1e3:.1f} ms per token")
+    typer.echo(f"{attainment:.1%} of requests {inputs.options.slo.in_words()}")
     for name, each in found.items():
         typer.echo(f"{name:32} {_rate(each.rps)}")
     if json_out is not None:
@@ -225,7 +225,7 @@ def capacity(
         write_json(
             json_out,
             {
-                "slo_tpt_s": inputs.options.slo_s,
+                **_limits(inputs),
                 "attainment": attainment,
                 "capacity_rps": rates,
                 "tried": tried,
@@ -266,7 +266,7 @@ def _inputs(
     profile: Path,
     workload: Path,
     replicas: int,
-    slo_tpt: str,
+    asked: AskedSlo,
     period: float,
     link: str | None,
     options: TwinOptions,
@@ -276,7 +276,6 @@ def _inputs(
     from loraplex.twin.fleet_run import FleetOptions, base_tpt_s
     from loraplex.twin.links import LinkSpeed
 
-    slo = parse_slo(slo_tpt, "--slo-tpt")
     speed = None if link is None else LinkSpeed(bytes_per_s=parse_rate(link, "--link"))
     if not 0 < period < math.inf:
         raise typer.BadParameter("must be more than 0", param_hint="--period")
@@ -288,22 +287,24 @@ def _inputs(
     if isinstance(found, SlotProfile):  # the engine does not look at sizes, links do
         adapter_bytes = replay_options.adapter_bytes
         replay_options = replace(replay_options, adapter_bytes=None)
-    slo_s = slo.seconds
-    if slo_s is None:
-        assert slo.multiple is not None
-        slo_s = slo.multiple * base_tpt_s(found, requests, replay_options)
     return FleetInputs(
         profile=found,
         workload=requests,
         options=FleetOptions(
             num_replicas=replicas,
             replay=replay_options,
-            slo_s=slo_s,
+            slo=asked.slo(lambda: base_tpt_s(found, requests, replay_options)),
             period_s=period,
             link=speed,
             adapter_bytes=adapter_bytes,
         ),
     )
+
+
+def _limits(inputs: FleetInputs) -> dict[str, float | None]:
+    """Return the SLO as it stands in JSON."""
+    slo = inputs.options.slo
+    return {"slo_tpt_s": slo.tpt_s, "slo_ttft_s": slo.ttft_s}
 
 
 def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:
@@ -321,9 +322,7 @@ def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetIn
         f"{summary['num_served']:,} of {summary['num_requests']:,} requests served in "
         f"{summary['duration_s']:,.1f} simulated seconds, {summary['output_tok_s']:,.0f} output tok/s"
     )
-    slo_ms = (inputs.options.slo_s or 0) * 1e3
-    if figures.attainment is not None:
-        typer.echo(f"{figures.attainment:.2%} within {slo_ms:.1f} ms per token")
+    typer.echo(f"{figures.attainment:.2%} {inputs.options.slo.in_words()}")
     for name in ("ttft_s", "tpt_s"):
         if (row := summary[name]) is not None:
             cells = "  ".join(f"{key} {value * 1e3:,.1f}" for key, value in row.items())
@@ -356,7 +355,7 @@ def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetIn
 
 
 def _show_policies(means: dict[str, PolicyFigures], inputs: FleetInputs) -> None:
-    typer.echo(f"within {(inputs.options.slo_s or 0) * 1e3:.1f} ms per token; means over seeds")
+    typer.echo(f"attained: {inputs.options.slo.in_words()}; means over seeds")
     typer.echo(
         f"{'policy':32} {'attained':>9} {'TTFT p95 ms':>12} {'TPT ms':>8} {'loads':>9} {'busiest':>8} "
         f"{'moved GB':>9}"

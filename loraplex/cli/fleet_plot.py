@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from loraplex.twin.fleet import FleetOutcome
     from loraplex.twin.fleet_compare import Capacity, PolicyRun
+    from loraplex.twin.slo import Slo
 
 _NUM_INTERVALS: Final = 100
 
@@ -35,13 +36,13 @@ def draw_outcome(outcome: FleetOutcome, *, title: str) -> Figure:
     return figure
 
 
-def draw_policies(found: Mapping[str, Sequence[PolicyRun]], *, slo_s: float | None, title: str) -> Figure:
-    """Draw the distributions of the first seed's times, and every policy's attainment."""
+def draw_policies(found: Mapping[str, Sequence[PolicyRun]], *, slo: Slo, title: str) -> Figure:
+    """Draw the distributions of the first seed's times and the SLO's limits, and attainments."""
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     ttft, tpt, attained = figure.subplots(1, 3)
-    for axes, name, label in (
-        (ttft, "ttft_s", "time to first token, ms"),
-        (tpt, "tpt_s", "time per token, ms"),
+    for axes, name, limit_s, label in (
+        (ttft, "ttft_s", slo.ttft_s, "time to first token, ms"),
+        (tpt, "tpt_s", slo.tpt_s, "time per token, ms"),
     ):
         for policy, runs in found.items():
             values_ms = [1e3 * each for each in getattr(runs[0], name)]
@@ -51,11 +52,11 @@ def draw_policies(found: Mapping[str, Sequence[PolicyRun]], *, slo_s: float | No
         axes.set_ylabel("share of requests")
         axes.set_xscale("log")
         axes.grid(alpha=0.25)
-    if slo_s is not None:
-        tpt.axvline(slo_s * 1e3, color="0.4", linestyle="--", linewidth=1)
+        if limit_s is not None:
+            axes.axvline(limit_s * 1e3, color="0.4", linestyle="--", linewidth=1)
     names = list(found)
     for index, runs in enumerate(found.values()):
-        values = [100 * each.figures.attainment for each in runs if each.figures.attainment is not None]
+        values = [100 * each.figures.attainment for each in runs]
         attained.plot(values, [index] * len(values), "o")
     attained.set_yticks(range(len(names)), names, fontsize=8)
     attained.set_xlabel("requests within the SLO, %, each seed")

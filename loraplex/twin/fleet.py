@@ -309,7 +309,7 @@ class SimulatedFleet:
 
 
 def _figures(replica: _Replica, outcome: Outcome) -> ReplicaFigures:
-    served = [each for each in outcome.requests if each.finish_s is not None and not each.failed]
+    served = [each for each in outcome.requests if each.is_served]
     return ReplicaFigures(
         num_requests=len(outcome.requests),
         num_served=len(served),

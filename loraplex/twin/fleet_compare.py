@@ -21,6 +21,7 @@ from loraplex.twin.fleet_figures import PolicyFigures, figures_of
 from loraplex.twin.fleet_run import FleetOptions, FleetRuns, at_rate
 from loraplex.twin.highest_rate import highest_rate
 from loraplex.twin.operating_points import operating_points
+from loraplex.twin.slo import Slo
 from loraplex.workload.jsonl import WorkloadRequest
 
 _QUANTILES: Final = np.linspace(0.0, 1.0, 101)
@@ -87,7 +88,7 @@ def compare_policies(
 def capacities(
     inputs: FleetInputs, policies: Sequence[Policy], attainment: float, progress: Report
 ) -> dict[str, Capacity]:
-    """Return the highest rate of each policy at which so many requests are within the SLO."""
+    """Return the highest rate of each policy at which so many requests attain the SLO."""
     inputs = with_points(inputs, policies, progress)
     found: dict[str, Capacity] = {}
     with _workers(inputs, len(policies)) as pool:
@@ -128,41 +129,37 @@ def _runs(rate_factor: float = 1.0) -> FleetRuns:
 
 def _run(policy: Policy, seed: int) -> PolicyRun:
     assert _inputs is not None
-    return policy_run(_runs(), policy, seed, _inputs.options.slo_s)
+    return policy_run(_runs(), policy, seed, _inputs.options.slo)
 
 
-def policy_run(runs: FleetRuns, policy: Policy, seed: int, slo_s: float | None) -> PolicyRun:
+def policy_run(runs: FleetRuns, policy: Policy, seed: int, slo: Slo) -> PolicyRun:
     outcome = runs.run(policy, seed)
-    served = [
-        (first_s - each.request.arrival_s, (finish_s - each.request.arrival_s) / each.request.output_tokens)
-        for each in outcome.all.requests
-        if (first_s := each.first_token_s) is not None
-        and (finish_s := each.finish_s) is not None
-        and not each.failed
-    ]
-    ttft_s, tpt_s = (_quantiles(values) for values in (zip(*served, strict=True) if served else ((), ())))
-    return PolicyRun(figures_of(outcome, slo_s), ttft_s, tpt_s)
+    served = [each for each in outcome.all.requests if each.is_served]
+    ttft_s, tpt_s = (each.ttft_s for each in served), (each.tpt_s for each in served)
+    return PolicyRun(figures_of(outcome, slo), _quantiles(ttft_s), _quantiles(tpt_s))
 
 
-def _quantiles(values: Sequence[float]) -> list[float]:
-    return np.quantile(values, _QUANTILES).tolist() if values else []
+def _quantiles(values: Iterable[float | None]) -> list[float]:
+    known = [value for value in values if value is not None]
+    return np.quantile(known, _QUANTILES).tolist() if known else []
 
 
 def _capacity(policy: Policy, attainment: float) -> Capacity:
     assert _inputs is not None
-    rate, slo_s = _inputs.rate, _inputs.options.slo_s
-    assert slo_s is not None
+    rate, slo = _inputs.rate, _inputs.options.slo
     tried: dict[float, float] = {}
 
     def holds(factor: float) -> bool:
-        tried[factor * rate] = _runs(factor).run(policy).all.slo_attainment(slo_s)
+        tried[factor * rate] = _runs(factor).run(policy).all.slo_attainment(slo)
         return tried[factor * rate] >= attainment
 
     highest = highest_rate(holds, 1.0)
     if highest is None:
         best = max(tried.values())
+        limits = (("--slo-tpt", slo.tpt_s), ("--slo-ttft", slo.ttft_s))
+        given = [option for option, limit_s in limits if limit_s is not None]
         raise UserError(
-            f"{policy.name}: at no rate, however low, are {attainment:.1%} of requests within "
-            f"{slo_s * 1e3:.1f} ms per token; the most was {best:.1%}; allow more with --slo-tpt"
+            f"{policy.name}: at no rate, however low, are {attainment:.1%} of requests {slo.in_words()}; "
+            f"the most was {best:.1%}; relax {' or '.join([*given, '--attainment'])}"
         )
     return Capacity(highest * rate if highest < math.inf else math.inf, sorted(tried.items()))

@@ -9,18 +9,19 @@ from typing import Final
 import numpy as np
 
 from loraplex.twin.fleet import FleetOutcome
+from loraplex.twin.slo import Slo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyFigures:
     """One run, or the mean of several.
 
-    `attainment`: the share of requests within the SLO; None without one. `tpt_mean_s`: seconds per token,
+    `attainment`: the share of requests that attain the SLO. `tpt_mean_s`: seconds per token,
     from arrival to end. `busiest_over_mean`: by tokens served. `bytes_moved`: of adapters, to the hosts of
     replicas; None if their sizes are not known. Figures of requests are None if none was served.
     """
 
-    attainment: float | None
+    attainment: float
     ttft_p95_s: float | None
     tpt_mean_s: float | None
     adapter_loads: float
@@ -33,13 +34,13 @@ _STUDENT: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.26
 """Two-sided 95% quantiles with 1, 2, ... degrees of freedom; beyond, the last, which is on the safe side."""
 
 
-def figures_of(outcome: FleetOutcome, slo_s: float | None) -> PolicyFigures:
+def figures_of(outcome: FleetOutcome, slo: Slo) -> PolicyFigures:
     summary = outcome.all.summary()
     ttft_s, tpt_s = summary["ttft_s"], summary["tpt_s"]
     tokens = [each.num_tokens for each in outcome.replicas]
     mean = sum(tokens) / len(tokens)
     return PolicyFigures(
-        attainment=None if slo_s is None else outcome.all.slo_attainment(slo_s),
+        attainment=outcome.all.slo_attainment(slo),
         ttft_p95_s=None if ttft_s is None else ttft_s["p95"],
         tpt_mean_s=None if tpt_s is None else tpt_s["mean"],
         adapter_loads=outcome.all.num_loads,

@@ -36,6 +36,7 @@ from loraplex.twin.replay import (
     longest_of,
     replay,
 )
+from loraplex.twin.slo import NO_SLO, Slo
 from loraplex.workload.jsonl import WorkloadRequest
 
 _NUM_ALONE: Final = 100
@@ -45,14 +46,15 @@ _SHUFFLE_S: Final = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOptions:
-    """The fleet that is simulated under any policy. `slo_s`: seconds per token that a request may take.
-    `points`: tokens/s that a replica sustains, by rank; None to find them when a placement asks. `link`: over
-    which replicas fetch adapters from each other's host memory; None if each reads them from its disk.
-    `adapter_bytes`: of each adapter, for engines with slots, whose profile does not say it."""
+    """The fleet that is simulated under any policy. `slo`: how long requests may take, of which routers see
+    the time per token. `points`: tokens/s that a replica sustains, by rank; None to find them when a
+    placement asks. `link`: over which replicas fetch adapters from each other's host memory; None if each
+    reads them from its disk. `adapter_bytes`: of each adapter, for engines with slots, whose profile does not
+    say it."""
 
     num_replicas: int
     replay: ReplayOptions
-    slo_s: float | None = None
+    slo: Slo = NO_SLO
     period_s: float = PERIOD_S
     points: Mapping[int, float] | None = None
     link: LinkSpeed | None = None
@@ -124,7 +126,7 @@ class FleetRuns:
             tiers=AdapterTiers(),
             costs=has.costs,
             moves=has.moves,
-            slo_s=options.slo_s,
+            slo_s=options.slo.tpt_s,
         )
         return Controller(
             adapters=has.adapters,

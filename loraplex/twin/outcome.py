@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from loraplex.core.request import FinishReason
 from loraplex.scheduling.plan import TokenUpdate
+from loraplex.twin.slo import Slo
 from loraplex.twin.times import Repeats
 from loraplex.workload.jsonl import WorkloadRequest
 
@@ -34,6 +35,22 @@ class RequestOutcome:
     @property
     def num_tokens(self) -> int:
         return self.request.prompt_tokens + self.request.output_tokens
+
+    @property
+    def is_served(self) -> bool:
+        return self.finish_s is not None and not self.failed
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from arrival to the first token; None if there is none."""
+        return None if self.first_token_s is None else self.first_token_s - self.request.arrival_s
+
+    @property
+    def tpt_s(self) -> float | None:
+        """Seconds per token, from arrival to the last token; None if it was not served."""
+        if self.finish_s is None or self.failed:
+            return None
+        return (self.finish_s - self.request.arrival_s) / self.request.output_tokens
 
 
 Gaps = tuple[float, float, int, int]
@@ -221,14 +238,14 @@ class Outcome:
         """Seconds, and tokens per second. First tokens, tokens and gaps between them are of all requests that
         have begun; what is of whole answers (`itl_mean_s`, `tpt_s`, `e2e_s`) of those that were served."""
         begun = [each for each in self.requests if each.first_token_s is not None]
-        served = [each for each in begun if each.finish_s is not None and not each.failed]
+        served = [each for each in begun if each.is_served]
         arrivals_s = _seconds(each.request.arrival_s for each in served)
         first_s = _seconds(each.first_token_s for each in served)
         finish_s = _seconds(each.finish_s for each in served)
         outputs = np.array([each.request.output_tokens for each in served], np.float64)
         num_gaps = float((outputs - 1).sum())
         num_output = len(begun) + sum(num_steps * num_tokens for _, _, num_steps, num_tokens in self.gaps)
-        waits_s = _seconds((each.first_token_s or 0.0) - each.request.arrival_s for each in begun)
+        waits_s = _seconds(each.ttft_s for each in begun)
         duration_s = self.duration_s or 1.0
         return {
             "duration_s": self.duration_s,
@@ -245,28 +262,23 @@ class Outcome:
             "starved": self._is_starved(),
             "itl_mean_s": float((finish_s - first_s).sum()) / num_gaps if num_gaps else None,
             "ttft_s": _percentiles(waits_s),
-            "tpt_s": _percentiles((finish_s - arrivals_s) / outputs),
+            "tpt_s": _percentiles(_seconds(each.tpt_s for each in served)),
             "e2e_s": _percentiles(finish_s - arrivals_s),
             "itl_s": _gap_percentiles(self.gaps),
             "mean_running": self.mean_running,
             "mean_waiting": self.mean_waiting,
         }
 
-    def slo_attainment(self, tpt_slo_s: float) -> float:
-        """The share of all requests whose time per token, from arrival to the last token, is at most this.
-        Requests that were lost, failed or not finished count as missed; if none came, none was missed."""
-        num_met = sum(
-            each.finish_s is not None
-            and not each.failed
-            and (each.finish_s - each.request.arrival_s) / each.request.output_tokens <= tpt_slo_s
-            for each in self.requests
-        )
+    def slo_attainment(self, slo: Slo) -> float:
+        """Return the share of all requests that attain the SLO. Requests that were lost, failed or not
+        finished count as missed; if none came, none was missed."""
+        num_met = sum(slo.is_attained(tpt_s=each.tpt_s, ttft_s=each.ttft_s) for each in self.requests)
         return num_met / len(self.requests) if self.requests else 1.0
 
     def ttft_p99_by_adapter(self) -> dict[int, float]:
         """The 99th percentile of the seconds to the first token, by adapter, of requests that have begun."""
         begun = [each for each in self.requests if each.first_token_s is not None]
-        waits_s = _seconds((each.first_token_s or 0.0) - each.request.arrival_s for each in begun)
+        waits_s = _seconds(each.ttft_s for each in begun)
         adapters = np.array([each.request.adapter for each in begun], np.int64)
         order = np.lexsort((waits_s, adapters))
         found, first, number = np.unique(adapters[order], return_index=True, return_counts=True)

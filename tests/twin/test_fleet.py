@@ -36,6 +36,7 @@ from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_tpt_s, shuffle
 from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.outcome import RequestOutcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of, replay
+from loraplex.twin.slo import NO_SLO, Slo
 from loraplex.workload.jsonl import WorkloadRequest
 
 OPTIONS = ReplayOptions(num_adapters=9, ranks=(8, 16, 64), rank_bytes=1 << 20, kv_tokens=4000)
@@ -58,7 +59,9 @@ def run(
     period_s: float = 2.0,
     link: LinkSpeed | None = None,
 ) -> FleetOutcome:
-    chosen = FleetOptions(num_replicas=num_replicas, replay=options, slo_s=0.01, period_s=period_s, link=link)
+    chosen = FleetOptions(
+        num_replicas=num_replicas, replay=options, slo=Slo(tpt_s=0.01), period_s=period_s, link=link
+    )
     return FleetRuns(imagined_machine(), workload, chosen).run(Policy.of_name(policy), seed)
 
 
@@ -271,7 +274,12 @@ def test_moved_adapters_are_fetched_and_let_go() -> None:
         for each in random_workload(5, num_requests=400, num_adapters=3, rps=40.0)
     ]
     options = FleetOptions(
-        num_replicas=3, replay=OPTIONS, slo_s=0.01, period_s=1.0, link=LINK, points={8: 900, 16: 800, 64: 500}
+        num_replicas=3,
+        replay=OPTIONS,
+        slo=Slo(tpt_s=0.01),
+        period_s=1.0,
+        link=LINK,
+        points={8: 900, 16: 800, 64: 500},
     )
     outcome = FleetRuns(imagined_machine(), workload, options).run(Policy.of_name("routing-table+loraserve"))
     check_all_served(outcome, workload)
@@ -405,16 +413,25 @@ def test_a_hot_replica_hands_requests_over() -> None:
 
 def test_figures_of_a_run() -> None:
     outcome = run("rank-aware")
-    found = figures_of(outcome, 0.01)
-    assert found.attainment == outcome.all.slo_attainment(0.01)
+    found = figures_of(outcome, Slo(tpt_s=0.01))
+    assert found.attainment == outcome.all.slo_attainment(Slo(tpt_s=0.01))
     assert found.adapter_loads == sum(each.num_loads for each in outcome.replicas)
     sizes = [rank << 20 for rank in (8, 16, 64)]
     assert found.bytes_moved >= 3 * sum(sizes), "every adapter came to some host"
     assert found.busiest_over_mean >= 1.0
 
 
+def test_routers_see_the_time_per_token_of_the_slo_only() -> None:
+    def times_with(slo: Slo) -> list[float | None]:
+        runs = FleetRuns(imagined_machine(), WORKLOAD, FleetOptions(num_replicas=3, replay=OPTIONS, slo=slo))
+        return times_of(runs.run(Policy(routing="rank-aware")).all.requests)
+
+    assert times_with(Slo(ttft_s=0.001)) == times_with(NO_SLO)
+    assert times_with(Slo(tpt_s=0.0045)) != times_with(NO_SLO)
+
+
 def test_padded_kernels_make_a_mixed_fleet_slower() -> None:
-    options = FleetOptions(num_replicas=2, replay=OPTIONS, slo_s=0.01)
+    options = FleetOptions(num_replicas=2, replay=OPTIONS, slo=Slo(tpt_s=0.01))
     plain, padded = (
         FleetRuns(model, WORKLOAD, options).run(Policy(routing="round-robin")).all.summary()["tpt_s"]["mean"]
         for model in (imagined_machine(), with_padded_kernels(imagined_machine()))

@@ -84,6 +84,7 @@ def test_policies_are_compared(profile: Path, workload: Path, tmp_path: Path) ->
     found = written(out)
     assert list(found["policies"]) == ["most-idle+everywhere", "rank-aware+contiguous"]
     assert found["slo_tpt_s"] == pytest.approx(0.009)
+    assert found["slo_ttft_s"] is None
     for figures in found["policies"].values():
         assert figures.keys() == {*FIGURES, "interval_95"}
         assert 0 <= figures["attainment"] <= 1
@@ -107,6 +108,46 @@ def test_capacity_is_found_by_bisection(profile: Path, workload: Path, tmp_path:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_capacity_by_the_time_to_the_first_token(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    args = (
+        "--replicas", "2", "--policies", "round-robin", "--attainment", "0.95", "--slo-ttft", "100ms",
+        "--max-running", "8", "--json", str(out),
+    )  # fmt: skip
+    result = fleet("capacity", profile, workload, *args)
+    assert result.exit_code == 0, result.output
+    assert "95.0% of requests within 100 ms to the first token" in result.output
+    found = written(out)
+    assert found["slo_tpt_s"] is None
+    assert found["slo_ttft_s"] == pytest.approx(0.1)
+    alone = found["capacity_rps"]["round-robin+everywhere"]
+    result = fleet("capacity", profile, workload, *args, "--slo-tpt", "9ms")
+    assert "within 9.0 ms per token and 100 ms to the first token" in result.output
+    assert written(out)["capacity_rps"]["round-robin+everywhere"] < alone, "both limits hold"
+
+
+@pytest.mark.parametrize(
+    ("args", "given"),
+    [
+        ((), ["slo_tpt_s"]),
+        (("--slo-ttft", "2s"), ["slo_ttft_s"]),
+        (("--slo-ttft", "2s", "--slo-tpt", "1.5x"), ["slo_tpt_s", "slo_ttft_s"]),
+    ],
+)
+def test_limits_are_those_that_are_given_or_the_time_per_token(
+    profile: Path, workload: Path, tmp_path: Path, args: tuple[str, ...], given: list[str]
+) -> None:
+    out = tmp_path / "out.json"
+    args = ("--replicas", "2", "--routing", "random", "--json", str(out), *args)
+    result = fleet("simulate", profile, workload, *args)
+    found = written(out)
+    assert [name for name in ("slo_tpt_s", "slo_ttft_s") if found[name] is not None] == given
+    assert (" ms per token" in result.output) == ("slo_tpt_s" in given)
+    assert ("2 s to the first token" in result.output) == ("slo_ttft_s" in given)
+    share = f"{found['figures']['attainment']:.2%} within "
+    assert share in result.output
+
+
 @pytest.mark.parametrize("policy", ["most-idle", "random+everywhere+migrate"])
 @pytest.mark.parametrize("seconds", [(), ("--seconds", "1")])
 def test_an_slo_that_no_rate_can_hold_is_refused(
@@ -116,6 +157,24 @@ def test_an_slo_that_no_rate_can_hold_is_refused(
     result = fleet("capacity", profile, workload, *args)
     assert isinstance(result.exception, UserError), result.output
     assert "at no rate, however low, are 99.0% of requests within 0.1 ms per token" in str(result.exception)
+    assert str(result.exception).endswith("; relax --slo-tpt or --attainment")
+
+
+@pytest.mark.parametrize(
+    ("limits", "advice"),
+    [
+        (("--slo-ttft", "0.1ms"), "relax --slo-ttft or --attainment"),
+        (("--slo-ttft", "0.1ms", "--slo-tpt", "9s"), "relax --slo-tpt or --slo-ttft or --attainment"),
+    ],
+)
+def test_a_refused_slo_says_which_options_to_relax(
+    profile: Path, workload: Path, limits: tuple[str, ...], advice: str
+) -> None:
+    args = ("--replicas", "1", "--policies", "most-idle", "--seconds", "1", *limits)
+    result = fleet("capacity", profile, workload, *args)
+    assert isinstance(result.exception, UserError), result.output
+    assert "0.1 ms to the first token; the most was" in str(result.exception)
+    assert str(result.exception).endswith(advice)
 
 
 def test_requests_migrate_if_they_may(profile: Path, tmp_path: Path) -> None:
@@ -147,6 +206,18 @@ def test_policies_are_listed() -> None:
         (("--routing", "random", "--replicas", "0"), "must be at least 1, not 0"),
         (("--routing", "random", "--slo-tpt", "fast"), "'fast' is no objective; write 1.5x"),
         (("--routing", "random", "--slo-tpt", "0x"), "'0x' is no objective"),
+        *(
+            (
+                ("--routing", "random", "--slo-ttft", text),
+                f"--slo-ttft: {text!r} is no objective; write 10s or",
+            )
+            for text in ("0", "0s", "-5s", "nan", "nans", "ten", "10", "")
+        ),
+        (
+            ("--routing", "random", "--slo-ttft", "1.5x"),
+            "--slo-ttft: '1.5x' is a multiple, which has no meaning here",
+        ),
+        (("--routing", "random", "--slo-ttft", "10s", "--slo-tpt", "0"), "--slo-tpt: '0' is no objective"),
         (("--routing", "random", "--period", "0"), "must be more than 0"),
         (("--routing", "random", "--link", "0GB/s"), "nothing ever arrives at 0GB/s"),
         (("--routing", "random", "--link", "25GB"), "'25GB' is no speed; write it like 25GB/s"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from twins import own_twin, random_workload
 
 from loraplex.twin.outcome import Outcome, RequestOutcome
+from loraplex.twin.slo import Slo
 from loraplex.workload.jsonl import WorkloadRequest
 
 
@@ -37,20 +38,54 @@ def test_requests_that_were_not_served_miss_the_objective() -> None:
         RequestOutcome(asked(), finish_s=1.2, failed=True),
         RequestOutcome(asked(), lost=True),
     )
-    attained = [outcome.slo_attainment(slo_s) for slo_s in (0.05, 0.1, 0.15, 0.2, 100.0)]
+    attained = [outcome.slo_attainment(Slo(tpt_s=tpt_s)) for tpt_s in (0.05, 0.1, 0.15, 0.2, 100.0)]
     assert attained == [0.0, 0.2, 0.2, 0.4, 0.4]
 
 
 def test_where_nobody_asked_nothing_is_missed() -> None:
-    assert outcome_of().slo_attainment(0.1) == 1.0
+    assert outcome_of().slo_attainment(Slo(tpt_s=0.1)) == 1.0
     assert outcome_of().ttft_p99_by_adapter() == {}
 
 
 def test_attainment_is_the_share_below_a_percentile_of_the_summary() -> None:
     outcome = own_twin(num_blocks=400).run(random_workload(1, num_requests=200))
-    tpt_s = outcome.summary()["tpt_s"]
-    assert outcome.slo_attainment(tpt_s["p50"]) == 0.5
-    assert outcome.slo_attainment(tpt_s["p95"]) == 0.95
+    summary = outcome.summary()
+    for name, share in (("p50", 0.5), ("p95", 0.95)):
+        assert outcome.slo_attainment(Slo(tpt_s=summary["tpt_s"][name])) == share
+        assert outcome.slo_attainment(Slo(ttft_s=summary["ttft_s"][name])) == share
+
+
+def test_a_request_attains_the_objective_within_all_limits_that_are_given() -> None:
+    outcome = outcome_of(
+        RequestOutcome(asked(), first_token_s=1.25, finish_s=2.0),  # 0.1 s a token
+        RequestOutcome(asked(), first_token_s=2.5, finish_s=3.0),  # 0.2 s a token
+        RequestOutcome(asked(), first_token_s=1.25, finish_s=6.0),  # 0.5 s a token
+        RequestOutcome(asked(), first_token_s=1.25),
+        RequestOutcome(asked(), first_token_s=1.25, finish_s=1.5, failed=True),
+    )
+    for slo, share in (
+        (Slo(ttft_s=0.25), 0.4),
+        (Slo(ttft_s=0.2), 0.0),
+        (Slo(ttft_s=1.5), 0.6),
+        (Slo(tpt_s=0.2), 0.4),
+        (Slo(tpt_s=0.2, ttft_s=1.0), 0.2),
+        (Slo(tpt_s=0.2, ttft_s=1.5), 0.4),
+        (Slo(), 0.6),
+    ):
+        assert outcome.slo_attainment(slo) == share, slo
+
+
+@pytest.mark.parametrize(
+    ("slo", "words"),
+    [
+        (Slo(tpt_s=0.03012), "within 30.1 ms per token"),
+        (Slo(ttft_s=0.5), "within 500 ms to the first token"),
+        (Slo(tpt_s=0.03012, ttft_s=10.0), "within 30.1 ms per token and 10 s to the first token"),
+        (Slo(), "served"),
+    ],
+)
+def test_an_objective_in_words(slo: Slo, words: str) -> None:
+    assert slo.in_words() == words
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(0.0, 100.0) | st.none()), max_size=60))

@@ -29,6 +29,7 @@ from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_tpt_s, shuffle
 from loraplex.twin.links import LinkSpeed
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.replay import ReplayOptions, longest_of, replay
+from loraplex.twin.slo import Slo
 from loraplex.workload.jsonl import WorkloadRequest
 
 OPTIONS = ReplayOptions(num_adapters=9, ranks=(8, 16, 64), num_slots=3, kv_tokens=2400)
@@ -52,7 +53,7 @@ def run(
     chosen = FleetOptions(
         num_replicas=num_replicas,
         replay=options,
-        slo_s=0.05,
+        slo=Slo(tpt_s=0.05),
         period_s=0.5,
         link=link,
         adapter_bytes=ADAPTER_BYTES,
