@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from loraplex.fleet.answer_length import AnswerLength
-from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.fleet.arrays import BoolArray, FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.perf.set_costs import RequestSets
 
@@ -142,8 +142,9 @@ class FleetLoad:
     def __init__(self, limits: Sequence[ReplicaLimits], answers: AnswerLength | None = None) -> None:
         num_replicas = len(limits)
         self.limits: Final = tuple(limits)
-        self.max_running: Final[IntArray] = np.array([each.max_running for each in limits], np.int64)
-        self.kv_capacity: Final[IntArray] = np.array([each.kv_tokens for each in limits], np.int64)
+        self.replicas: Final[IntArray] = np.arange(num_replicas)
+        self.max_running: Final[FloatArray] = np.array([each.max_running for each in limits], np.float64)
+        self.kv_capacity: Final[FloatArray] = np.array([each.kv_tokens for each in limits], np.float64)
         self.max_adapters: Final[FloatArray] = np.array(
             [math.inf if each.max_adapters is None else each.max_adapters for each in limits]
         )
@@ -172,6 +173,12 @@ class FleetLoad:
         self._open[request_id] = _Open(request, replica, num_output, kv_tokens, False)
         self._all.add(replica, counted, kv_tokens)
         self._waiting.add(replica, counted, kv_tokens)
+
+    def has_room(self, request: RoutedRequest) -> BoolArray:
+        """Tell of each replica whether its KV memory holds one more request beside all that it was sent."""
+        most = self.kv_capacity - (request.prompt_tokens + self.output_left(request))
+        has_room: BoolArray = self._all.kv_tokens <= most
+        return has_room
 
     def output_left(self, request: RoutedRequest, num_output: int = 0) -> float:
         """Return how many tokens are expected to follow these of an answer: until it has its length, or the
@@ -228,11 +235,10 @@ class FleetLoad:
         is_everyone = len(replicas) == self.num_replicas
         table = self._table if is_everyone else self._table[:, :, replicas]
         kv_tokens = prompt_tokens + self.output_left(request)
-        more = (1, rank, 0, prompt_tokens, kv_tokens, adapter is not None)
-        rows = np.empty((len(table), 2, 2, len(replicas)))  # both rows of a column lie side by side
-        rows[:, :, 0], grown = table, rows[:, :, 1]
-        np.add(table, np.array(more, np.float64)[:, np.newaxis, np.newaxis], out=grown)
-        max_rank, num_adapters = grown[2], grown[5]
+        more = np.zeros((len(table), 1, 2, 1))
+        more[:, 0, 1, 0] = (1, rank, 0, prompt_tokens, kv_tokens, adapter is not None)
+        rows = table[:, :, np.newaxis] + more  # both rows of a column lie side by side
+        max_rank, num_adapters = rows[2, :, 1], rows[5, :, 1]
         if adapter is not None:
             np.maximum(max_rank, float(rank), out=max_rank)
         for column, columns in zip(num_adapters, (self._all, self._waiting), strict=True):

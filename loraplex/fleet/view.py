@@ -64,6 +64,12 @@ class FleetView:
             raise CapacityError("no replica of the fleet accepts requests now; wait until one is ready again")
         return found
 
+    def with_room(self, request: RoutedRequest, candidates: IntArray) -> IntArray:
+        """Return the candidates whose KV memory holds the request as well; all of them if none does, as one
+        of them has to queue it then."""
+        found = candidates[self.load.has_room(request)[candidates]]
+        return found if len(found) else candidates
+
     def load_s(self, request: RoutedRequest, candidates: IntArray) -> FloatArray:
         """Return the seconds until each candidate has the request's adapter on its device."""
         adapter = request.adapter
@@ -71,6 +77,7 @@ class FleetView:
             return np.zeros(len(candidates))
         copy_s = self.moves.from_host_s(adapter)
         seconds = np.full(self.load.num_replicas, copy_s + self.moves.from_elsewhere_s(adapter))
-        seconds[list(self.tiers.on_host(adapter))] = copy_s
-        seconds[list(self.tiers.on_device(adapter))] = 0.0
+        for homes, home_s in ((self.tiers.on_host(adapter), copy_s), (self.tiers.on_device(adapter), 0.0)):
+            if homes:
+                seconds[list(homes)] = home_s
         return seconds[candidates]

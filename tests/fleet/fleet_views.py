@@ -154,6 +154,18 @@ def candidates_of(fleet: Fleet, request: RoutedRequest) -> list[int]:
     return [replica for replica in up if replica in placed] or up
 
 
+def with_room(fleet: Fleet, request: RoutedRequest, replicas: Sequence[int]) -> list[int]:
+    """Those whose KV memory holds their requests and this one; all if there is none."""
+    load = fleet.view.load
+    fitting = [
+        replica
+        for replica in replicas
+        if sum(each.prompt_tokens + MEAN_TOKENS for each in [*fleet.requests(replica), request])
+        <= load.limits[replica].kv_tokens
+    ]
+    return fitting or list(replicas)
+
+
 # ---- drawn by hypothesis
 
 REQUESTS = st.builds(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from fleet_views import (
     fleets,
     request_of,
     set_of,
+    with_room,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +47,11 @@ FEW = settings(max_examples=40)
 
 
 def best_of(fleet: Fleet, request: RoutedRequest, key: Callable[[int], Key]) -> list[int]:
-    keys = {replica: key(replica) for replica in candidates_of(fleet, request)}
+    return best_among(candidates_of(fleet, request), key)
+
+
+def best_among(replicas: Sequence[int], key: Callable[[int], Key]) -> list[int]:
+    keys = {replica: key(replica) for replica in replicas}
     return [replica for replica, value in keys.items() if value == min(keys.values())]
 
 
@@ -69,7 +74,8 @@ def test_rank_aware_slows_other_requests_down_least(fleet: Fleet, request: Route
         cost = added_prefill_s / MEAN_TOKENS + added_decode_s
         return (breaks, cost * len(exists), len(exists))
 
-    assert RankAwareRouter().choose(request, fleet.view) in best_of(fleet, request, key)
+    candidates = with_room(fleet, request, candidates_of(fleet, request))
+    assert RankAwareRouter().choose(request, fleet.view) in best_among(candidates, key)
 
 
 @FEW
@@ -80,7 +86,8 @@ def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: Rout
     on_device, on_host = (
         (frozenset(), frozenset()) if adapter is None else (tiers.on_device(adapter), tiers.on_host(adapter))
     )
-    for replica in np.flatnonzero(load.accepts).tolist():  # a plan says where an adapter is at home
+    # A plan says where an adapter is at home, but any replica may serve it.
+    for replica in with_room(fleet, request, np.flatnonzero(load.accepts).tolist()):
         exists, queue = fleet.requests(replica), fleet.queue(replica)
         decode_s = costs.decode_s(set_of([*exists, request]))[0]
         queue_s, least_s = (
@@ -253,6 +260,17 @@ def test_a_burst_spreads_before_anything_has_started() -> None:
         for number in range(8):
             fleet.send(request_of(number), router.choose(request_of(number), fleet.view))
         assert fleet.view.load.everything.num_requests.tolist() == [2, 2, 2, 2], name
+
+
+@pytest.mark.parametrize("name", ["rank-aware", "auto"])
+def test_a_replica_without_kv_memory_is_chosen_only_if_all_are(name: str) -> None:
+    """A long prompt fills a replica that would be the cheapest: the other one has more requests."""
+    fleet = fleet_of(2, limits=[ReplicaLimits(max_running=8, kv_tokens=4096)] * 2)
+    fleet.send(request_of(0, 3900), 0, is_running=True)
+    for _ in range(6):
+        fleet.send(request_of(0, 64), 1, is_running=True)
+    assert router_named(name).choose(request_of(0, 64), fleet.view) == 1
+    assert router_named(name).choose(request_of(0, 4000), fleet.view) == 0
 
 
 def test_rank_aware_counts_an_adapter_once() -> None:

@@ -59,18 +59,46 @@ def test_random_keeps_shares_on_the_mean() -> None:
 
 
 @pytest.mark.parametrize("division", Division)
-@pytest.mark.parametrize(
-    ("down", "expected"),
-    [([0], {1, 2}), ([0, 1, 2], {3, 4, 5})],
-)
-def test_where_replicas_are_down_the_others_share_evenly(
-    division: Division, down: list[int], expected: set[int]
-) -> None:
-    """Also where there are as many others as replicas in the plan: its shares are not theirs."""
-    fleet, router = fleet_of(6, plan=plan_of([0.98, 0.01, 0.01]), down=down), RoutingTableRouter(division)
+def test_where_all_replicas_of_an_adapter_are_down_the_others_share_evenly(division: Division) -> None:
+    """There are as many others as replicas in the plan, but its shares are not theirs."""
+    fleet = fleet_of(6, plan=plan_of([0.98, 0.01, 0.01]), down=[0, 1, 2])
+    router = RoutingTableRouter(division)
     chosen = Counter(router.choose(request_of(0), fleet.view) for _ in range(300))
-    assert set(chosen) == expected
+    assert set(chosen) == {3, 4, 5}
     assert min(chosen.values()) > 70
+
+
+@pytest.mark.parametrize("division", Division)
+def test_where_a_replica_is_down_the_others_keep_their_proportion(division: Division) -> None:
+    fleet, router = fleet_of(6, plan=plan_of([0.5, 0.4, 0.1]), down=[0]), RoutingTableRouter(division, seed=1)
+    chosen = Counter(router.choose(request_of(0), fleet.view) for _ in range(1000))
+    assert set(chosen) == {1, 2}
+    # Five standard deviations of chance, or less than a request.
+    assert chosen[1] == pytest.approx(800, abs=64 if division is Division.RANDOM else 0.9)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.floats(0.001, 1.0), min_size=2, max_size=6),
+    st.lists(st.tuples(st.sets(st.integers(0, 5)), st.integers(1, 30)), max_size=4),
+)
+def test_stride_keeps_proportions_while_replicas_come_and_go(
+    weights: list[float], spans: list[tuple[set[int], int]]
+) -> None:
+    """Within each span of requests in which the same replicas are up."""
+    plan, router = plan_of(weights), RoutingTableRouter()
+    fleet = fleet_of(7, plan=plan)
+    router.choose(request_of(0), fleet.view)
+    before = frozenset(range(len(weights)))
+    for down, num_requests in spans:
+        fleet.view.load.accepts[:] = [replica not in down for replica in range(7)]
+        up = frozenset(range(len(weights))) - down
+        if len(up) < 2 or up == before:
+            continue
+        before, total = up, sum(weights[replica] for replica in up)
+        chosen = Counter(router.choose(request_of(0), fleet.view) for _ in range(num_requests))
+        for replica in up:
+            assert abs(chosen[replica] - weights[replica] / total * num_requests) < 1
 
 
 @pytest.mark.parametrize("division", Division)

@@ -3,7 +3,8 @@ adapter.
 
 The cost of a replica is what its requests lose by a new one, as in `rank_aware`, and what the new one takes
 there itself: a decode step with it, and over its whole answer the prompts before it, a place in the batch and
-its adapter. A replica that would break the SLO is chosen only if all would.
+its adapter. A replica that would break the SLO is chosen only if all would, and one that would have to queue
+the request, as its KV memory is taken, only if all have to.
 
 Of those that cost little more than the cheapest, one that has the adapter on its device is taken, then one
 that has it in host memory, then one that the plan names for it. So a plan says where adapters live, and a
@@ -36,36 +37,39 @@ class AutoRouter:
         self._turns = Turns()
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
-        candidates = view.everyone()
+        candidates = view.with_room(request, view.everyone())
         if len(candidates) == 1:
             return int(candidates[0])
         cost_s = self._costs(request, view, candidates)
         most_s = float(cost_s[cost_s.argmin()]) * (1 + self._stays)
-        # Homes are few: they are looked at one by one, and not all replicas for each kind of home.
-        cost_of = dict(zip(candidates.tolist(), cost_s.tolist(), strict=True))
         for homes in _homes(request, view):
-            near = sorted(home for home in homes if cost_of.get(home, math.inf) <= most_s)
+            # Homes are few: they are looked at one by one, and not all replicas for each kind of home.
+            near = sorted(home for home in homes if cost_s[home] <= most_s)
             if near:
-                return self._turns.pick(np.array(near), np.array([cost_of[home] for home in near]))
-        return self._turns.pick(candidates, cost_s)
+                return self._turns.pick(np.array(near), cost_s[near])
+        return self._turns.pick(view.load.replicas, cost_s)
 
     def _costs(self, request: RoutedRequest, view: FleetView, candidates: IntArray) -> FloatArray:
-        """Seconds per token that the fleet loses by each candidate; infinite where it would break the SLO,
-        unless all would."""
+        """Seconds per token that the fleet loses by each replica; infinite for those that are no candidates,
+        or would break the SLO while others would not."""
         load, mean_tokens = view.load, view.load.answers.mean_tokens
         own_tokens = load.output_left(request)
-        added = self._added.by(request, view, candidates)
+        # Asked of all replicas, as taking the candidates out of the columns would take longer.
+        added = self._added.by(request, view, load.replicas)
         num_requests, decode_s = added.num_requests, added.decode_s
-        too_many = num_requests + 1 - load.max_running[candidates]
-        if too_many[too_many.argmax()] > 0:
-            decode_s = decode_s * (1 + np.maximum(too_many, 0) / load.max_running[candidates])
-        own_s = decode_s + (added.queue_s + view.load_s(request, candidates)) / own_tokens
-        cost_s = own_s + num_requests * (added.prefill_s / mean_tokens + added.decode_more_s)
+        if (num_requests >= load.max_running).any():
+            too_many = np.maximum(num_requests + 1 - load.max_running, 0)
+            decode_s = decode_s * (1 + too_many / load.max_running)
+        own_s = decode_s + (added.queue_s + view.load_s(request, load.replicas)) / own_tokens
+        cost_s: FloatArray = own_s + num_requests * (added.prefill_s / mean_tokens + added.decode_more_s)
         if view.slo_s is not None:
-            breaks = own_s > view.slo_s
-            if breaks.any() and not breaks.all():
-                cost_s[breaks] = math.inf
-        return np.asarray(cost_s, np.float64)
+            within = candidates[own_s[candidates] <= view.slo_s]
+            candidates = within if len(within) else candidates
+        if len(candidates) == load.num_replicas:
+            return cost_s
+        allowed_s = np.full(load.num_replicas, math.inf)
+        allowed_s[candidates] = cost_s[candidates]
+        return allowed_s
 
 
 def _homes(request: RoutedRequest, view: FleetView) -> Iterator[Collection[int]]:

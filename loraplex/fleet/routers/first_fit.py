@@ -26,10 +26,8 @@ class FirstFitRouter:
         """Where no replica has room, the one with the fewest requests queues it."""
         candidates, load = view.candidates(request), view.load
         num_requests = load.everything.num_requests[candidates]
-        kv_tokens = load.everything.kv_tokens[candidates] + request.prompt_tokens + load.output_left(request)
-        has_room = (num_requests < np.minimum(self._max_batch, load.max_running[candidates])) & (
-            kv_tokens <= load.kv_capacity[candidates]
-        )
+        max_requests = np.minimum(self._max_batch, load.max_running[candidates])
+        has_room = (num_requests < max_requests) & load.has_room(request)[candidates]
         if has_room.any():
             return int(candidates[has_room.argmax()])
         return self._turns.pick(candidates, num_requests)

@@ -2,9 +2,10 @@
 
 A request makes every request of its replica slower: those that wait by its prompt, all by what a decode step
 takes longer with its rank in it. A replica where a decode step would then take longer than promised is chosen
-only if all others would break the promise too.
+only if all others would break the promise too. Only replicas with KV memory for the request are looked at.
 
-Points that the papers leave open: a replica without requests costs nothing, though zero times an infinite
+Points that the papers leave open: where no replica has memory for it, all are looked at, and the chosen one
+queues it; a replica without requests costs nothing, though zero times an infinite
 penalty is not a number; where all break the promise, the cheapest of them is taken; equal costs go to fewer
 requests, then in turn.
 """
@@ -23,7 +24,7 @@ class RankAwareRouter:
         self._costs = AddedCosts()
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
-        candidates = view.candidates(request)
+        candidates = view.with_room(request, view.candidates(request))
         added = self._costs.by(request, view, candidates)
         per_request_s = added.prefill_s / view.load.answers.mean_tokens + added.decode_more_s
         total_s = per_request_s * added.num_requests

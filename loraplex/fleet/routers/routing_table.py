@@ -4,13 +4,16 @@
 has had its share of them to within less than one request. Stride scheduling alone cannot promise that: a
 replica with a large share would get a run of requests before those with small shares get their first. So a
 replica that is ahead of its share waits, as in the quota method of Balinski and Young.
+
+While a replica is down, the others of the adapter take over its share, in proportion to their own. Counts
+begin anew when other replicas divide the requests: one that comes back is not sent all that it has missed.
 """
 
 from __future__ import annotations
 
 import random
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -31,38 +34,53 @@ class Division(StrEnum):
     STRIDE = "stride"
 
 
+class _Counts(NamedTuple):
+    """How many requests of an adapter each of its replicas was sent, since these are the ones that it has."""
+
+    replicas: tuple[int, ...]
+    sent: FloatArray
+
+
 class RoutingTableRouter:
     def __init__(self, division: Division = Division.STRIDE, seed: int = 0) -> None:
         self._division = division
         self._random = random.Random(seed)
         self._turns = Turns()
         self._plan: Plan | None = None
-        self._sent: dict[int, FloatArray] = {}  # by adapter, how many each of its replicas was sent
+        self._counts: dict[int, _Counts] = {}  # by adapter
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
-        """Without a plan, for the base model, and where a replica is down, the others share evenly."""
+        """Without a plan, for the base model, and where all of an adapter's replicas are down, the others
+        share evenly."""
         candidates, plan, adapter = view.candidates(request), view.plan, request.adapter
         if plan is not self._plan:
             self._plan = plan
-            self._sent.clear()
-        if plan is None or adapter is None or tuple(candidates.tolist()) != plan.replicas[adapter]:
+            self._counts.clear()
+        if plan is None or adapter is None:
             return self._among_equals(candidates)
-        return int(candidates[self._place(adapter, plan.shares[adapter])])
+        left, shares = tuple(candidates.tolist()), plan.shares[adapter]
+        if left != plan.replicas[adapter]:
+            planned = dict(zip(plan.replicas[adapter], shares, strict=True))
+            if left[0] not in planned:
+                return self._among_equals(candidates)
+            shares = tuple(planned[replica] for replica in left)
+        return int(candidates[self._place(adapter, left, shares)])
 
     def _among_equals(self, candidates: IntArray) -> int:
         if self._division is Division.RANDOM:
             return int(candidates[self._random.randrange(len(candidates))])
         return self._turns.pick(candidates)
 
-    def _place(self, adapter: int, shares: tuple[float, ...]) -> int:
+    def _place(self, adapter: int, replicas: tuple[int, ...], shares: tuple[float, ...]) -> int:
+        """Return the place of the replica that is next. `shares`: in proportion."""
         if len(shares) == 1:
             return 0
         if self._division is Division.RANDOM:
             return self._random.choices(range(len(shares)), shares)[0]
-        sent = self._sent.get(adapter)
-        if sent is None:
-            sent = self._sent[adapter] = np.zeros(len(shares))
-        due = np.array(shares)
+        counts = self._counts.get(adapter)
+        if counts is None or counts.replicas != replicas:
+            counts = self._counts[adapter] = _Counts(replicas, np.zeros(len(shares)))
+        sent, due = counts.sent, np.array(shares) / sum(shares)
         is_behind = sent < due * (sent.sum() + 1) - _ROUNDING
         place = int(np.where(is_behind, (sent + 1) / due, np.inf).argmin())
         sent[place] += 1
