@@ -25,7 +25,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -43,7 +43,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.twin.fleet import FleetOutcome
 from loraplex.twin.fleet_figures import figures_of
-from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_tpt_s
+from loraplex.twin.fleet_run import BaseTimes, FleetOptions, FleetRuns, base_times
 from loraplex.twin.highest_rate import highest_rate
 from loraplex.twin.links import LinkSpeed
 from loraplex.twin.operating_points import operating_points
@@ -57,12 +57,41 @@ RESULTS: Final = Path(__file__).parent / "results"
 PACKAGES: Final = ("loraplex", "numpy", "highspy")
 SECTIONS: Final = ("decisions", "sixty", "loraserve", "dlora", "auto")
 PADDED, OWN_RANKS = "h200-llama-2-7b-padded", "h200-llama-2-7b"
-SLO: Final = 1.5
-"""Times what the base model takes for a token of a request that is alone."""
-DLORA_SLO: Final = 10.0
+KERNELS: Final = {"padded": PADDED, "rank-proportional": OWN_RANKS}
 LINK: Final = LinkSpeed(bytes_per_s=25e9)
-LORASERVE_SLO: Final = Slo(ttft_s=10.0)
 SEEDS: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What a fleet has to attain. `tpt` and `tpot`: times what the base model takes alone. `share`: of the
+    requests that must be within all limits; None if their mean time per token must be."""
+
+    tpt: float | None = None
+    tpot: float | None = None
+    ttft_s: float | None = None
+    share: float | None = 0.99
+
+    def slo(self, base: BaseTimes) -> Slo:
+        return Slo(
+            tpt_s=None if self.tpt is None else self.tpt * base.tpt_s,
+            tpot_s=None if self.tpot is None else self.tpot * base.tpot_s,
+            ttft_s=self.ttft_s,
+        )
+
+    def is_reached(self, outcome: FleetOutcome, slo: Slo) -> bool:
+        if self.share is not None:
+            return outcome.all.slo_attainment(slo) >= self.share
+        tpt_s = outcome.all.summary()["tpt_s"]
+        assert slo.tpt_s is not None
+        return tpt_s is not None and tpt_s["mean"] <= slo.tpt_s
+
+
+TOPPINGS_GOAL: Final = Goal(tpt=1.5, share=0.9)
+LORASERVE_GOAL: Final = Goal(ttft_s=10.0, share=0.95)
+DLORA_GOAL: Final = Goal(tpt=10.0, share=None)
+PACE: Final = Goal(tpot=1.5, ttft_s=1.0)
+"""Unlike a time per token from arrival on, it can be held for an answer of two tokens."""
 
 SIXTY: Final = (
     "random",
@@ -101,17 +130,19 @@ OTHERS: Final = (
     "routing-table+loraserve",
     "affinity",
     "rendezvous",
+    "oracle",
 )
 """All that `auto` is held against."""
 AUTO: Final = (
-    # workload, replicas, requests/s on each to begin at
-    ("toppings-8-servers", 8, 10.0),
-    ("loraserve-rank-skew", 4, 4.0),
-    ("loraserve-poisson-shifting", 4, 4.0),
-    ("dlora-bursty", 8, 6.0),
-    ("maf", 8, 8.0),
-    ("servegen", 8, 4.0),
+    # workload, replicas, requests/s on each to begin at, seconds of arrivals
+    ("toppings-8-servers", 8, 14.0, 60.0, PACE),
+    ("loraserve-rank-skew", 4, 16.0, 60.0, Goal(ttft_s=10.0)),
+    ("loraserve-poisson-shifting", 4, 12.0, 60.0, Goal(ttft_s=10.0)),
+    ("dlora-bursty", 8, 8.0, 120.0, PACE),
+    ("maf", 8, 14.0, 60.0, PACE),
+    ("servegen", 8, 4.0, 120.0, Goal(tpot=3.0, ttft_s=1.0)),
 )
+"""In ServeGen a long prompt beside a short answer takes it beyond half as long again under any policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +155,7 @@ class Fleet:
     duration_s: float
     data: Path | None
     rate: float
+    goal: Goal
     num_adapters: int | None = None
     period_s: float = 60.0
     seed: int = 0
@@ -131,12 +163,13 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One policy on a fleet: at its rate, or the highest rate at which `holds`, looked for from there on."""
+    """One policy on a fleet. `step`: None to run it at the fleet's rate; otherwise the highest rate is looked
+    for at which it reaches its goal, from the fleet's rate on by this factor."""
 
     key: str
     fleet: Fleet
     policy: str
-    holds: str | None = None
+    step: float | None = None
 
 
 # ---- in the workers
@@ -160,26 +193,11 @@ def inputs_of(fleet: Fleet) -> tuple[CostModel, Sequence[WorkloadRequest], Fleet
     options = FleetOptions(
         num_replicas=fleet.num_replicas,
         replay=replay,
-        slo=Slo(tpt_s=SLO * base_tpt_s(profile, requests, replay)),
+        slo=fleet.goal.slo(base_times(profile, requests, replay)),
         period_s=fleet.period_s,
         link=LINK,
     )
     return profile, requests, options
-
-
-def _mean_held(outcome: FleetOutcome, slo: Slo) -> bool:
-    tpt_s = outcome.all.summary()["tpt_s"]
-    assert slo.tpt_s is not None
-    return tpt_s is not None and tpt_s["mean"] <= DLORA_SLO / SLO * slo.tpt_s
-
-
-HOLDS: Final[dict[str, Callable[[FleetOutcome, Slo], bool]]] = {
-    "tpt 90%": lambda outcome, slo: outcome.all.slo_attainment(slo) >= 0.9,
-    "tpt 99%": lambda outcome, slo: outcome.all.slo_attainment(slo) >= 0.99,
-    "ttft p95": lambda outcome, _: outcome.all.slo_attainment(LORASERVE_SLO) >= 0.95,
-    "mean tpt": _mean_held,
-}
-"""Whether an outcome is good enough, by the SLO that the fleet's routers see or by a paper's own."""
 
 
 def perform(run: Run) -> dict[str, Any]:
@@ -189,7 +207,7 @@ def perform(run: Run) -> dict[str, Any]:
     if policy.placement == "loraserve":
         options = replace(options, points=_points(run.fleet))
     started = time.process_time()
-    if run.holds is None:
+    if run.step is None:
         runs = FleetRuns(profile, requests, options)
         outcome = runs.run(policy, run.fleet.seed)
         held = (outcome.most_bytes_held or 0) / float(runs.adapters.num_bytes.sum())
@@ -199,7 +217,7 @@ def perform(run: Run) -> dict[str, Any]:
             "held_over_everywhere": round(held, 4),
         }
     else:
-        found = {"capacity_rps": _capacity(run.fleet, policy, HOLDS[run.holds], options)}
+        found = {"capacity_rps": _capacity(run.fleet, policy, options, run.step)}
     return {
         "policy": policy.name,
         "seed": run.fleet.seed,
@@ -214,16 +232,16 @@ def _points(fleet: Fleet) -> Any:
     return operating_points(profile, requests, options.replay)
 
 
-def _capacity(
-    fleet: Fleet, policy: Policy, holds: Callable[[FleetOutcome, Slo], bool], options: FleetOptions
-) -> float | None:
-    """Return the highest rate that holds: at each the workload is made anew, and lasts as long."""
+def _capacity(fleet: Fleet, policy: Policy, options: FleetOptions, step: float) -> float | None:
+    """Return the highest rate at which the goal is reached: at each the workload is made anew, and lasts as
+    long."""
 
-    def holds_at(rate: float) -> bool:
+    def is_reached(rate: float) -> bool:
         profile, requests, _ = inputs_of(replace(fleet, rate=rate))
-        return holds(FleetRuns(profile, requests, options).run(policy, fleet.seed), options.slo)
+        outcome = FleetRuns(profile, requests, options).run(policy, fleet.seed)
+        return fleet.goal.is_reached(outcome, options.slo)
 
-    highest = highest_rate(holds_at, fleet.rate)
+    highest = highest_rate(is_reached, fleet.rate, factor=step)
     return None if highest is None or not math.isfinite(highest) else round(highest, 3)
 
 
@@ -234,11 +252,15 @@ def _figures(outcome: FleetOutcome, slo: Slo) -> dict[str, Any]:
     return {
         **asdict(figures_of(outcome, slo)),
         "num_requests": len(outcome.all.requests),
+        "attainment_after_first_token": outcome.all.slo_attainment(Slo(tpot_s=slo.token_s)),
         "worst_adapter_over_fleet": max(by_adapter.values()) / fleet_p99_s if by_adapter else None,
     }
 
 
 # ---- sections
+
+FAR, NEAR = 1.5, 1.1
+"""Steps of a search: where nothing is known, and from the rate that another policy or seed sustains."""
 
 
 def sixty(size: Size) -> Iterator[list[Run]]:
@@ -251,52 +273,79 @@ def sixty(size: Size) -> Iterator[list[Run]]:
             duration_s=size.duration_s or 30.0,
             rate=size.rate or 600.0,
             data=size.data,
+            goal=TOPPINGS_GOAL,
         )
-        for kernels, profile in (("padded", PADDED), ("rank-proportional", OWN_RANKS))
+        for kernels, profile in KERNELS.items()
     }
-    rates = [
-        Run(key=f"{kernels}, rate of random", fleet=fleet, policy="random", holds="tpt 90%")
+    rates = {
+        kernels: Run(key=f"{kernels}, rate of random", fleet=fleet, policy="random", step=FAR)
         for kernels, fleet in fleets.items()
+    }
+    yield list(rates.values())
+    yield [
+        Run(
+            key=f"{kernels}, {policy}, seed {seed}",
+            fleet=replace(fleet, rate=size.rate_found(rates[kernels]), seed=seed),
+            policy=policy,
+        )
+        for kernels, fleet in fleets.items()
+        for seed in range(size.num_seeds)
+        for policy in SIXTY
     ]
-    yield rates
-    runs = []
-    for found, (kernels, fleet) in zip(rates, fleets.items(), strict=True):
-        rate = size.found[found.key]["capacity_rps"]
-        if rate is None:
-            sys.exit(f"{found.key}: none was found; begin at another with --rate")
-        runs += [
-            Run(
-                key=f"{kernels}, {policy}, seed {seed}",
-                fleet=replace(fleet, rate=rate, seed=seed),
-                policy=policy,
-            )
-            for seed in range(size.num_seeds)
-            for policy in SIXTY
-        ]
-    yield runs
+
+
+def capacities(size: Size, fleets: Mapping[str, Fleet], policies: Sequence[str]) -> Iterator[list[Run]]:
+    """What every policy sustains on each fleet: the first one is looked for from far, which tells where to
+    look for the others, and those tell it for other seeds."""
+    first, *others = policies
+    runs = {
+        name: Run(key=f"{name}, {first}, seed 0", fleet=fleet, policy=first, step=FAR)
+        for name, fleet in fleets.items()
+    }
+    yield list(runs.values())
+    yield [
+        Run(
+            key=f"{name}, {policy}, seed 0",
+            fleet=replace(fleet, rate=size.rate_found(runs[name])),
+            policy=policy,
+            step=NEAR,
+        )
+        for name, fleet in fleets.items()
+        for policy in others
+    ]
+    yield [
+        Run(
+            key=f"{name}, {policy}, seed {seed}",
+            fleet=replace(fleet, rate=rate, seed=seed),
+            policy=policy,
+            step=NEAR,
+        )
+        for name, fleet in fleets.items()
+        for policy in policies
+        if (rate := size.found[f"{name}, {policy}, seed 0"]["capacity_rps"]) is not None
+        for seed in range(1, size.num_seeds)
+    ]
 
 
 def loraserve(size: Size) -> Iterator[list[Run]]:
+    """All seeds on the smallest fleet, one on the larger ones."""
     for num_replicas in (size.num_replicas,) if size.num_replicas else (4, 8, 12):
-        yield [
-            Run(
-                key=f"{num_replicas} servers, {trace}, {policy}",
-                fleet=Fleet(
-                    paper=trace,
-                    profile=PADDED,
-                    num_replicas=num_replicas,
-                    duration_s=size.duration_s or 120.0,
-                    num_adapters=25 * num_replicas // 4,
-                    rate=size.rate or 8.0 * num_replicas,
-                    data=size.data,
-                    period_s=20.0,
-                ),
-                policy=policy,
-                holds="ttft p95",
+        fleets = {
+            f"{num_replicas} servers, {trace}": Fleet(
+                paper=trace,
+                profile=PADDED,
+                num_replicas=num_replicas,
+                duration_s=size.duration_s or 120.0,
+                num_adapters=25 * num_replicas // 4,
+                rate=size.rate or 12.0 * num_replicas,
+                data=size.data,
+                goal=LORASERVE_GOAL,
+                period_s=20.0,
             )
             for trace in TRACES
-            for policy in LORASERVE
-        ]
+        }
+        seeds = size if num_replicas <= 4 else replace(size, num_seeds=1)
+        yield from capacities(seeds, fleets, LORASERVE)
 
 
 def dlora(size: Size) -> Iterator[list[Run]]:
@@ -304,20 +353,12 @@ def dlora(size: Size) -> Iterator[list[Run]]:
         paper="dlora-bursty",
         profile=PADDED,
         num_replicas=size.num_replicas or 8,
-        duration_s=size.duration_s or 300.0,
-        rate=size.rate or 60.0,
+        duration_s=size.duration_s or 120.0,
+        rate=size.rate or 80.0,
         data=size.data,
+        goal=DLORA_GOAL,
     )
-    yield [
-        Run(
-            key=f"{policy}, seed {seed}",
-            fleet=replace(fleet, seed=seed),
-            policy=policy,
-            holds="mean tpt",
-        )
-        for seed in range(size.num_seeds)
-        for policy in DLORA
-    ]
+    yield from capacities(size, {"8 replicas": fleet}, DLORA)
 
 
 def auto(size: Size) -> Iterator[list[Run]]:
@@ -327,28 +368,24 @@ def auto(size: Size) -> Iterator[list[Run]]:
             paper=paper,
             profile=profile,
             num_replicas=size.num_replicas or num_replicas,
-            duration_s=size.duration_s or 60.0,
+            duration_s=size.duration_s or duration_s,
             rate=size.rate or rate * num_replicas,
             data=size.data,
+            goal=goal,
             period_s=20.0,
         )
-        for paper, num_replicas, rate in AUTO
-        for kernels, profile in (("padded", PADDED), ("rank-proportional", OWN_RANKS))
+        for paper, num_replicas, rate, duration_s, goal in AUTO
+        for kernels, profile in KERNELS.items()
     }
-    yield [
-        Run(key=f"{name}, {policy}", fleet=fleet, policy=policy, holds="tpt 99%")
-        for name, fleet in fleets.items()
-        for policy in (*OTHERS, "auto")
-    ]
-    rates = {name: size.found[f"{name}, affinity"]["capacity_rps"] for name in fleets}
+    yield from capacities(size, fleets, (*OTHERS, "auto"))
     yield [
         Run(
-            key=f"{name}, {policy}, seed {seed}",
-            fleet=replace(fleet, rate=rates[name], seed=seed),
+            key=f"{name}, {policy} at the rate of affinity, seed {seed}",
+            fleet=replace(fleet, rate=rate, seed=seed),
             policy=policy,
         )
         for name, fleet in fleets.items()
-        if rates[name] is not None
+        if (rate := size.found[f"{name}, affinity, seed 0"]["capacity_rps"]) is not None
         for policy in ("affinity", "auto")
         for seed in range(size.num_seeds)
     ]
@@ -366,6 +403,13 @@ class Size:
     rate: float | None
     num_seeds: int
     found: dict[str, Any]
+
+    def rate_found(self, run: Run) -> float:
+        """Return the rate that a search has found."""
+        rate = self.found[run.key]["capacity_rps"]
+        if rate is None:
+            sys.exit(f"{run.key}: no rate was found; begin at another with --rate")
+        return float(rate)
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import typer
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.cli.sizes import parse_rate
-from loraplex.cli.slo import AskedSlo, SloTpt, SloTtft, parse_slo
+from loraplex.cli.slo import AskedSlo, SloTpot, SloTpt, SloTtft, parse_slo
 from loraplex.cli.twin_options import (
     AdapterMib,
     Adapters,
@@ -73,6 +73,7 @@ def simulate(
         bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
     ] = False,
     slo_tpt: SloTpt = None,
+    slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
     period: _Period = 60.0,
     link: _Link = None,
@@ -95,7 +96,7 @@ def simulate(
     _check_files(profile, workload, json_out, plot)
     policy = Policy.of(routing, placement, migrates=migrate)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
-    slo = parse_slo(slo_tpt, slo_ttft)
+    slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, options)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     with shown_progress("simulating", expected=f"{len(inputs.workload):,} requests") as progress:
@@ -133,6 +134,7 @@ def compare(
         typer.Option(min=1, help="Runs of each: the workload, and others in which neighbours swap places."),
     ] = 5,
     slo_tpt: SloTpt = None,
+    slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
     period: _Period = 60.0,
     link: _Link = None,
@@ -154,7 +156,7 @@ def compare(
     _check_files(profile, workload, json_out, plot)
     named = _named(policies)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
-    slo = parse_slo(slo_tpt, slo_ttft)
+    slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, options)
     expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
     with shown_progress("simulating", expected=expected) as progress:
@@ -188,6 +190,7 @@ def capacity(
     policies: _Policies,
     attainment: Annotated[float, typer.Option(help="Share of requests that must attain the SLO.")] = 0.99,
     slo_tpt: SloTpt = None,
+    slo_tpot: SloTpot = None,
     slo_ttft: SloTtft = None,
     period: _Period = 60.0,
     link: _Link = None,
@@ -210,7 +213,7 @@ def capacity(
         raise typer.BadParameter("must be above 0 and at most 1", param_hint="--attainment")
     named = _named(policies)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
-    slo = parse_slo(slo_tpt, slo_ttft)
+    slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, options)
     if seconds is not None:  # the same requests at every rate, and time for each of them to end
         inputs = _whole(inputs, seconds)
@@ -240,12 +243,13 @@ def capacity(
 @app.command()
 def policies() -> None:
     """List the routings and placements that there are."""
-    from loraplex.fleet.policy import MIGRATE, PLACEMENTS
+    from loraplex.fleet.policy import MIGRATE, ORACLE, PLACEMENTS
     from loraplex.fleet.routers.named import ROUTERS
 
     typer.echo("routing:   " + ", ".join(ROUTERS))
     typer.echo("placement: " + ", ".join(PLACEMENTS))
     typer.echo(f"a policy is ROUTING+PLACEMENT, and with +{MIGRATE} requests leave overloaded replicas")
+    typer.echo(f"{ORACLE} is auto, told what will come: how much there is to gain, in simulations only")
 
 
 def _check_files(profile: Path, workload: Path, json_out: Path | None, plot: Path | None) -> None:
@@ -273,7 +277,7 @@ def _inputs(
 ) -> FleetInputs:
     from loraplex.perf.slot_profile import SlotProfile
     from loraplex.twin.fleet_compare import FleetInputs
-    from loraplex.twin.fleet_run import FleetOptions, base_tpt_s
+    from loraplex.twin.fleet_run import FleetOptions, base_times
     from loraplex.twin.links import LinkSpeed
 
     speed = None if link is None else LinkSpeed(bytes_per_s=parse_rate(link, "--link"))
@@ -293,7 +297,7 @@ def _inputs(
         options=FleetOptions(
             num_replicas=replicas,
             replay=replay_options,
-            slo=asked.slo(lambda: base_tpt_s(found, requests, replay_options)),
+            slo=asked.slo(lambda: base_times(found, requests, replay_options)),
             period_s=period,
             link=speed,
             adapter_bytes=adapter_bytes,
@@ -304,7 +308,7 @@ def _inputs(
 def _limits(inputs: FleetInputs) -> dict[str, float | None]:
     """Return the SLO as it stands in JSON."""
     slo = inputs.options.slo
-    return {"slo_tpt_s": slo.tpt_s, "slo_ttft_s": slo.ttft_s}
+    return {"slo_tpt_s": slo.tpt_s, "slo_tpot_s": slo.tpot_s, "slo_ttft_s": slo.ttft_s}
 
 
 def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:

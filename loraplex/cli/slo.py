@@ -5,19 +5,26 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
 from loraplex.twin.slo import Slo
+
+if TYPE_CHECKING:
+    from loraplex.twin.fleet_run import BaseTimes
 
 SloTpt = Annotated[
     str | None,
     typer.Option(
         "--slo-tpt",
         help="Time per token that a request may take: 1.5x of the base model alone, or 30ms; default: 1.5x, "
-        "with --slo-ttft any.",
+        "with another SLO any.",
     ),
+]
+SloTpot = Annotated[
+    str | None,
+    typer.Option("--slo-tpot", help="Time per token after the first: 1.5x or 30ms; default: any."),
 ]
 SloTtft = Annotated[
     str | None,
@@ -32,32 +39,45 @@ _PER_SECOND: Final = {"ms": 1e3, "s": 1.0}
 _FORM: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(x|ms|s)\s*")
 
 
-class AskedSlo(NamedTuple):
-    """An SLO as options give it. At most one of the first two is there: seconds per token, or a multiple of
-    what the base model takes alone."""
+class _Limit(NamedTuple):
+    """A limit as an option gives it. `unit`: `x` for a multiple of what the base model takes alone."""
 
-    tpt_s: float | None
-    tpt_multiple: float | None
+    amount: float
+    unit: str
+
+    def seconds(self, base_s: float) -> float:
+        return self.amount * base_s if self.unit == _MULTIPLE else self.amount / _PER_SECOND[self.unit]
+
+
+class AskedSlo(NamedTuple):
+    """An SLO as options give it."""
+
+    tpt: _Limit | None
+    tpot: _Limit | None
     ttft_s: float | None
 
-    def slo(self, base_tpt_s: Callable[[], float]) -> Slo:
-        """Return it in seconds. `base_tpt_s`: what the base model takes alone; asked only for a multiple."""
-        multiple = self.tpt_multiple
-        return Slo(tpt_s=self.tpt_s if multiple is None else multiple * base_tpt_s(), ttft_s=self.ttft_s)
+    def slo(self, base_times: Callable[[], BaseTimes]) -> Slo:
+        """Return it in seconds. `base_times`: what the base model takes alone; asked only for a multiple."""
+        is_multiple = any(limit is not None and limit.unit == _MULTIPLE for limit in (self.tpt, self.tpot))
+        base_tpt_s, base_tpot_s = base_times() if is_multiple else (math.nan, math.nan)
+        return Slo(
+            tpt_s=None if self.tpt is None else self.tpt.seconds(base_tpt_s),
+            tpot_s=None if self.tpot is None else self.tpot.seconds(base_tpot_s),
+            ttft_s=self.ttft_s,
+        )
 
 
-def parse_slo(slo_tpt: str | None, slo_ttft: str | None) -> AskedSlo:
-    """Read both options. Raises a usage error, which names the one that is wrong."""
+def parse_slo(slo_tpt: str | None, slo_tpot: str | None, slo_ttft: str | None) -> AskedSlo:
+    """Read all options. Raises a usage error, which names the one that is wrong."""
     ttft_s = None if slo_ttft is None else _parse_ttft(slo_ttft)
-    if slo_tpt is None and ttft_s is not None:
-        return AskedSlo(None, None, ttft_s)
-    text = _DEFAULT_TPT if slo_tpt is None else slo_tpt
-    amount, unit = _parse(
-        text, "--slo-tpt", "1.5x for a multiple of what the base model takes alone, or 30ms or 0.03s"
-    )
-    if unit == _MULTIPLE:
-        return AskedSlo(None, amount, ttft_s)
-    return AskedSlo(amount / _PER_SECOND[unit], None, ttft_s)
+    tpot = None if slo_tpot is None else _parse_pace(slo_tpot, "--slo-tpot")
+    if slo_tpt is None:
+        slo_tpt = _DEFAULT_TPT if slo_tpot is None and slo_ttft is None else None
+    return AskedSlo(None if slo_tpt is None else _parse_pace(slo_tpt, "--slo-tpt"), tpot, ttft_s)
+
+
+def _parse_pace(text: str, option: str) -> _Limit:
+    return _parse(text, option, "1.5x for a multiple of what the base model takes alone, or 30ms or 0.03s")
 
 
 def _parse_ttft(text: str) -> float:
@@ -70,10 +90,10 @@ def _parse_ttft(text: str) -> float:
     return amount / _PER_SECOND[unit]
 
 
-def _parse(text: str, option: str, examples: str) -> tuple[float, str]:
+def _parse(text: str, option: str, examples: str) -> _Limit:
     """Return an amount above zero, and its unit."""
     found = _FORM.fullmatch(text)
     amount = float(found[1]) if found else math.nan
     if found is None or not 0 < amount < math.inf:
         raise typer.BadParameter(f"{text!r} is no objective; write {examples}", param_hint=option)
-    return amount, found[2]
+    return _Limit(amount, found[2])

@@ -156,7 +156,7 @@ def _capacity(policy: Policy, attainment: float) -> Capacity:
     highest = highest_rate(holds, 1.0)
     if highest is None:
         best = max(tried.values())
-        limits = (("--slo-tpt", slo.tpt_s), ("--slo-ttft", slo.ttft_s))
+        limits = (("--slo-tpt", slo.tpt_s), ("--slo-tpot", slo.tpot_s), ("--slo-ttft", slo.ttft_s))
         given = [option for option, limit_s in limits if limit_s is not None]
         raise UserError(
             f"{policy.name}: at no rate, however low, are {attainment:.1%} of requests {slo.in_words()}; "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
@@ -126,7 +126,7 @@ class FleetRuns:
             tiers=AdapterTiers(),
             costs=has.costs,
             moves=has.moves,
-            slo_s=options.slo.tpt_s,
+            slo_s=options.slo.token_s,
         )
         return Controller(
             adapters=has.adapters,
@@ -191,11 +191,27 @@ def at_rate(workload: Sequence[WorkloadRequest], factor: float) -> list[Workload
     return [replace(each, arrival_s=each.arrival_s / factor) for each in workload]
 
 
-def base_tpt_s(profile: Profile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> float:
-    """Return the mean time per token of requests that the base model serves one at a time on an idle engine:
-    the yardstick of an SLO such as 1.5x."""
+class BaseTimes(NamedTuple):
+    """Means of requests that the base model serves one at a time: seconds per token, from arrival to the last
+    token; and per token after the first."""
+
+    tpt_s: float
+    tpot_s: float
+
+
+def base_times(profile: Profile, workload: Sequence[WorkloadRequest], options: ReplayOptions) -> BaseTimes:
+    """Return the times of requests that the base model serves one at a time on an idle engine: the yardstick
+    of an SLO such as 1.5x."""
     rng = random.Random(0)
     alone = replace(options, num_adapters=0, until_s=math.inf)
     chosen = rng.sample(workload, min(len(workload), _NUM_ALONE))
-    runs = (replay(profile, [replace(each, arrival_s=0.0, adapter=0)], alone) for each in chosen)
-    return float(sum(run.summary()["tpt_s"]["mean"] for run in runs)) / len(chosen)
+    runs = [replay(profile, [replace(each, arrival_s=0.0, adapter=0)], alone).requests[0] for each in chosen]
+    tpt_s = _mean(run.tpt_s for run in runs)
+    assert tpt_s is not None, "an idle engine serves them"
+    tpot_s = _mean(run.tpot_s for run in runs)
+    return BaseTimes(tpt_s, tpt_s if tpot_s is None else tpot_s)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -52,6 +52,14 @@ class RequestOutcome:
             return None
         return (self.finish_s - self.request.arrival_s) / self.request.output_tokens
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first; None if it was not served, or if there is no such token."""
+        num_after = self.request.output_tokens - 1
+        if self.finish_s is None or self.first_token_s is None or self.failed or not num_after:
+            return None
+        return (self.finish_s - self.first_token_s) / num_after
+
 
 Gaps = tuple[float, float, int, int]
 """Between tokens of the same requests: the seconds of the first of some steps that follow each other, how
@@ -272,7 +280,7 @@ class Outcome:
     def slo_attainment(self, slo: Slo) -> float:
         """Return the share of all requests that attain the SLO. Requests that were lost, failed or not
         finished count as missed; if none came, none was missed."""
-        num_met = sum(slo.is_attained(tpt_s=each.tpt_s, ttft_s=each.ttft_s) for each in self.requests)
+        num_met = sum(map(slo.is_attained, self.requests))
         return num_met / len(self.requests) if self.requests else 1.0
 
     def ttft_p99_by_adapter(self) -> dict[int, float]:

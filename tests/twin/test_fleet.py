@@ -32,7 +32,7 @@ from loraplex.perf.cost_model import CostModel, with_padded_kernels
 from loraplex.perf.set_costs import StepSetCosts
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_figures import figures_of
-from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_tpt_s, shuffled
+from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_times, shuffled
 from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.outcome import RequestOutcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of, replay
@@ -443,7 +443,7 @@ def test_base_time_per_token_is_of_requests_alone() -> None:
     request = WorkloadRequest(arrival_s=7.0, prompt_tokens=9, output_tokens=5, adapter=3)
     alone = replay(imagined_machine(), [replace(request, adapter=0)], replace(OPTIONS, num_adapters=0))
     expected = alone.summary()["tpt_s"]["mean"]
-    assert base_tpt_s(imagined_machine(), [request] * 3, OPTIONS) == pytest.approx(expected)
+    assert base_times(imagined_machine(), [request] * 3, OPTIONS).tpt_s == pytest.approx(expected)
 
 
 def test_another_seed_is_another_workload_like_it() -> None:

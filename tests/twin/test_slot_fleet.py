@@ -25,7 +25,7 @@ from loraplex.perf.named_profiles import Profile
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_engines import fleet_engines
-from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_tpt_s, shuffled
+from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_times, shuffled
 from loraplex.twin.links import LinkSpeed
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.replay import ReplayOptions, longest_of, replay
@@ -203,7 +203,7 @@ def test_the_base_model_alone_needs_no_slots() -> None:
     steps_s = prefill.base_s + 9 * prefill.token_s + 4 * (decode.base_s + decode.request_s)
     steps_s += decode.kv_token_s * sum(9 + index for index in range(1, 5)) + 5 * scheduler.request_s
     expected_s = (steps_s + TRUTH.client.latency_s) / 5
-    assert base_tpt_s(TRUTH, [request], OPTIONS) == pytest.approx(expected_s)
+    assert base_times(TRUTH, [request], OPTIONS).tpt_s == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize(
