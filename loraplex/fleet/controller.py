@@ -16,7 +16,7 @@ from loraplex.fleet.migration.migrate import Migrator
 from loraplex.fleet.migration.migration_factor import MigrationFactor
 from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.plan import Plan
-from loraplex.fleet.pool import AdapterPool, Drop
+from loraplex.fleet.pool import AdapterPool, Drop, Fetch
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Router
 from loraplex.fleet.view import FleetView
@@ -56,9 +56,11 @@ class Controller:
         router: Router,
         planner: Planner | None = None,
         shares_adapters: bool = False,
+        host_bytes: int | None = None,
         migrator: Migrator | None = None,
     ) -> None:
-        """`shares_adapters`: replicas fetch adapters from each other's host memory."""
+        """`shares_adapters`: replicas fetch adapters from each other's host memory, of which each has
+        `host_bytes` for adapters (None: any number)."""
         self.view = view
         self._ranks: list[int] = adapters.ranks.tolist()
         self._router = router
@@ -74,7 +76,7 @@ class Controller:
             self._place(planner)
             self._place_s = planner.period_s
         if shares_adapters:
-            self.pool = AdapterPool(adapters.num_bytes, view.load.num_replicas, view.plan)
+            self.pool = AdapterPool(adapters.num_bytes, view.load.num_replicas, view.plan, host_bytes)
             for adapter in range(len(adapters)):
                 for replica in self.pool.holders(adapter):
                     view.tiers.staged(replica, adapter)
@@ -85,8 +87,11 @@ class Controller:
         request = RoutedRequest(adapter, rank, prompt_tokens)
         replica = self._router.choose(request, self.view)
         self.view.load.sent(request_id, request, replica)
-        if self._planner is not None and adapter is not None:
-            self._planner.count(adapter, prompt_tokens)
+        if adapter is not None:
+            if self.pool is not None:
+                self.pool.used(replica, adapter)
+            if self._planner is not None:
+                self._planner.count(adapter, prompt_tokens)
         return replica
 
     def first_token(self, request_id: Hashable) -> None:
@@ -101,6 +106,17 @@ class Controller:
             self._planner.count(request.adapter, output_tokens)
         self._factor.record_execution(output_tokens * self._output_token_s)
 
+    def fetch(self, replica: int, adapter: int, free_at_s: Callable[[int], float]) -> Fetch:
+        """Decide where a replica fetches an adapter from, which it does not hold: from the holder that can
+        send soonest (`free_at_s`). The copies that are let go for it are no holders any more."""
+        assert self.pool is not None, "adapters are not shared"
+        fetch = self.pool.fetch(replica, adapter, free_at_s, self._in_use)
+        self._let_go(fetch.drops)
+        return fetch
+
+    def _in_use(self, replica: int, adapter: int) -> bool:
+        return replica in self.view.load.in_flight(adapter)
+
     def fetched(self, replica: int, adapter: int) -> list[Drop]:
         """Record that a replica has a complete copy of an adapter; return the copies that are let go."""
         assert self.pool is not None, "adapters are not shared"
@@ -110,6 +126,8 @@ class Controller:
         """Record that a move was carried out: a request goes on elsewhere, with its answer so far, which has
         `num_output` tokens from all replicas that it was on."""
         request = self.view.load.moved(request_id, replica, num_output)
+        if self.pool is not None and request.adapter is not None:
+            self.pool.used(replica, request.adapter)
         self._factor.record_migration(self._prefill.seconds(request.prompt_tokens))
 
     @property

@@ -252,6 +252,29 @@ def test_moved_adapters_are_fetched_and_let_go() -> None:
     assert outcome.most_bytes_held < sum(rank << 20 for rank in (8, 16, 64) * 3), "no host holds all"
 
 
+@pytest.mark.parametrize("max_running", [1, 8])
+def test_a_full_host_lets_copies_go_that_it_fetched(max_running: int) -> None:
+    """Without a plan every replica fetches every adapter; together they are more than a host holds."""
+    rng = random.Random(0)
+    requests = [
+        WorkloadRequest(arrival_s=float(second), prompt_tokens=9, output_tokens=5, adapter=rng.randrange(9))
+        for second in range(200)
+    ]
+    options = replace(OPTIONS, host_memory=120 << 20, max_running=max_running)
+    outcome, unlimited = (
+        run("round-robin", workload=requests, options=each, link=LINK) for each in (options, OPTIONS)
+    )
+    check_all_served(outcome, requests)
+    assert unlimited.most_bytes_held == sum(rank << 20 for rank in (8, 16, 64) * 3)
+    assert outcome.most_bytes_held is not None
+    assert outcome.most_bytes_held <= (120 + 64) << 20, "last copies, and one that was in use"
+    assert outcome.bytes_moved is not None
+    assert unlimited.bytes_moved is not None
+    assert outcome.bytes_moved > unlimited.bytes_moved, "what was let go is fetched again"
+    busy = run("round-robin", options=options, link=LINK)
+    check_all_served(busy, WORKLOAD)
+
+
 class RestlessMigrator(Migrator):
     """Moves requests at random, all the time. `kv_tokens`: what it saw of each request, by its number."""
 

@@ -58,7 +58,8 @@ class RoutingTableRouter:
             self._counts.clear()
         if plan is None or adapter is None:
             return self._among_equals(candidates)
-        left, shares = tuple(candidates.tolist()), plan.shares[adapter]
+        left: tuple[int, ...] = tuple(candidates.tolist())
+        shares = plan.shares[adapter]
         if left != plan.replicas[adapter]:
             planned = dict(zip(plan.replicas[adapter], shares, strict=True))
             if left[0] not in planned:
