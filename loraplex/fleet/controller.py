@@ -72,6 +72,7 @@ class Controller:
         self._output_token_s = 0.0
         self.pool: AdapterPool | None = None
         self._place_s = math.inf
+        self._has_counts = False  # the planner has counted what the next plan is to be made of
         if planner is not None:
             self._place(planner)
             self._place_s = planner.period_s
@@ -90,9 +91,13 @@ class Controller:
         if adapter is not None:
             if self.pool is not None:
                 self.pool.used(replica, adapter)
-            if self._planner is not None:
-                self._planner.count(adapter, prompt_tokens)
+            self._count(adapter, prompt_tokens)
         return replica
+
+    def _count(self, adapter: int, num_tokens: int) -> None:
+        if self._planner is not None:
+            self._planner.count(adapter, num_tokens)
+            self._has_counts = math.isfinite(self._place_s)
 
     def first_token(self, request_id: Hashable) -> None:
         self.view.load.first_token(request_id)
@@ -102,8 +107,8 @@ class Controller:
         request = self.view.load.ended(request_id, output_tokens)
         if output_tokens is None:
             return
-        if self._planner is not None and request.adapter is not None:
-            self._planner.count(request.adapter, output_tokens)
+        if request.adapter is not None:
+            self._count(request.adapter, output_tokens)
         self._factor.record_execution(output_tokens * self._output_token_s)
 
     def fetch(self, replica: int, adapter: int, free_at_s: Callable[[int], float]) -> Fetch:
@@ -135,6 +140,21 @@ class Controller:
         """Return the time at which `tick` has something to decide."""
         return self._place_s if self._migrator is None else min(self._place_s, self._migrator.due_s)
 
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether no tick has anything to decide until a request comes: there is none, and those that
+        were there are part of the last plan."""
+        return self.view.load.is_empty and not self._has_counts
+
+    def idle_until(self, now_s: float) -> None:
+        """Let the time pass in which the fleet was idle: all periods begin anew now. The plan and what it was
+        made from stay as they were, as nobody has asked for anything else."""
+        assert self.is_idle
+        if self._planner is not None:
+            self._place_s = now_s + self._planner.period_s
+        if self._migrator is not None:
+            self._migrator.begin(now_s)
+
     def may_migrate(self, now_s: float) -> bool:
         """Tell whether `tick` will look at single requests, which must be up to date for that."""
         return self._migrator is not None and self._migrator.due_s <= now_s
@@ -161,6 +181,7 @@ class Controller:
         if plan is not None and plan is not self.view.plan:
             plan.check(len(self._ranks), self.view.load.num_replicas)
         self.view.plan = plan
+        self._has_counts = False
         return [] if self.pool is None else self._let_go(self.pool.placed(plan))
 
     def _let_go(self, drops: list[Drop]) -> list[Drop]:

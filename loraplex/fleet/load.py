@@ -162,6 +162,11 @@ class FleetLoad:
     def num_replicas(self) -> int:
         return len(self.limits)
 
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether no replica has a request."""
+        return not self._open
+
     def sent(self, request_id: Hashable, request: RoutedRequest, replica: int) -> None:
         """Count a request that was sent to a replica just now."""
         self._send(request_id, request, replica, num_output=0)

@@ -137,6 +137,8 @@ class SimulatedFleet:
         for request in workload:
             if request.arrival_s >= self._until_s:
                 break
+            if not self._outcomes:  # whose time may be counted from 1970: millions of periods
+                self._controller.idle_until(request.arrival_s)
             self._advance(request.arrival_s)
             self._send(request)
         while self._controller.next_tick_s < self._until_s and any(
@@ -164,6 +166,9 @@ class SimulatedFleet:
         while controller.next_tick_s <= now_s:
             tick_s = controller.next_tick_s
             self._run_to(tick_s)
+            if controller.is_idle:
+                controller.idle_until(now_s)
+                break
             if controller.may_migrate(tick_s):
                 self._catch_up(tick_s)
             decisions = controller.tick(tick_s, self._num_output)

@@ -321,6 +321,36 @@ def test_requests_that_move_lose_no_token(seed: int, rps: float, on_gpu: bool) -
         assert each.request.arrival_s < each.first_token_s <= each.finish_s
 
 
+@pytest.mark.parametrize("gaps_s", [(1.7e9, 0.0), (0.0, 1e6), (1e6, 1e6)])
+def test_idle_time_is_passed_over(gaps_s: tuple[float, float]) -> None:
+    """Before the first request, whose time may be counted from 1970, and between two requests."""
+    before_s, between_s = gaps_s
+    workload = [
+        replace(each, arrival_s=each.arrival_s + before_s + (between_s if number >= 20 else 0.0))
+        for number, each in enumerate(random_workload(1, num_requests=40, num_adapters=9, rps=20.0))
+    ]
+    num_ticks = 0
+
+    class Counted(RestlessMigrator):
+        def decide(self, now_s: float, view: MigrationView) -> list[Move]:
+            nonlocal num_ticks
+            num_ticks += 1
+            assert num_ticks < 1000, "idle time is gone through period by period"
+            return super().decide(now_s, view)
+
+    outcome, _ = simulate(RoundRobinRouter(), workload, Counted(1, 3))
+    assert outcome.num_moves > 0
+    check_all_served(outcome, workload)
+
+
+@pytest.mark.parametrize("policy", ["most-idle+burst-tolerance", "most-idle+burst-tolerance+migrate"])
+def test_plans_are_made_from_the_first_arrival_on(policy: str) -> None:
+    later = [replace(each, arrival_s=each.arrival_s + 2.0**20) for each in WORKLOAD]
+    alike, shifted = (run(policy, workload=each, link=LINK) for each in (WORKLOAD, later))
+    check_all_served(shifted, later)
+    assert (shifted.bytes_moved, shifted.num_moves) == (alike.bytes_moved, alike.num_moves)
+
+
 def test_a_request_moves_with_the_tokens_it_has_when_that_is_decided() -> None:
     """Long answers: between two ticks nothing can be seen of a replica, and leaps go far beyond them."""
     long = [

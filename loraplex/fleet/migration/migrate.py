@@ -82,11 +82,15 @@ class Migrator:
         """The earliest time at which the next `decide` looks at the fleet."""
         return self._due_s
 
+    def begin(self, now_s: float) -> None:
+        """Begin a period, whatever is left of the one before."""
+        self._due_s = now_s + self._config.period_s
+
     def decide(self, now_s: float, view: MigrationView) -> list[Move]:
         """Return the moves to be made now; none before the period is over or while the load is even."""
         if now_s < self._due_s:
             return []
-        self._due_s = now_s + self._config.period_s
+        self.begin(now_s)
         entrants = entrants_of(
             self._config.trigger,
             kv_share=view.kv_share,
