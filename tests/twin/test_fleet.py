@@ -19,7 +19,7 @@ from loraplex.core.errors import CapacityError, UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
-from loraplex.fleet.migration.migrate import MigrationView, Migrator, MigratorConfig
+from loraplex.fleet.migration.migrate import MigrationView, Migrator
 from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.request import RoutedRequest
@@ -279,7 +279,7 @@ class RestlessMigrator(Migrator):
     """Moves requests at random, all the time. `kv_tokens`: what it saw of each request, by its number."""
 
     def __init__(self, seed: int, num_replicas: int, period_s: float = 0.05) -> None:
-        super().__init__(MigratorConfig(period_s=period_s))
+        super().__init__(period_s=period_s)
         self._rng = random.Random(seed)
         self._num_replicas = num_replicas
         self.kv_tokens: dict[Hashable, list[int]] = {}
