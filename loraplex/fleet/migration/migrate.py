@@ -56,8 +56,8 @@ class Migrator:
     """Decides at most once a period which requests move. Its time is handed in."""
 
     def __init__(self, *, period_s: float = PERIOD_S, num_pairs: int = NUM_PAIRS) -> None:
-        """`period_s`: from one look at the fleet to the next. `num_pairs`: dLoRA's K, so many overloaded and so
-        many underloaded replicas take part in a migration at the most."""
+        """`period_s`: from one look at the fleet to the next. `num_pairs`: dLoRA's K; so many overloaded and
+        so many underloaded replicas take part in a migration at the most."""
         assert period_s > 0
         assert num_pairs > 0
         self._period_s = period_s
