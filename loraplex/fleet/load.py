@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from loraplex.core.arrays import BoolArray, FloatArray, IntArray
 from loraplex.fleet.answer_length import AnswerLength
-from loraplex.fleet.arrays import BoolArray, FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.perf.set_costs import RequestSets
 

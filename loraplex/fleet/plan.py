@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
-from loraplex.fleet.arrays import FloatArray, IntArray
 
 _SHARE_TOLERANCE: Final = 1e-9
 

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from loraplex.fleet.arrays import IntArray
+from loraplex.core.arrays import IntArray
 from loraplex.fleet.plan import Plan
 
 

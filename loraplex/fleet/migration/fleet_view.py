@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.fleet.arrays import BoolArray, FloatArray
+from loraplex.core.arrays import BoolArray, FloatArray
 from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.migration.problem import (
     MigrationAdapter,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from loraplex.core.arrays import BoolArray
 from loraplex.fleet.migration.columns import columns_of
 from loraplex.fleet.migration.problem import (
     MigrationAdapter,
@@ -36,7 +36,7 @@ class MigrationView(Protocol):
         ...
 
     @property
-    def accepts(self) -> Sequence[bool] | npt.NDArray[np.bool_] | None:
+    def accepts(self) -> Sequence[bool] | BoolArray | None:
         """False for replicas that are down or drain; None if there are none of these."""
         ...
 

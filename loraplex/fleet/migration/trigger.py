@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from loraplex.core.arrays import BoolArray, FloatArray
 from loraplex.core.errors import UserError
 
 # The constants of dLoRA's artifact (engine_manager.py). Migration is considered every ten seconds.
@@ -24,8 +24,7 @@ REQUESTS_ABOVE_MEAN: Final = 16.0
 # The busiest replica is matched with the least busy one; in the paper that is K.
 NUM_PAIRS: Final = 1
 
-Floats = npt.NDArray[np.float64]
-Column = Sequence[float] | Floats
+Column = Sequence[float] | FloatArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +39,7 @@ def entrants_of(
     *,
     kv_share: Column,
     num_requests: Column,
-    accepts: Sequence[bool] | npt.NDArray[np.bool_] | None = None,
+    accepts: Sequence[bool] | BoolArray | None = None,
     num_pairs: int = NUM_PAIRS,
 ) -> Entrants | None:
     """Return which replicas enter, or None if the load is even enough. Columns have one value per replica.
@@ -64,7 +63,7 @@ def entrants_of(
 
 
 def _matched(
-    load: Floats, overloaded: npt.NDArray[np.bool_], underloaded: npt.NDArray[np.bool_], num_pairs: int
+    load: FloatArray, overloaded: BoolArray, underloaded: BoolArray, num_pairs: int
 ) -> Entrants | None:
     if not overloaded.any() or not underloaded.any():
         return None
@@ -75,7 +74,7 @@ def _matched(
     )
 
 
-def _checked(what: str, column: Column) -> Floats:
+def _checked(what: str, column: Column) -> FloatArray:
     values = np.asarray(column, np.float64)
     if not len(values):
         raise UserError("a fleet of no replicas has no load")

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns
