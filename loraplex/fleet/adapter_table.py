@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loraplex.core.arrays import IntArray
 from loraplex.core.errors import UserError
-from loraplex.fleet.arrays import IntArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from loraplex.fleet.migration.migrate import Migrator
 from loraplex.fleet.migration.migration_factor import MigrationFactor
 from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.plan import Plan
-from loraplex.fleet.pool import AdapterPool, Drop
+from loraplex.fleet.pool import AdapterPool, Drop, Fetch
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Router
 from loraplex.fleet.view import FleetView
@@ -56,9 +56,11 @@ class Controller:
         router: Router,
         planner: Planner | None = None,
         shares_adapters: bool = False,
+        host_bytes: int | None = None,
         migrator: Migrator | None = None,
     ) -> None:
-        """`shares_adapters`: replicas fetch adapters from each other's host memory."""
+        """`shares_adapters`: replicas fetch adapters from each other's host memory, of which each has
+        `host_bytes` for adapters (None: any number)."""
         self.view = view
         self._ranks: list[int] = adapters.ranks.tolist()
         self._router = router
@@ -70,11 +72,12 @@ class Controller:
         self._output_token_s = 0.0
         self.pool: AdapterPool | None = None
         self._place_s = math.inf
+        self._has_counts = False  # the planner has counted what the next plan is to be made of
         if planner is not None:
             self._place(planner, 0.0)
             self._place_s = planner.period_s
         if shares_adapters:
-            self.pool = AdapterPool(adapters.num_bytes, view.load.num_replicas, view.plan)
+            self.pool = AdapterPool(adapters.num_bytes, view.load.num_replicas, view.plan, host_bytes)
             for adapter in range(len(adapters)):
                 for replica in self.pool.holders(adapter):
                     view.tiers.staged(replica, adapter)
@@ -92,9 +95,16 @@ class Controller:
         request = RoutedRequest(adapter, rank, prompt_tokens, output_tokens)
         replica = self._router.choose(request, self.view)
         self.view.load.sent(request_id, request, replica)
-        if self._planner is not None and adapter is not None:
-            self._planner.count(adapter, prompt_tokens)
+        if adapter is not None:
+            if self.pool is not None:
+                self.pool.used(replica, adapter)
+            self._count(adapter, prompt_tokens)
         return replica
+
+    def _count(self, adapter: int, num_tokens: int) -> None:
+        if self._planner is not None:
+            self._planner.count(adapter, num_tokens)
+            self._has_counts = math.isfinite(self._place_s)
 
     def first_token(self, request_id: Hashable) -> None:
         self.view.load.first_token(request_id)
@@ -104,9 +114,20 @@ class Controller:
         request = self.view.load.ended(request_id, output_tokens)
         if output_tokens is None:
             return
-        if self._planner is not None and request.adapter is not None:
-            self._planner.count(request.adapter, output_tokens)
+        if request.adapter is not None:
+            self._count(request.adapter, output_tokens)
         self._factor.record_execution(output_tokens * self._output_token_s)
+
+    def fetch(self, replica: int, adapter: int, free_at_s: Callable[[int], float]) -> Fetch:
+        """Decide where a replica fetches an adapter from, which it does not hold: from the holder that can
+        send soonest (`free_at_s`). The copies that are let go for it are no holders any more."""
+        assert self.pool is not None, "adapters are not shared"
+        fetch = self.pool.fetch(replica, adapter, free_at_s, self._in_use)
+        self._let_go(fetch.drops)
+        return fetch
+
+    def _in_use(self, replica: int, adapter: int) -> bool:
+        return replica in self.view.load.in_flight(adapter)
 
     def fetched(self, replica: int, adapter: int) -> list[Drop]:
         """Record that a replica has a complete copy of an adapter; return the copies that are let go."""
@@ -117,12 +138,29 @@ class Controller:
         """Record that a move was carried out: a request goes on elsewhere, with its answer so far, which has
         `num_output` tokens from all replicas that it was on."""
         request = self.view.load.moved(request_id, replica, num_output)
+        if self.pool is not None and request.adapter is not None:
+            self.pool.used(replica, request.adapter)
         self._factor.record_migration(self._prefill.seconds(request.prompt_tokens))
 
     @property
     def next_tick_s(self) -> float:
         """Return the time at which `tick` has something to decide."""
         return self._place_s if self._migrator is None else min(self._place_s, self._migrator.due_s)
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether no tick has anything to decide until a request comes: there is none, and those that
+        were there are part of the last plan."""
+        return self.view.load.is_empty and not self._has_counts
+
+    def idle_until(self, now_s: float) -> None:
+        """Let the time pass in which the fleet was idle: all periods begin anew now. The plan and what it was
+        made from stay as they were, as nobody has asked for anything else."""
+        assert self.is_idle
+        if self._planner is not None:
+            self._place_s = now_s + self._planner.period_s
+        if self._migrator is not None:
+            self._migrator.begin(now_s)
 
     def may_migrate(self, now_s: float) -> bool:
         """Tell whether `tick` will look at single requests, which must be up to date for that."""
@@ -150,6 +188,7 @@ class Controller:
         if plan is not None and plan is not self.view.plan:
             plan.check(len(self._ranks), self.view.load.num_replicas)
         self.view.plan = plan
+        self._has_counts = False
         return [] if self.pool is None else self._let_go(self.pool.placed(plan))
 
     def _let_go(self, drops: list[Drop]) -> list[Drop]:

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from loraplex.core.arrays import BoolArray, FloatArray, IntArray
 from loraplex.fleet.answer_length import AnswerLength
-from loraplex.fleet.arrays import BoolArray, FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.perf.set_costs import RequestSets
 
@@ -161,6 +161,11 @@ class FleetLoad:
     @property
     def num_replicas(self) -> int:
         return len(self.limits)
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether no replica has a request."""
+        return not self._open
 
     def sent(self, request_id: Hashable, request: RoutedRequest, replica: int) -> None:
         """Count a request that was sent to a replica just now."""

@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
-from loraplex.fleet.arrays import FloatArray, IntArray
 
 _SHARE_TOLERANCE: Final = 1e-9
 
@@ -139,23 +139,9 @@ class Plan:
             shares=np.fromiter(chain.from_iterable(self.shares), np.float64, num_copies),
         )
 
-    def adapters_of(self, replica: int) -> tuple[int, ...]:
-        """Return the adapters that this replica serves, ascending."""
-        return tuple(adapter for adapter, placed in enumerate(self.replicas) if replica in placed)
-
     def bytes_by_replica(self, table: AdapterTable, num_replicas: int) -> IntArray:
         """Return how much memory the adapters of each replica take."""
         copies = self.copies()
         taken_bytes = np.zeros(num_replicas, dtype=np.int64)
         np.add.at(taken_bytes, copies.replicas, table.num_bytes[copies.adapters])
         return taken_bytes
-
-    def moves_from(self, previous: Plan | None) -> tuple[tuple[int, int], ...]:
-        """Return the copies that `previous` does not have, as (adapter, replica): what must be fetched."""
-        moves: list[tuple[int, int]] = []
-        before = () if previous is None else previous.replicas
-        for adapter, placed in enumerate(self.replicas):
-            held = before[adapter] if adapter < len(before) else ()
-            if placed is not held and placed != held:
-                moves.extend((adapter, replica) for replica in placed if replica not in held)
-        return tuple(moves)

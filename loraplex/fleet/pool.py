@@ -3,16 +3,17 @@
 Every adapter has a complete copy somewhere at every moment. A replica that serves an adapter without having
 it fetches it from one that does, once, however many requests wait for it. A replica that the plan names no
 longer for an adapter lets its copy go, but only after a replica that the plan names has a complete one, and
-not while somebody is copying from it.
+not while somebody is copying from it. A host that is full lets go of the copies that were used longest ago to
+make room for another one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
-from loraplex.fleet.arrays import IntArray
+from loraplex.core.arrays import IntArray
 from loraplex.fleet.plan import Plan
 
 
@@ -23,26 +24,57 @@ class Drop(NamedTuple):
     adapter: int
 
 
-class AdapterPool:
-    """`num_bytes_held`: by replica."""
+class Fetch(NamedTuple):
+    """A decision: the adapter is copied from this replica, after the copies that it needs the room of are let
+    go."""
 
-    def __init__(self, num_bytes: IntArray, num_replicas: int, plan: Plan | None = None) -> None:
-        """At first each adapter is where the plan has it; without a plan each has one home, in turn."""
+    source: int
+    drops: list[Drop]
+
+
+class AdapterPool:
+    """`num_bytes_held`: by replica, without what is being fetched.
+
+    A copy is used when a request for it is sent to its replica and when it was copied from there. Copies that
+    are the last ones of their adapters, that the plan names, that are in use or being copied from are never
+    let go to make room. If there are no others, a fetch takes more memory than there is: requests wait for
+    it, and the next fetch makes room again. A copy also stays if the only other one would be a last copy
+    too many for its host: last copies never take more than there is, unless a plan has it so.
+    """
+
+    def __init__(
+        self,
+        num_bytes: IntArray,
+        num_replicas: int,
+        plan: Plan | None = None,
+        host_bytes: int | None = None,
+    ) -> None:
+        """At first each adapter is where the plan has it; without a plan each has one home, in turn.
+
+        `host_bytes`: of each replica's host memory, for adapters; None if there is no limit.
+        """
         self._bytes: list[int] = num_bytes.tolist()
+        self._host_bytes = host_bytes
         self._plan = plan
-        if plan is None:
-            homes: Sequence[Sequence[int]] = [
-                (adapter % num_replicas,) for adapter in range(len(self._bytes))
-            ]
-        else:
-            homes = plan.replicas
-        self._holders: list[set[int]] = [set(replicas) for replicas in homes]
+        self._holders: list[set[int]] = [set() for _ in self._bytes]
+        # By replica: its copies that are not the last ones, the one first that was used longest ago.
+        self._spares: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._fetches: dict[tuple[int, int], int] = {}  # (adapter, replica): where from
         self._readers: Counter[tuple[int, int]] = Counter()  # (adapter, replica): fetches from there
         self.num_bytes_held = [0] * num_replicas
-        for adapter, replicas in enumerate(self._holders):
-            for replica in replicas:
-                self.num_bytes_held[replica] += self._bytes[adapter]
+        self._num_bytes_coming = [0] * num_replicas
+        self._num_last_bytes = [0] * num_replicas  # of last copies
+        for adapter in range(len(self._bytes)):
+            for replica in (self._first_home(adapter),) if plan is None else plan.replicas[adapter]:
+                self._add(replica, adapter)
+
+    def _first_home(self, adapter: int) -> int:
+        """Return the replica whose turn it is, or if it is full the one that holds least."""
+        held = self.num_bytes_held
+        home = adapter % len(held)
+        if self._host_bytes is None or held[home] + self._bytes[adapter] <= self._host_bytes:
+            return home
+        return held.index(min(held))
 
     def holders(self, adapter: int) -> frozenset[int]:
         """The replicas with a complete copy."""
@@ -54,15 +86,52 @@ class AdapterPool:
     def is_fetching(self, replica: int, adapter: int) -> bool:
         return (adapter, replica) in self._fetches
 
-    def fetch(self, replica: int, adapter: int, free_at_s: Callable[[int], float]) -> int:
-        """Begin a fetch of an adapter that the replica does not hold and is not fetching; return the replica
-        to copy it from, which is the holder that can send soonest (`free_at_s`)."""
+    def used(self, replica: int, adapter: int) -> None:
+        """Record that a replica was sent a request for an adapter."""
+        if adapter in self._spares[replica]:
+            self._spares[replica].move_to_end(adapter)
+
+    def fetch(
+        self,
+        replica: int,
+        adapter: int,
+        free_at_s: Callable[[int], float],
+        in_use: Callable[[int, int], bool],
+    ) -> Fetch:
+        """Begin a fetch of an adapter that the replica does not hold and is not fetching. It is copied from
+        the holder that can send soonest (`free_at_s`). `in_use`: tells whether a replica has requests for an
+        adapter."""
         assert not self.has(replica, adapter)
         assert not self.is_fetching(replica, adapter)
         source = min(sorted(self._holders[adapter]), key=free_at_s)
         self._fetches[adapter, replica] = source
         self._readers[adapter, source] += 1
-        return source
+        self._num_bytes_coming[replica] += self._bytes[adapter]
+        return Fetch(source, self._make_room(replica, in_use))
+
+    def _make_room(self, replica: int, in_use: Callable[[int, int], bool]) -> list[Drop]:
+        if self._host_bytes is None:
+            return []
+        too_many = self.num_bytes_held[replica] + self._num_bytes_coming[replica] - self._host_bytes
+        drops: list[Drop] = []
+        for adapter in list(self._spares[replica]) if too_many > 0 else ():
+            if self._stays(replica, adapter, self._host_bytes) or in_use(replica, adapter):
+                continue
+            drops.append(self._drop(replica, adapter))
+            too_many -= self._bytes[adapter]
+            if too_many <= 0:
+                break
+        return drops
+
+    def _stays(self, replica: int, adapter: int, host_bytes: int) -> bool:
+        if (adapter, replica) in self._readers:
+            return True
+        if self._plan is not None and replica in self._plan.replicas[adapter]:
+            return True
+        if len(self._holders[adapter]) > 2:
+            return False
+        (other,) = self._holders[adapter] - {replica}
+        return self._num_last_bytes[other] + self._bytes[adapter] > host_bytes
 
     def fetched(self, replica: int, adapter: int) -> list[Drop]:
         """Record that a fetch is complete; return the copies that are let go now."""
@@ -70,8 +139,10 @@ class AdapterPool:
         self._readers[adapter, source] -= 1
         if not self._readers[adapter, source]:
             del self._readers[adapter, source]
-        self._holders[adapter].add(replica)
-        self.num_bytes_held[replica] += self._bytes[adapter]
+        self._num_bytes_coming[replica] -= self._bytes[adapter]
+        self._add(replica, adapter)
+        if adapter in self._spares[source]:
+            self._spares[source].move_to_end(adapter)
         return self._let_go(adapter)
 
     def placed(self, plan: Plan | None) -> list[Drop]:
@@ -98,19 +169,46 @@ class AdapterPool:
             for replica in sorted(holders)
             if replica not in named and (adapter, replica) not in self._readers
         ]
-        for replica in leaving:
-            holders.discard(replica)
-            self.num_bytes_held[replica] -= self._bytes[adapter]
-        return [Drop(replica, adapter) for replica in leaving]
+        return [self._drop(replica, adapter) for replica in leaving]
+
+    def _add(self, replica: int, adapter: int) -> None:
+        holders = self._holders[adapter]
+        if len(holders) == 1:
+            (other,) = holders
+            self._spares[other][adapter] = None
+            self._num_last_bytes[other] -= self._bytes[adapter]
+        if holders:
+            self._spares[replica][adapter] = None
+        else:
+            self._num_last_bytes[replica] += self._bytes[adapter]
+        holders.add(replica)
+        self.num_bytes_held[replica] += self._bytes[adapter]
+
+    def _drop(self, replica: int, adapter: int) -> Drop:
+        holders = self._holders[adapter]
+        holders.remove(replica)
+        del self._spares[replica][adapter]
+        if len(holders) == 1:
+            (last,) = holders
+            del self._spares[last][adapter]
+            self._num_last_bytes[last] += self._bytes[adapter]
+        self.num_bytes_held[replica] -= self._bytes[adapter]
+        return Drop(replica, adapter)
 
     def check_integrity(self) -> None:
         """Assert that nothing is lost, and that the sums are right."""
-        held = [0] * len(self.num_bytes_held)
+        held, coming, last = ([0] * len(self.num_bytes_held) for _ in range(3))
         for adapter, replicas in enumerate(self._holders):
             assert replicas, f"adapter {adapter} has no complete copy"
             for replica in replicas:
                 held[replica] += self._bytes[adapter]
-        assert held == self.num_bytes_held
+                last[replica] += self._bytes[adapter] if len(replicas) == 1 else 0
+                assert (adapter in self._spares[replica]) == (len(replicas) > 1)
+        for adapter, replica in self._fetches:
+            coming[replica] += self._bytes[adapter]
+        assert (held, coming) == (self.num_bytes_held, self._num_bytes_coming)
+        assert last == self._num_last_bytes
+        assert sum(map(len, self._spares)) == sum(len(each) for each in self._holders if len(each) > 1)
         for (adapter, replica), source in self._fetches.items():
             assert source in self._holders[adapter], "the source of a copy was let go"
             assert replica not in self._holders[adapter]

@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
+from loraplex.core.arrays import FloatArray
 from loraplex.fleet.adapter_table import AdapterTable
-from loraplex.fleet.arrays import FloatArray
 from loraplex.fleet.placements.demand import extrapolated_demand
 from loraplex.fleet.placements.placement import Placement, PlacementProblem
 from loraplex.fleet.plan import Plan

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.core.errors import CapacityError
-from loraplex.fleet.arrays import FloatArray, IntArray
 from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest

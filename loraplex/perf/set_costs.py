@@ -15,13 +15,13 @@ from typing import Final, NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.perf.cost_model import CostModel, KernelKind
 from loraplex.perf.least_squares import FitQuality, fit_non_negative, quality_of
 from loraplex.perf.slot_profile import SlotCosts
 from loraplex.perf.step_cost import RowCurve
 
-FloatArray = npt.NDArray[np.float64]
-Column = npt.NDArray[np.int64] | npt.NDArray[np.floating]
+Column = IntArray | npt.NDArray[np.floating]
 
 _TAIL_BITS: Final = 20
 """How far behind its last size a curve is followed: by a factor of two to this power."""
@@ -42,7 +42,7 @@ class RequestSets(NamedTuple):
     kv_tokens: Column
     num_adapters: Column
 
-    def at(self, replicas: npt.NDArray[np.int64]) -> RequestSets:
+    def at(self, replicas: IntArray) -> RequestSets:
         """Return the sets of these replicas, which are distinct and ascending; nothing is copied for all."""
         if len(replicas) == len(self.num_requests):
             return self

@@ -134,12 +134,15 @@ class SimulatedFleet:
         self._wakes: list[tuple[float, int]] = []  # a heap; of a replica's entries the one at `wake_s` counts
         self._events: list[tuple[float, int, bool, int]] = []  # a heap: when, which request, its end?, where
         self._fetches: list[tuple[float, int, int]] = []  # a heap: when one ends, to which replica, of what
+        self._drops: list[Drop] = []  # decided in the middle of a step of their engine
 
     def run(self, workload: Iterable[WorkloadRequest]) -> FleetOutcome:
         """Simulate the whole workload, or as much of it as comes before the end."""
         for request in workload:
             if request.arrival_s >= self._until_s:
                 break
+            if not self._outcomes:  # whose time may be counted from 1970: millions of periods
+                self._controller.idle_until(request.arrival_s)
             self._advance(request.arrival_s)
             self._send(request)
         while self._controller.next_tick_s < self._until_s and any(
@@ -168,6 +171,9 @@ class SimulatedFleet:
         while controller.next_tick_s <= now_s:
             tick_s = controller.next_tick_s
             self._run_to(tick_s)
+            if controller.is_idle:
+                controller.idle_until(now_s)
+                break
             if controller.may_migrate(tick_s):
                 self._catch_up(tick_s)
             decisions = controller.tick(tick_s, self._num_output)
@@ -246,7 +252,8 @@ class SimulatedFleet:
         adapter, now_s = self._adapters.adapter_number(version), self._replicas[chosen].simulator.now_s
         if pool.has(chosen, adapter):
             return now_s
-        source = pool.fetch(chosen, adapter, links.free_at_s)
+        source, drops = self._controller.fetch(chosen, adapter, links.free_at_s)
+        self._drops += drops
         num_bytes = self._adapters.sizes[adapter]
         end_s = links.copy(source=source, target=chosen, num_bytes=num_bytes, now_s=now_s)
         heapq.heappush(self._fetches, (end_s, chosen, adapter))
@@ -261,6 +268,8 @@ class SimulatedFleet:
     def _collect(self, chosen: int, wake_s: float) -> None:
         """Take over what a replica did, part of which may lie ahead: the step that is under way."""
         replica, tiers = self._replicas[chosen], self._controller.view.tiers
+        self._let_go(self._drops)
+        self._drops.clear()
         for at_s, request_id, reason in replica.request_events:
             heapq.heappush(self._events, (at_s, replica.numbers[int(request_id)], reason is not None, chosen))
         replica.request_events.clear()

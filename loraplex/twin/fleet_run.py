@@ -134,6 +134,7 @@ class FleetRuns:
             router=router_named(policy.routing, seed),
             planner=self._planner(policy, seed, workload),
             shares_adapters=options.link is not None,
+            host_bytes=has.host_bytes,
             migrator=Migrator() if policy.migrates else None,
         )
 

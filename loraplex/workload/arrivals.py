@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from loraplex.workload.arrays import FloatArray
+from loraplex.core.arrays import FloatArray
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.gaps import Gaps, GapTable
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.workload.arrays import IntArray
+from loraplex.core.arrays import IntArray
 from loraplex.workload.build_parts import lengths_of, popularity_of, ranks_of, speed_for
 from loraplex.workload.counted import CountedTrace, CountedTraffic
 from loraplex.workload.counted_files import read_maf, read_servegen

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from loraplex.workload.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.workload.gaps import GapTable
 from loraplex.workload.streams import Purpose, stream
 from loraplex.workload.traffic import Batch, in_order

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.workload.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.workload.errors import WorkloadError
 
 # Below these, nearly all gaps are 0 and the mean is made by one in millions: no sample would ever have it.

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from loraplex.workload.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.workload.errors import WorkloadError
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.workload.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.workload.arrivals import BATCH
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.lengths import Lengths, cut

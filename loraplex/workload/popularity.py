@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from loraplex.workload.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.workload.errors import WorkloadError
 
 _HOT_SHARE: Final = 0.5

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from loraplex.workload.arrays import FloatArray
+from loraplex.core.arrays import FloatArray
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.gaps import Gaps, GapTable
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from loraplex.workload.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.workload.arrivals import BATCH, Arrivals
 from loraplex.workload.popularity import Popularity
 from loraplex.workload.rates import Rates, RateWindow

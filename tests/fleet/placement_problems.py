@@ -35,6 +35,12 @@ DIVIDING: dict[str, Placement] = {
 """All placements that divide adapters among replicas."""
 
 
+def num_moves(plan: Plan, previous: Plan) -> int:
+    """Return how many copies of a plan must be fetched, as the plan before it does not have them."""
+    before = [*previous.replicas, *[()] * (len(plan.replicas) - len(previous.replicas))]
+    return sum(len(set(now) - set(then)) for now, then in zip(plan.replicas, before, strict=True))
+
+
 def problem_of(
     *,
     ranks: Sequence[int],

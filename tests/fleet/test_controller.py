@@ -109,6 +109,26 @@ def test_a_plan_is_asked_for_each_period() -> None:
     assert planner.previous == [None, ON_0, ON_1, ON_0]
 
 
+def test_an_idle_fleet_begins_its_periods_anew() -> None:
+    """After a last plan that is made of what was asked for before."""
+    planner = WrittenPlanner(ON_0, ON_1, ON_0)
+    controller = controller_of(planner)
+    assert controller.is_idle
+    controller.idle_until(1e9)
+    assert controller.next_tick_s == 1e9 + 10
+    controller.route("a", 5, 1)
+    assert not controller.is_idle
+    controller.ended("a", 1)
+    assert not controller.is_idle, "its tokens are in no plan yet"
+    controller.tick(1e9 + 10, nobody)
+    assert controller.is_idle
+    controller.idle_until(2e9)
+    assert (controller.view.plan, controller.next_tick_s) == (ON_1, 2e9 + 10)
+    controller.route("base", None, 1)
+    assert not controller.is_idle
+    assert planner.previous == [None, ON_0]
+
+
 def test_without_a_planner_there_is_nothing_to_tick_for() -> None:
     assert controller_of().next_tick_s == math.inf
     assert controller_of().view.plan is None

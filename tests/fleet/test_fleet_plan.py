@@ -14,21 +14,12 @@ PLAN = Plan(replicas=((0,), (0, 2), (1,)), shares=((1.0,), (0.25, 0.75), (1.0,))
 
 def test_a_plan_is_read_by_replica() -> None:
     assert PLAN.num_copies == 4
-    assert PLAN.adapters_of(0) == (0, 1)
-    assert PLAN.adapters_of(2) == (1,)
     table = AdapterTable.of(ranks=[8, 8, 8], num_bytes=[10, 20, 40])
     assert PLAN.bytes_by_replica(table, 4).tolist() == [30, 40, 20, 0]
     copies = PLAN.copies()
     assert copies.adapters.tolist() == [0, 1, 1, 2]
     assert copies.replicas.tolist() == [0, 0, 2, 1]
     assert copies.shares.tolist() == [1.0, 0.25, 0.75, 1.0]
-
-
-def test_moves_are_the_copies_that_were_not_there() -> None:
-    later = Plan.with_equal_shares([[0], [1, 2], [2], [3]])
-    assert later.moves_from(PLAN) == ((1, 1), (2, 2), (3, 3))
-    assert PLAN.moves_from(PLAN) == ()
-    assert PLAN.moves_from(None) == ((0, 0), (1, 0), (1, 2), (2, 1))
 
 
 def test_shares_follow_weights() -> None:

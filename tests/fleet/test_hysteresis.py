@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placement_problems import DIVIDING, POINTS, problem_of, problems
+from placement_problems import DIVIDING, POINTS, num_moves, problem_of, problems
 
 from loraplex.core.errors import UserError
 from loraplex.fleet.placements.hysteresis import HysteresisPlacement
@@ -48,7 +48,7 @@ def test_a_new_adapter_gets_a_place_while_the_others_stay() -> None:
     plan = STEADY.place(problem)
     plan.check(4, 2)
     assert plan.replicas[:3] == PREVIOUS.replicas
-    assert len(plan.moves_from(PREVIOUS)) == len(plan.replicas[3])
+    assert num_moves(plan, PREVIOUS) == len(plan.replicas[3])
 
 
 def test_a_plan_that_the_hosts_do_not_hold_goes() -> None:

@@ -12,7 +12,6 @@ from placement_problems import DIVIDING, POINTS, problem_of, problems
 
 from loraplex.core.errors import UserError
 from loraplex.fleet.placements.contiguous import ContiguousPlacement
-from loraplex.fleet.placements.everywhere import EverywherePlacement
 from loraplex.fleet.placements.host_memory import within_host_memory
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.placements.random_placement import RandomPlacement
@@ -39,20 +38,6 @@ def test_a_placement_repeats_itself_and_changes_nothing(problem: PlacementProble
         assert np.array_equal(getattr(problem.adapters, column), getattr(before.adapters, column))
     assert np.array_equal(problem.demand, before.demand)
     assert problem.previous == before.previous
-
-
-def test_everywhere_is_everywhere() -> None:
-    plan = EverywherePlacement().place(problem_of(ranks=[8, 64], demand=[1.0, 0.0], num_replicas=4))
-    assert plan == Plan(replicas=((0, 1, 2, 3),) * 2, shares=((0.25,) * 4,) * 2)
-    plan.check(2, 4)
-
-
-def test_everywhere_is_refused_where_one_host_does_not_hold_all() -> None:
-    problem = problem_of(ranks=[8, 64], demand=[1.0, 0.0], num_replicas=4, host_bytes=70)
-    with pytest.raises(
-        UserError, match="2 adapters take 72 bytes on every replica, 2 more than the 70 bytes"
-    ):
-        EverywherePlacement().place(problem)
 
 
 def test_contiguous_sorts_by_rank_and_deals_out_equal_numbers() -> None:

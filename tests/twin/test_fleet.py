@@ -20,7 +20,7 @@ from loraplex.core.errors import CapacityError, UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
-from loraplex.fleet.migration.migrate import MigrationView, Migrator, MigratorConfig
+from loraplex.fleet.migration.migrate import MigrationView, Migrator
 from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.request import RoutedRequest
@@ -288,11 +288,34 @@ def test_moved_adapters_are_fetched_and_let_go() -> None:
     assert outcome.most_bytes_held < sum(rank << 20 for rank in (8, 16, 64) * 3), "no host holds all"
 
 
+@pytest.mark.parametrize("max_running", [1, 8])
+def test_a_full_host_lets_copies_go_that_it_fetched(max_running: int) -> None:
+    """Without a plan every replica fetches every adapter; together they are more than a host holds."""
+    rng = random.Random(0)
+    requests = [
+        WorkloadRequest(arrival_s=float(second), prompt_tokens=9, output_tokens=5, adapter=rng.randrange(9))
+        for second in range(200)
+    ]
+    options = replace(OPTIONS, host_memory=120 << 20, max_running=max_running)
+    outcome, unlimited = (
+        run("round-robin", workload=requests, options=each, link=LINK) for each in (options, OPTIONS)
+    )
+    check_all_served(outcome, requests)
+    assert unlimited.most_bytes_held == sum(rank << 20 for rank in (8, 16, 64) * 3)
+    assert outcome.most_bytes_held is not None
+    assert outcome.most_bytes_held <= (120 + 64) << 20, "last copies, and one that was in use"
+    assert outcome.bytes_moved is not None
+    assert unlimited.bytes_moved is not None
+    assert outcome.bytes_moved > unlimited.bytes_moved, "what was let go is fetched again"
+    busy = run("round-robin", options=options, link=LINK)
+    check_all_served(busy, WORKLOAD)
+
+
 class RestlessMigrator(Migrator):
     """Moves requests at random, all the time. `kv_tokens`: what it saw of each request, by its number."""
 
     def __init__(self, seed: int, num_replicas: int, period_s: float = 0.05) -> None:
-        super().__init__(MigratorConfig(period_s=period_s))
+        super().__init__(period_s=period_s)
         self._rng = random.Random(seed)
         self._num_replicas = num_replicas
         self.kv_tokens: dict[Hashable, list[int]] = {}
@@ -332,6 +355,36 @@ def test_requests_that_move_lose_no_token(seed: int, rps: float, on_gpu: bool) -
         assert each.first_token_s is not None
         assert each.finish_s is not None
         assert each.request.arrival_s < each.first_token_s <= each.finish_s
+
+
+@pytest.mark.parametrize("gaps_s", [(1.7e9, 0.0), (0.0, 1e6), (1e6, 1e6)])
+def test_idle_time_is_passed_over(gaps_s: tuple[float, float]) -> None:
+    """Before the first request, whose time may be counted from 1970, and between two requests."""
+    before_s, between_s = gaps_s
+    workload = [
+        replace(each, arrival_s=each.arrival_s + before_s + (between_s if number >= 20 else 0.0))
+        for number, each in enumerate(random_workload(1, num_requests=40, num_adapters=9, rps=20.0))
+    ]
+    num_ticks = 0
+
+    class Counted(RestlessMigrator):
+        def decide(self, now_s: float, view: MigrationView) -> list[Move]:
+            nonlocal num_ticks
+            num_ticks += 1
+            assert num_ticks < 1000, "idle time is gone through period by period"
+            return super().decide(now_s, view)
+
+    outcome, _ = simulate(RoundRobinRouter(), workload, Counted(1, 3))
+    assert outcome.num_moves > 0
+    check_all_served(outcome, workload)
+
+
+@pytest.mark.parametrize("policy", ["most-idle+burst-tolerance", "most-idle+burst-tolerance+migrate"])
+def test_plans_are_made_from_the_first_arrival_on(policy: str) -> None:
+    later = [replace(each, arrival_s=each.arrival_s + 2.0**20) for each in WORKLOAD]
+    alike, shifted = (run(policy, workload=each, link=LINK) for each in (WORKLOAD, later))
+    check_all_served(shifted, later)
+    assert (shifted.bytes_moved, shifted.num_moves) == (alike.bytes_moved, alike.num_moves)
 
 
 def test_a_request_moves_with_the_tokens_it_has_when_that_is_decided() -> None:

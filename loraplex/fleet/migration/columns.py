@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from loraplex.core.arrays import BoolArray, FloatArray, IntArray
 from loraplex.fleet.migration.problem import MigrationProblem, MigrationRequest
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 # Of two placements with the same makespan the one with less work in total is better. Without this share of
 # the total in the objective, requests would also move between replicas that do not decide the makespan.
@@ -46,16 +42,16 @@ class Columns:
     more adapters than it may hold keeps them, so that staying is always possible; it takes no further ones.
     """
 
-    source_N: Ints
-    adapter_N: Ints
-    kv_tokens_N: Ints
-    stay_s_N: Floats
-    move_s_N: Floats
-    may_go_NR: Bools
-    load_KR: Floats
-    adapter_tokens_K: Ints
-    capacity_R: Ints
-    max_adapters_R: Ints
+    source_N: IntArray
+    adapter_N: IntArray
+    kv_tokens_N: IntArray
+    stay_s_N: FloatArray
+    move_s_N: FloatArray
+    may_go_NR: BoolArray
+    load_KR: FloatArray
+    adapter_tokens_K: IntArray
+    capacity_R: IntArray
+    max_adapters_R: IntArray
     swap_s_per_token: float
 
     @property
@@ -66,18 +62,18 @@ class Columns:
     def num_adapters(self) -> int:
         return len(self.adapter_tokens_K)
 
-    def count_adapters(self, place_N: Ints) -> Ints:
+    def count_adapters(self, place_N: IntArray) -> IntArray:
         """Return how many requests of each adapter each replica has."""
         has = self.adapter_N >= 0
         flat = self.adapter_N[has] * self.num_replicas + place_N[has]
         counted = np.bincount(flat, minlength=self.num_adapters * self.num_replicas)
         return counted.reshape(self.num_adapters, self.num_replicas).astype(np.int64)
 
-    def needs_adapters(self, place_N: Ints) -> Bools:
+    def needs_adapters(self, place_N: IntArray) -> BoolArray:
         """Return whether each replica has requests of each adapter."""
         return self.count_adapters(place_N) > 0
 
-    def run_time(self, place_N: Ints) -> RunTime:
+    def run_time(self, place_N: IntArray) -> RunTime:
         """Return the predicted run time, with memory beyond a replica's capacity swapped token by token."""
         num_replicas = self.num_replicas
         seconds_N = np.where(place_N == self.source_N, self.stay_s_N, self.move_s_N)
@@ -88,7 +84,7 @@ class Columns:
         seconds_R = seconds_R + (self.load_KR * needs_KR).sum(axis=0) + self.swap_s_per_token * beyond_R
         return RunTime(float(seconds_R.max()), float(seconds_R.sum()))
 
-    def is_allowed(self, place_N: Ints) -> bool:
+    def is_allowed(self, place_N: IntArray) -> bool:
         """Return whether no request goes where it may not, and no replica needs too many adapters."""
         goes = self.may_go_NR[np.arange(len(place_N)), place_N]
         return bool(goes.all() and (self.needs_adapters(place_N).sum(axis=0) <= self.max_adapters_R).all())

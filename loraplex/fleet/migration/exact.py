@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.core.errors import CapacityError
-from loraplex.fleet.migration.columns import TOTAL_WEIGHT, Floats, Ints, columns_of
+from loraplex.fleet.migration.columns import TOTAL_WEIGHT, columns_of
 from loraplex.fleet.migration.problem import MigrationProblem
 from loraplex.fleet.migration.program import Program, solve
 
@@ -28,7 +29,7 @@ from loraplex.fleet.migration.program import Program, solve
 class ExactPlacement:
     """The best placement. `swapped`: which requests have their KV cache in host memory."""
 
-    place_N: Ints
+    place_N: IntArray
     swapped: frozenset[int]
     makespan_s: float
     objective_s: float
@@ -84,6 +85,6 @@ def solve_exact(problem: MigrationProblem) -> ExactPlacement:
     )
 
 
-def _host_tokens(problem: MigrationProblem) -> Floats:
+def _host_tokens(problem: MigrationProblem) -> FloatArray:
     tokens = [each.host_kv_tokens for each in problem.replicas]
     return np.array([np.inf if each is None else each for each in tokens], np.float64)

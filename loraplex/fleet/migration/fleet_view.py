@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.fleet.arrays import BoolArray, FloatArray
+from loraplex.core.arrays import BoolArray, FloatArray
 from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.migration.problem import (
     MigrationAdapter,
@@ -44,14 +44,6 @@ class FleetMigrationView:
     @property
     def num_requests(self) -> FloatArray:
         return np.asarray(self._load.everything.num_requests, np.float64)
-
-    @property
-    def queueing_s(self) -> FloatArray:
-        """The prompts that wait, and the answers that must end before there is a place in the batch."""
-        load = self._load
-        too_many = np.maximum(load.everything.num_requests - load.max_running, 0)
-        answers_s = load.answers.mean_tokens * self._decode_s * too_many / load.max_running
-        return np.asarray(self._view.costs.prefill_s(load.waiting) + answers_s, np.float64)
 
     @property
     def accepts(self) -> BoolArray:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from loraplex.core.errors import UserError
+from loraplex.core.arrays import BoolArray
 from loraplex.fleet.migration.columns import columns_of
 from loraplex.fleet.migration.problem import (
     MigrationAdapter,
@@ -20,7 +19,7 @@ from loraplex.fleet.migration.problem import (
     Move,
 )
 from loraplex.fleet.migration.relaxed import solve_relaxed
-from loraplex.fleet.migration.trigger import PERIOD_S, Column, Entrants, TriggerConfig, entrants_of
+from loraplex.fleet.migration.trigger import NUM_PAIRS, PERIOD_S, Column, Entrants, entrants_of
 
 
 class MigrationView(Protocol):
@@ -37,12 +36,7 @@ class MigrationView(Protocol):
         ...
 
     @property
-    def queueing_s(self) -> Column | None:
-        """The seconds that a request waits on each replica until it runs; None if nobody estimates them."""
-        ...
-
-    @property
-    def accepts(self) -> Sequence[bool] | npt.NDArray[np.bool_] | None:
+    def accepts(self) -> Sequence[bool] | BoolArray | None:
         """False for replicas that are down or drain; None if there are none of these."""
         ...
 
@@ -58,23 +52,16 @@ class MigrationView(Protocol):
     def adapter(self, adapter: int) -> MigrationAdapter: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MigratorConfig:
-    """`period_s`: seconds from one look at the fleet to the next."""
-
-    period_s: float = PERIOD_S
-    trigger: TriggerConfig = field(default_factory=TriggerConfig)
-
-    def __post_init__(self) -> None:
-        if not self.period_s > 0:
-            raise UserError(f"migration every {self.period_s:g} s: the period must be above 0")
-
-
 class Migrator:
     """Decides at most once a period which requests move. Its time is handed in."""
 
-    def __init__(self, config: MigratorConfig | None = None) -> None:
-        self._config = config or MigratorConfig()
+    def __init__(self, *, period_s: float = PERIOD_S, num_pairs: int = NUM_PAIRS) -> None:
+        """`period_s`: from one look at the fleet to the next. `num_pairs`: dLoRA's K; so many overloaded and
+        so many underloaded replicas take part in a migration at the most."""
+        assert period_s > 0
+        assert num_pairs > 0
+        self._period_s = period_s
+        self._num_pairs = num_pairs
         self._due_s = 0.0
 
     @property
@@ -82,17 +69,20 @@ class Migrator:
         """The earliest time at which the next `decide` looks at the fleet."""
         return self._due_s
 
+    def begin(self, now_s: float) -> None:
+        """Begin a period, whatever is left of the one before."""
+        self._due_s = now_s + self._period_s
+
     def decide(self, now_s: float, view: MigrationView) -> list[Move]:
         """Return the moves to be made now; none before the period is over or while the load is even."""
         if now_s < self._due_s:
             return []
-        self._due_s = now_s + self._config.period_s
+        self.begin(now_s)
         entrants = entrants_of(
-            self._config.trigger,
             kv_share=view.kv_share,
             num_requests=view.num_requests,
-            queueing_s=view.queueing_s,
             accepts=view.accepts,
+            num_pairs=self._num_pairs,
         )
         return [] if entrants is None else moves_for(problem_of(entrants, view))
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from loraplex.core.arrays import BoolArray, FloatArray, IntArray
 
 
 class Solution(NamedTuple):
     """The values of all columns. `bound`: no values of the program have an objective below it."""
 
-    values: Floats
+    values: FloatArray
     objective: float
     bound: float
 
@@ -27,19 +25,24 @@ class Program:
     """Minimise `offset + costs @ x` for bounds on x and on `rows @ x`, some x being integers."""
 
     def __init__(self) -> None:
-        self._costs: list[Floats] = []
-        self._uppers: list[Floats] = []
-        self._integers: list[npt.NDArray[np.bool_]] = []
-        self._row_uppers: list[Floats] = []
-        self._row_lowers: list[Floats] = []
-        self._entries: list[tuple[Ints, Ints, Floats]] = []
+        self._costs: list[FloatArray] = []
+        self._uppers: list[FloatArray] = []
+        self._integers: list[BoolArray] = []
+        self._row_uppers: list[FloatArray] = []
+        self._row_lowers: list[FloatArray] = []
+        self._entries: list[tuple[IntArray, IntArray, FloatArray]] = []
         self._num_columns = 0
         self._num_rows = 0
         self.offset = 0.0
 
     def add_columns(
-        self, count: int, *, cost: float | Floats = 0.0, upper: float | Floats = np.inf, integer: bool = False
-    ) -> Ints:
+        self,
+        count: int,
+        *,
+        cost: float | FloatArray = 0.0,
+        upper: float | FloatArray = np.inf,
+        integer: bool = False,
+    ) -> IntArray:
         """Add columns that are zero or more, and return their numbers."""
         first, self._num_columns = self._num_columns, self._num_columns + count
         self._costs.append(_filled(cost, count))
@@ -48,15 +51,15 @@ class Program:
         return np.arange(first, first + count, dtype=np.int64)
 
     def add_rows(
-        self, count: int, *, lower: float | Floats = -np.inf, upper: float | Floats = np.inf
-    ) -> Ints:
+        self, count: int, *, lower: float | FloatArray = -np.inf, upper: float | FloatArray = np.inf
+    ) -> IntArray:
         """Add rows without entries, and return their numbers."""
         first, self._num_rows = self._num_rows, self._num_rows + count
         self._row_lowers.append(_filled(lower, count))
         self._row_uppers.append(_filled(upper, count))
         return np.arange(first, first + count, dtype=np.int64)
 
-    def add_entries(self, rows: Ints, columns: Ints, values: float | Floats) -> None:
+    def add_entries(self, rows: IntArray, columns: IntArray, values: float | FloatArray) -> None:
         """Add coefficients. No pair of a row and a column may come twice."""
         assert len(rows) == len(columns)
         self._entries.append((rows, columns, _filled(values, len(rows))))
@@ -116,5 +119,5 @@ def solve(program: Program, *, relative_gap: float = 0.0, max_nodes: int | None 
     return Solution(np.array(highs.getSolution().col_value), objective, bound)
 
 
-def _filled(values: float | Floats, count: int) -> Floats:
+def _filled(values: float | FloatArray, count: int) -> FloatArray:
     return np.broadcast_to(np.asarray(values, np.float64), count)

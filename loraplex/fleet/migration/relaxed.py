@@ -25,7 +25,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.fleet.migration.columns import TOTAL_WEIGHT, Bools, Columns, Floats, Ints, RunTime
+from loraplex.core.arrays import BoolArray, FloatArray, IntArray
+from loraplex.fleet.migration.columns import TOTAL_WEIGHT, Columns, RunTime
 from loraplex.fleet.migration.program import Program, solve
 
 # Up to this many pairs binary y take some tens of milliseconds. dLoRA's own setting, two replicas, is below
@@ -46,7 +47,7 @@ _Value = TypeVar("_Value", bound=np.generic)
 class RelaxedPlacement:
     """`place_N`: where each request goes. `bound_s`: no placement at all has a smaller objective."""
 
-    place_N: Ints
+    place_N: IntArray
     run_time: RunTime
     bound_s: float
 
@@ -78,10 +79,10 @@ class _Pairs:
     adapter a replica can have; zero where its adapter is settled.
     """
 
-    request_P: Ints
-    target_P: Ints
-    settled_KR: Bools
-    most_KR: Ints
+    request_P: IntArray
+    target_P: IntArray
+    settled_KR: BoolArray
+    most_KR: IntArray
 
 
 def _pairs_of(columns: Columns) -> _Pairs:
@@ -98,7 +99,7 @@ def _pairs_of(columns: Columns) -> _Pairs:
     return _Pairs(request_P, target_P, settled_KR, np.where(settled_KR, 0, most_KR))
 
 
-def _solve_binary(columns: Columns, pairs: _Pairs) -> tuple[float, list[Ints]] | None:
+def _solve_binary(columns: Columns, pairs: _Pairs) -> tuple[float, list[IntArray]] | None:
     """Return the bound and the rounded placement with binary y, or None if MAX_NODES found no solution."""
     base = _Base(columns, pairs, paid_KR=pairs.settled_KR, part_KR=np.zeros(pairs.most_KR.shape))
     _add_binary_adapters(base, columns, pairs)
@@ -108,7 +109,7 @@ def _solve_binary(columns: Columns, pairs: _Pairs) -> tuple[float, list[Ints]] |
     return solution.bound, [_rounded(columns, pairs, solution.values[base.x_P])]
 
 
-def _solve_linear(columns: Columns, pairs: _Pairs) -> tuple[float, list[Ints]]:
+def _solve_linear(columns: Columns, pairs: _Pairs) -> tuple[float, list[IntArray]]:
     """Return the bound of the first linear program, and the rounded placements of both."""
     part_KR = np.where(pairs.most_KR > 0, 1.0 / np.maximum(pairs.most_KR, 1), 0.0)
     base = _Base(columns, pairs, paid_KR=pairs.settled_KR, part_KR=part_KR)
@@ -134,7 +135,7 @@ class _Base:
     of an adapter that each of its requests pays instead.
     """
 
-    def __init__(self, columns: Columns, pairs: _Pairs, *, paid_KR: Bools, part_KR: Floats) -> None:
+    def __init__(self, columns: Columns, pairs: _Pairs, *, paid_KR: BoolArray, part_KR: FloatArray) -> None:
         request_P, source_P = pairs.request_P, columns.source_N[pairs.request_P]
         adapter_P, num_replicas = columns.adapter_N[request_P], columns.num_replicas
         come_P = _looked_up(part_KR, adapter_P, pairs.target_P)
@@ -176,15 +177,21 @@ class _Base:
         self._add_whole_requests(request_P, len(columns.source_N))
 
     def _add_flow(
-        self, target_P: Ints, source_P: Ints, *, come: Floats, leave: Floats, upper_R: Floats
-    ) -> Ints:
+        self,
+        target_P: IntArray,
+        source_P: IntArray,
+        *,
+        come: FloatArray,
+        leave: FloatArray,
+        upper_R: FloatArray,
+    ) -> IntArray:
         """Add a row for each replica: requests that come add to it, and those that leave take from it."""
         rows_R = self.program.add_rows(len(upper_R), upper=upper_R)
         self.program.add_entries(rows_R[target_P], self.x_P, come)
         self.program.add_entries(rows_R[source_P], self.x_P, -leave)
         return rows_R
 
-    def _add_whole_requests(self, request_P: Ints, num_requests: int) -> None:
+    def _add_whole_requests(self, request_P: IntArray, num_requests: int) -> None:
         """Let the shares of each request be one together at most; a single share is bounded by itself."""
         several_N = np.bincount(request_P, minlength=num_requests) > 1
         row_N = np.zeros(num_requests, np.int64)
@@ -216,7 +223,9 @@ def _add_binary_adapters(base: _Base, columns: Columns, pairs: _Pairs) -> None:
         program.add_entries(row_P[open_P], x_P[open_P], value)
 
 
-def _looked_up(table_KR: npt.NDArray[_Value], adapter_P: Ints, replica_P: Ints) -> npt.NDArray[_Value]:
+def _looked_up(
+    table_KR: npt.NDArray[_Value], adapter_P: IntArray, replica_P: IntArray
+) -> npt.NDArray[_Value]:
     """Return the values of pairs; those of the base model are zero, or False."""
     values_P = np.zeros(len(adapter_P), table_KR.dtype)
     linked_P = adapter_P >= 0
@@ -224,7 +233,7 @@ def _looked_up(table_KR: npt.NDArray[_Value], adapter_P: Ints, replica_P: Ints) 
     return values_P
 
 
-def _rounded(columns: Columns, pairs: _Pairs, x_P: Floats) -> Ints:
+def _rounded(columns: Columns, pairs: _Pairs, x_P: FloatArray) -> IntArray:
     """Return the replica with the largest share of each request: of equal ones its own, then the first."""
     share_NR = np.zeros(columns.may_go_NR.shape)
     share_NR[pairs.request_P, pairs.target_P] = x_P
@@ -234,7 +243,7 @@ def _rounded(columns: Columns, pairs: _Pairs, x_P: Floats) -> Ints:
     return np.where(largest_N > here_N + SHARE_TOLERANCE, target_N, columns.source_N).astype(np.int64)
 
 
-def _opened(columns: Columns, here_KR: Bools, place_N: Ints) -> Bools:
+def _opened(columns: Columns, here_KR: BoolArray, place_N: IntArray) -> BoolArray:
     """Return the adapters that come to replicas which have no requests of them yet.
 
     Where more would come than a replica may hold, those with the most requests come.
@@ -242,5 +251,5 @@ def _opened(columns: Columns, here_KR: Bools, place_N: Ints) -> Bools:
     wanted_KR = np.where(here_KR, 0, columns.count_adapters(place_N))
     room_R = columns.max_adapters_R - here_KR.sum(axis=0)
     order_KR = np.argsort(np.argsort(-wanted_KR, axis=0, kind="stable"), axis=0, kind="stable")
-    opened_KR: Bools = (wanted_KR > 0) & (order_KR < room_R[None, :])
+    opened_KR: BoolArray = (wanted_KR > 0) & (order_KR < room_R[None, :])
     return opened_KR

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.fleet.arrays import IntArray
+from loraplex.core.arrays import IntArray
 
 _UNREACHED: Final = np.iinfo(np.int64).max // 2
 

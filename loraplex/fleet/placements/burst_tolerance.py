@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy as np
 
+from loraplex.core.arrays import IntArray
 from loraplex.core.errors import UserError
-from loraplex.fleet.arrays import IntArray
 from loraplex.fleet.placements.host_memory import within_host_memory
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.plan import Plan

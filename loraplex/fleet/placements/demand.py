@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from loraplex.core.arrays import FloatArray
 from loraplex.core.errors import UserError
-from loraplex.fleet.arrays import FloatArray
 
 
 def extrapolated_demand(rates: FloatArray) -> FloatArray:

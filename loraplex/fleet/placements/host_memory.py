@@ -11,8 +11,8 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
+from loraplex.core.arrays import IntArray
 from loraplex.core.errors import UserError
-from loraplex.fleet.arrays import IntArray
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.plan import Plan
 

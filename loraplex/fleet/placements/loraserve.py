@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
-from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.placements.assignment import least_cost_assignment
 from loraplex.fleet.placements.host_memory import within_host_memory
 from loraplex.fleet.placements.placement import PlacementProblem

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
+from loraplex.core.arrays import FloatArray
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
-from loraplex.fleet.arrays import FloatArray
 from loraplex.fleet.plan import Plan
 
 

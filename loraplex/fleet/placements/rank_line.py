@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.placements.host_memory import within_host_memory
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.placements.utilisation import operating_point_of_each

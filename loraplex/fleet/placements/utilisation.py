@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
-from loraplex.fleet.arrays import FloatArray, IntArray
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.plan import Plan
 

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.view import FleetView
 from loraplex.perf.set_costs import RequestSets, SetCosts

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.added_costs import AddedCosts
 from loraplex.fleet.routers.router import Turns

@@ -11,9 +11,8 @@ import math
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from loraplex.fleet.arrays import IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
@@ -38,7 +37,7 @@ class RendezvousRouter:
         return int(candidates[weights.argmax()])
 
 
-def pair_weights(adapter: int, replicas: IntArray) -> npt.NDArray[np.float64]:
+def pair_weights(adapter: int, replicas: IntArray) -> FloatArray:
     """Return weights in [0, 1) that depend on nothing but the two numbers (splitmix64)."""
     seed = (adapter * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
     mixed = replicas.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(seed)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.fleet.arrays import IntArray
+from loraplex.core.arrays import IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.view import FleetView
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from loraplex.fleet.arrays import FloatArray, IntArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns
@@ -58,7 +58,8 @@ class RoutingTableRouter:
             self._counts.clear()
         if plan is None or adapter is None:
             return self._among_equals(candidates)
-        left, shares = tuple(candidates.tolist()), plan.shares[adapter]
+        left: tuple[int, ...] = tuple(candidates.tolist())
+        shares = plan.shares[adapter]
         if left != plan.replicas[adapter]:
             planned = dict(zip(plan.replicas[adapter], shares, strict=True))
             if left[0] not in planned:

@@ -5,16 +5,14 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from migration_problems import costs, replicas, request
 
-from loraplex.core.errors import UserError
 from loraplex.fleet.migration.columns import columns_of
-from loraplex.fleet.migration.migrate import Migrator, MigratorConfig, moves_for, problem_of
+from loraplex.fleet.migration.migrate import Migrator, moves_for, problem_of
 from loraplex.fleet.migration.problem import MigrationAdapter, MigrationReplica, MigrationRequest, Move
-from loraplex.fleet.migration.trigger import Entrants, TriggerConfig
+from loraplex.fleet.migration.trigger import Entrants
 
 
 class HandMadeFleet:
@@ -22,7 +20,6 @@ class HandMadeFleet:
 
     def __init__(self, requests: list[MigrationRequest], held: tuple[MigrationReplica, ...]) -> None:
         self.costs = costs()
-        self.queueing_s = None
         self.accepts = None
         self.asked: set[int] = set()
         self._held = held
@@ -67,8 +64,7 @@ def test_requests_leave_the_busiest_replica_for_the_first_of_the_least_busy() ->
 
 
 def test_more_pairs_spread_the_requests_further() -> None:
-    config = MigratorConfig(trigger=TriggerConfig(num_pairs=3))
-    moves = Migrator(config).decide(0.0, overloaded_fleet())
+    moves = Migrator(num_pairs=3).decide(0.0, overloaded_fleet())
     assert {move.target for move in moves} == {1, 2, 3}
     assert len(moves) >= 28
 
@@ -81,13 +77,11 @@ def test_nothing_moves_while_the_load_is_even() -> None:
 
 
 def test_a_period_passes_between_two_looks() -> None:
-    migrator, fleet = Migrator(MigratorConfig(period_s=5.0)), overloaded_fleet()
+    migrator, fleet = Migrator(period_s=5.0), overloaded_fleet()
     assert migrator.decide(3.0, fleet)
     assert migrator.due_s == 8.0
     assert migrator.decide(7.9, fleet) == []
     assert migrator.decide(8.0, fleet)
-    with pytest.raises(UserError, match="the period must be above 0"):
-        MigratorConfig(period_s=0.0)
 
 
 def test_a_move_names_the_fleets_own_numbers() -> None:
@@ -125,9 +119,8 @@ def fleets(draw: st.DrawFn) -> HandMadeFleet:
 def test_moves_join_replicas_that_entered_and_shorten_the_makespan(
     fleet: HandMadeFleet, num_pairs: int
 ) -> None:
-    config = MigratorConfig(trigger=TriggerConfig(num_pairs=num_pairs, requests_above_mean=4.0))
-    moves = Migrator(config).decide(0.0, fleet)
-    assert Migrator(config).decide(0.0, fleet) == moves
+    moves = Migrator(num_pairs=num_pairs).decide(0.0, fleet)
+    assert Migrator(num_pairs=num_pairs).decide(0.0, fleet) == moves
     if not moves:
         return
     givers, takers = {move.source for move in moves}, {move.target for move in moves}

@@ -1,9 +1,10 @@
-"""The two kinds of arrays that random draws come in."""
+"""The kinds of numpy arrays that plain data comes in, by the names that annotations use."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
