@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
 
+from loraplex.core.arrays import FloatArray
 from loraplex.core.errors import UserError
 from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
-from loraplex.fleet.arrays import FloatArray
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.migration.migrate import Migrator

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loraplex.fleet.arrays import FloatArray
+from loraplex.core.arrays import FloatArray
 from loraplex.workload.jsonl import WorkloadRequest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,15 @@ from benchmarks import fleet, fleet_tables
 from benchmarks.fleet_decisions import measure_decisions
 
 FLEET = fleet.Fleet(
-    paper="toppings-8-servers", profile=fleet.PADDED, num_replicas=2, duration_s=2.0, rate=10.0, data=None
+    paper="toppings-8-servers",
+    profile=fleet.PADDED,
+    num_replicas=2,
+    duration_s=2.0,
+    rate=10.0,
+    data=None,
+    goal=fleet.PACE,
 )
+SIZE = fleet.Size(data=None, num_replicas=2, sixty="", duration_s=None, rate=None, num_seeds=1, found={})
 
 
 def test_a_run_tells_the_figures_that_policies_are_compared_by() -> None:
@@ -26,19 +34,34 @@ def test_a_run_tells_the_figures_that_policies_are_compared_by() -> None:
     assert 0 < found["held_over_everywhere"] <= 1
 
 
-@pytest.mark.parametrize("holds", fleet.HOLDS)
-def test_a_capacity_is_the_highest_rate_that_holds(holds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "goal", [fleet.TOPPINGS_GOAL, fleet.LORASERVE_GOAL, fleet.DLORA_GOAL, fleet.PACE], ids=str
+)
+def test_a_capacity_is_the_highest_rate_that_reaches_the_goal(
+    goal: fleet.Goal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[float] = []
 
-    def highest(held: Any, first: float) -> float:
+    def highest(is_reached: Any, first: float, *, factor: float) -> float:
         asked.append(first)
-        assert held(first) in (True, False)
-        return 3 * first
+        assert is_reached(first) in (True, False)
+        return factor * first
 
     monkeypatch.setattr(fleet, "highest_rate", highest)
-    found = fleet.perform(fleet.Run(key="any", fleet=FLEET, policy="most-idle", holds=holds))
+    found = fleet.perform(fleet.Run(key="any", fleet=replace(FLEET, goal=goal), policy="most-idle", step=3.0))
     assert asked == [10.0]
     assert found["capacity_rps"] == 30.0
+
+
+def test_a_goal_is_for_a_share_of_requests_or_for_their_mean() -> None:
+    _, requests, options = fleet.inputs_of(FLEET)
+    runs = fleet.FleetRuns(fleet.inputs_of(FLEET)[0], requests, options)
+    outcome = runs.run(fleet.Policy.of_name("most-idle"))
+    times_s = [each.tpt_s for each in outcome.all.requests if each.tpt_s is not None]
+    mean_s, most_s = sum(times_s) / len(times_s), max(times_s)
+    for goal, limit_s in ((fleet.Goal(share=1.0), most_s), (fleet.Goal(share=None), mean_s)):
+        assert goal.is_reached(outcome, fleet.Slo(tpt_s=limit_s * (1 + 1e-9)))
+        assert not goal.is_reached(outcome, fleet.Slo(tpt_s=limit_s * (1 - 1e-9)))
 
 
 def test_a_section_makes_only_the_runs_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,28 +69,43 @@ def test_a_section_makes_only_the_runs_that_it_lacks(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(fleet.RUNS, "sixty", lambda size: iter([runs]))
     section: dict[str, Any] = {"runs": {"made": {"policy": "kept"}}}
     saved: list[list[str]] = []
-    size = fleet.Size(data=None, num_replicas=2, sixty="", duration_s=None, rate=None, num_seeds=1, found={})
-    fleet.make_section("sixty", section, size, lambda: saved.append(sorted(section["runs"])))
+    fleet.make_section("sixty", section, SIZE, lambda: saved.append(sorted(section["runs"])))
     assert saved == [["lacking", "made"]]
     assert section["runs"]["made"] == {"policy": "kept"}
     assert section["runs"]["lacking"]["policy"] == "random+everywhere"
 
 
 def test_every_section_names_runs_that_differ() -> None:
-    rate = {"capacity_rps": 5.0}
-    found = {f"{kernels}, rate of random": rate for kernels in ("padded", "rank-proportional")}
-    found |= {
-        f"{paper}, {kernels}, affinity": rate
-        for paper, _, _ in fleet.AUTO
-        for kernels in ("padded", "rank-proportional")
-    }
-    size = fleet.Size(
-        data=None, num_replicas=None, sixty="maf", duration_s=None, rate=None, num_seeds=2, found=found
-    )
+    class Found(dict[str, Any]):
+        def __missing__(self, key: str) -> dict[str, float]:
+            return {"capacity_rps": 5.0}
+
+    size = replace(SIZE, num_replicas=None, sixty="maf", num_seeds=2, found=Found())
     for name, section in fleet.RUNS.items():
         keys = [run.key for runs in section(size) for run in runs]
         assert len(keys) == len(set(keys)), name
         assert len(keys) > 7, name
+
+
+def test_others_are_looked_for_near_what_the_first_one_sustains() -> None:
+    found: dict[str, Any] = {}
+    looked: list[tuple[str, float, float | None]] = []
+    for runs in fleet.capacities(replace(SIZE, num_seeds=2, found=found), {"here": FLEET}, ("a", "b")):
+        for number, run in enumerate(runs, start=1):
+            looked.append((run.key, run.fleet.rate, run.step))
+            found[run.key] = {"capacity_rps": run.fleet.rate + number}
+    assert looked == [
+        ("here, a, seed 0", 10.0, fleet.FAR),
+        ("here, b, seed 0", 11.0, fleet.NEAR),
+        ("here, a, seed 1", 11.0, fleet.NEAR),
+        ("here, b, seed 1", 12.0, fleet.NEAR),
+    ]
+
+
+def test_a_search_that_found_nothing_says_what_to_do() -> None:
+    run = fleet.Run(key="here, random", fleet=FLEET, policy="random", step=2.0)
+    with pytest.raises(SystemExit, match="here, random: no rate was found; begin at another with --rate"):
+        replace(SIZE, found={"here, random": {"capacity_rps": None}}).rate_found(run)
 
 
 def test_decisions_are_timed_and_shown(tmp_path: Path) -> None:
