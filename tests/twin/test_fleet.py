@@ -495,8 +495,11 @@ def test_padded_kernels_make_a_mixed_fleet_slower() -> None:
 def test_base_time_per_token_is_of_requests_alone() -> None:
     request = WorkloadRequest(arrival_s=7.0, prompt_tokens=9, output_tokens=5, adapter=3)
     alone = replay(imagined_machine(), [replace(request, adapter=0)], replace(OPTIONS, num_adapters=0))
-    expected = alone.summary()["tpt_s"]["mean"]
-    assert base_times(imagined_machine(), [request] * 3, OPTIONS).tpt_s == pytest.approx(expected)
+    expected = (alone.requests[0].tpt_s, alone.requests[0].tpot_s)
+    assert base_times(imagined_machine(), [request] * 3, OPTIONS) == pytest.approx(expected)
+    one = replace(request, output_tokens=1)
+    found = base_times(imagined_machine(), [one], OPTIONS)
+    assert found.tpot_s == found.tpt_s > 0, "nobody has a token after the first"
 
 
 def test_another_seed_is_another_workload_like_it() -> None:

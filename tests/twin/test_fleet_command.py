@@ -131,6 +131,8 @@ def test_capacity_by_the_time_to_the_first_token(profile: Path, workload: Path, 
     [
         ((), ["slo_tpt_s"]),
         (("--slo-ttft", "2s"), ["slo_ttft_s"]),
+        (("--slo-tpot", "1.5x"), ["slo_tpot_s"]),
+        (("--slo-tpot", "8ms", "--slo-ttft", "2s"), ["slo_tpot_s", "slo_ttft_s"]),
         (("--slo-ttft", "2s", "--slo-tpt", "1.5x"), ["slo_tpt_s", "slo_ttft_s"]),
     ],
 )
@@ -141,8 +143,9 @@ def test_limits_are_those_that_are_given_or_the_time_per_token(
     args = ("--replicas", "2", "--routing", "random", "--json", str(out), *args)
     result = fleet("simulate", profile, workload, *args)
     found = written(out)
-    assert [name for name in ("slo_tpt_s", "slo_ttft_s") if found[name] is not None] == given
-    assert (" ms per token" in result.output) == ("slo_tpt_s" in given)
+    assert [name for name in ("slo_tpt_s", "slo_tpot_s", "slo_ttft_s") if found[name] is not None] == given
+    assert (" ms per token" in result.output) == (given != ["slo_ttft_s"])
+    assert ("after the first" in result.output) == ("slo_tpot_s" in given)
     assert ("2 s to the first token" in result.output) == ("slo_ttft_s" in given)
     share = f"{found['figures']['attainment']:.2%} within "
     assert share in result.output
@@ -206,6 +209,7 @@ def test_policies_are_listed() -> None:
         (("--routing", "random", "--replicas", "0"), "must be at least 1, not 0"),
         (("--routing", "random", "--slo-tpt", "fast"), "'fast' is no objective; write 1.5x"),
         (("--routing", "random", "--slo-tpt", "0x"), "'0x' is no objective"),
+        (("--routing", "random", "--slo-tpot", "nan"), "--slo-tpot: 'nan' is no objective; write 1.5x"),
         *(
             (
                 ("--routing", "random", "--slo-ttft", text),

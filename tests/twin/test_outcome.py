@@ -70,9 +70,19 @@ def test_a_request_attains_the_objective_within_all_limits_that_are_given() -> N
         (Slo(tpt_s=0.2), 0.4),
         (Slo(tpt_s=0.2, ttft_s=1.0), 0.2),
         (Slo(tpt_s=0.2, ttft_s=1.5), 0.4),
+        (Slo(tpot_s=0.75 / 9), 0.4),
+        (Slo(tpot_s=0.5 / 9), 0.2),
+        (Slo(tpot_s=0.5 / 9, ttft_s=1.0), 0.0),
         (Slo(), 0.6),
     ):
         assert outcome.slo_attainment(slo) == share, slo
+
+
+def test_an_answer_of_one_token_has_no_pace_to_miss() -> None:
+    one = WorkloadRequest(arrival_s=0.0, prompt_tokens=5, output_tokens=1, adapter=0)
+    outcome = outcome_of(RequestOutcome(one, first_token_s=3.0, finish_s=3.0))
+    assert outcome.slo_attainment(Slo(tpot_s=1e-6)) == 1.0
+    assert outcome.slo_attainment(Slo(tpot_s=1e-6, ttft_s=2.0)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -80,6 +90,7 @@ def test_a_request_attains_the_objective_within_all_limits_that_are_given() -> N
     [
         (Slo(tpt_s=0.03012), "within 30.1 ms per token"),
         (Slo(ttft_s=0.5), "within 500 ms to the first token"),
+        (Slo(tpot_s=0.006), "within 6.0 ms per token after the first"),
         (Slo(tpt_s=0.03012, ttft_s=10.0), "within 30.1 ms per token and 10 s to the first token"),
         (Slo(), "served"),
     ],
