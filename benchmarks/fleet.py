@@ -163,13 +163,22 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One policy on a fleet. `step`: None to run it at the fleet's rate; otherwise the highest rate is looked
-    for at which it reaches its goal, from the fleet's rate on by this factor."""
+    """One policy on a fleet, which has a name. `step`: None to run it at the fleet's rate; otherwise the
+    highest rate is looked for at which it reaches its goal, from the fleet's rate on by this factor."""
 
-    key: str
+    name: str
     fleet: Fleet
     policy: str
     step: float | None = None
+
+    @property
+    def key(self) -> str:
+        """By which its result is found."""
+        return key_of(self.name, self.policy, self.fleet.seed, is_search=self.step is not None)
+
+
+def key_of(name: str, policy: str, seed: int = 0, *, is_search: bool) -> str:
+    return f"{name}, {'capacity of ' if is_search else ''}{policy}, seed {seed}"
 
 
 # ---- in the workers
@@ -219,7 +228,8 @@ def perform(run: Run) -> dict[str, Any]:
     else:
         found = {"capacity_rps": _capacity(run.fleet, policy, options, run.step)}
     return {
-        "policy": policy.name,
+        "fleet": run.name,
+        "policy": run.policy,
         "seed": run.fleet.seed,
         **found,
         "cpu_s": round(time.process_time() - started, 1),
@@ -278,13 +288,13 @@ def sixty(size: Size) -> Iterator[list[Run]]:
         for kernels, profile in KERNELS.items()
     }
     rates = {
-        kernels: Run(key=f"{kernels}, rate of random", fleet=fleet, policy="random", step=FAR)
+        kernels: Run(name=kernels, fleet=fleet, policy="random", step=FAR)
         for kernels, fleet in fleets.items()
     }
     yield list(rates.values())
     yield [
         Run(
-            key=f"{kernels}, {policy}, seed {seed}",
+            name=kernels,
             fleet=replace(fleet, rate=size.rate_found(rates[kernels]), seed=seed),
             policy=policy,
         )
@@ -298,14 +308,11 @@ def capacities(size: Size, fleets: Mapping[str, Fleet], policies: Sequence[str])
     """What every policy sustains on each fleet: the first one is looked for from far, which tells where to
     look for the others, and those tell it for other seeds."""
     first, *others = policies
-    runs = {
-        name: Run(key=f"{name}, {first}, seed 0", fleet=fleet, policy=first, step=FAR)
-        for name, fleet in fleets.items()
-    }
+    runs = {name: Run(name=name, fleet=fleet, policy=first, step=FAR) for name, fleet in fleets.items()}
     yield list(runs.values())
     yield [
         Run(
-            key=f"{name}, {policy}, seed 0",
+            name=name,
             fleet=replace(fleet, rate=size.rate_found(runs[name])),
             policy=policy,
             step=NEAR,
@@ -315,14 +322,14 @@ def capacities(size: Size, fleets: Mapping[str, Fleet], policies: Sequence[str])
     ]
     yield [
         Run(
-            key=f"{name}, {policy}, seed {seed}",
+            name=name,
             fleet=replace(fleet, rate=rate, seed=seed),
             policy=policy,
             step=NEAR,
         )
         for name, fleet in fleets.items()
         for policy in policies
-        if (rate := size.found[f"{name}, {policy}, seed 0"]["capacity_rps"]) is not None
+        if (rate := size.found[key_of(name, policy, is_search=True)]["capacity_rps"]) is not None
         for seed in range(1, size.num_seeds)
     ]
 
@@ -380,12 +387,12 @@ def auto(size: Size) -> Iterator[list[Run]]:
     yield from capacities(size, fleets, (*OTHERS, "auto"))
     yield [
         Run(
-            key=f"{name}, {policy} at the rate of affinity, seed {seed}",
+            name=name,
             fleet=replace(fleet, rate=rate, seed=seed),
             policy=policy,
         )
         for name, fleet in fleets.items()
-        if (rate := size.found[f"{name}, affinity, seed 0"]["capacity_rps"]) is not None
+        if (rate := size.found[key_of(name, "affinity", is_search=True)]["capacity_rps"]) is not None
         for policy in ("affinity", "auto")
         for seed in range(size.num_seeds)
     ]

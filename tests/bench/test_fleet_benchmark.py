@@ -27,7 +27,7 @@ SIZE = fleet.Size(data=None, num_replicas=2, sixty="", duration_s=None, rate=Non
 
 
 def test_a_run_tells_the_figures_that_policies_are_compared_by() -> None:
-    found = fleet.perform(fleet.Run(key="any", fleet=FLEET, policy="auto"))
+    found = fleet.perform(fleet.Run(name="any", fleet=FLEET, policy="auto"))
     assert found["policy"] == "auto"
     assert 0 <= found["attainment"] <= 1
     assert found["worst_adapter_over_fleet"] > 0
@@ -48,7 +48,9 @@ def test_a_capacity_is_the_highest_rate_that_reaches_the_goal(
         return factor * first
 
     monkeypatch.setattr(fleet, "highest_rate", highest)
-    found = fleet.perform(fleet.Run(key="any", fleet=replace(FLEET, goal=goal), policy="most-idle", step=3.0))
+    found = fleet.perform(
+        fleet.Run(name="any", fleet=replace(FLEET, goal=goal), policy="most-idle", step=3.0)
+    )
     assert asked == [10.0]
     assert found["capacity_rps"] == 30.0
 
@@ -65,14 +67,15 @@ def test_a_goal_is_for_a_share_of_requests_or_for_their_mean() -> None:
 
 
 def test_a_section_makes_only_the_runs_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [fleet.Run(key=key, fleet=FLEET, policy="random") for key in ("made", "lacking")]
+    runs = [fleet.Run(name=name, fleet=FLEET, policy="random") for name in ("made", "lacking")]
+    made, lacking = (run.key for run in runs)
     monkeypatch.setitem(fleet.RUNS, "sixty", lambda size: iter([runs]))
-    section: dict[str, Any] = {"runs": {"made": {"policy": "kept"}}}
+    section: dict[str, Any] = {"runs": {made: {"policy": "kept"}}}
     saved: list[list[str]] = []
     fleet.make_section("sixty", section, SIZE, lambda: saved.append(sorted(section["runs"])))
-    assert saved == [["lacking", "made"]]
-    assert section["runs"]["made"] == {"policy": "kept"}
-    assert section["runs"]["lacking"]["policy"] == "random+everywhere"
+    assert saved == [[lacking, made]]
+    assert section["runs"][made] == {"policy": "kept"}
+    assert section["runs"][lacking]["policy"] == "random"
 
 
 def test_every_section_names_runs_that_differ() -> None:
@@ -95,17 +98,18 @@ def test_others_are_looked_for_near_what_the_first_one_sustains() -> None:
             looked.append((run.key, run.fleet.rate, run.step))
             found[run.key] = {"capacity_rps": run.fleet.rate + number}
     assert looked == [
-        ("here, a, seed 0", 10.0, fleet.FAR),
-        ("here, b, seed 0", 11.0, fleet.NEAR),
-        ("here, a, seed 1", 11.0, fleet.NEAR),
-        ("here, b, seed 1", 12.0, fleet.NEAR),
+        ("here, capacity of a, seed 0", 10.0, fleet.FAR),
+        ("here, capacity of b, seed 0", 11.0, fleet.NEAR),
+        ("here, capacity of a, seed 1", 11.0, fleet.NEAR),
+        ("here, capacity of b, seed 1", 12.0, fleet.NEAR),
     ]
 
 
 def test_a_search_that_found_nothing_says_what_to_do() -> None:
-    run = fleet.Run(key="here, random", fleet=FLEET, policy="random", step=2.0)
-    with pytest.raises(SystemExit, match="here, random: no rate was found; begin at another with --rate"):
-        replace(SIZE, found={"here, random": {"capacity_rps": None}}).rate_found(run)
+    run = fleet.Run(name="here", fleet=FLEET, policy="random", step=2.0)
+    words = "here, capacity of random, seed 0: no rate was found; begin at another with --rate"
+    with pytest.raises(SystemExit, match=words):
+        replace(SIZE, found={run.key: {"capacity_rps": None}}).rate_found(run)
 
 
 def test_decisions_are_timed_and_shown(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ its adapter. A replica that would break the SLO is chosen only if all would, and
 the request, as its KV memory is taken, only if all have to.
 
 Of those that cost little more than the cheapest, one that has the adapter on its device is taken, then one
-that has it in host memory, then one that the plan names for it. So a plan says where adapters live, and a
-request leaves home only if that pays: adapters are rarely loaded, and a burst still has all replicas to go
-to.
+that has it in host memory, then one that the plan names for it; but none whose steps are near the SLO. So a
+plan says where adapters live, and a request leaves home only if that pays: adapters are rarely loaded, and a
+burst still has all replicas to go to.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from loraplex.fleet.view import FleetView
 
 STAYS: Final = 0.25
 """How much more than the cheapest replica one that has the adapter may cost."""
+HEADROOM: Final = 0.9
+"""The share of the SLO that its decode step may take."""
 
 
 class AutoRouter:
@@ -40,18 +42,21 @@ class AutoRouter:
         candidates = view.with_room(request, view.everyone())
         if len(candidates) == 1:
             return int(candidates[0])
-        cost_s = self._costs(request, view, candidates)
+        cost_s, decode_s = self._costs(request, view, candidates)
         most_s = float(cost_s[cost_s.argmin()]) * (1 + self._stays)
+        longest_s = math.inf if view.slo_s is None else HEADROOM * view.slo_s
         for homes in _homes(request, view):
             # Homes are few: they are looked at one by one, and not all replicas for each kind of home.
-            near = sorted(home for home in homes if cost_s[home] <= most_s)
+            near = sorted(home for home in homes if cost_s[home] <= most_s and decode_s[home] <= longest_s)
             if near:
                 return self._turns.pick(np.array(near), cost_s[near])
         return self._turns.pick(view.load.replicas, cost_s)
 
-    def _costs(self, request: RoutedRequest, view: FleetView, candidates: IntArray) -> FloatArray:
-        """Seconds per token that the fleet loses by each replica; infinite for those that are no candidates,
-        or would break the SLO while others would not."""
+    def _costs(
+        self, request: RoutedRequest, view: FleetView, candidates: IntArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Seconds per token that the fleet loses by each replica, infinite for those that are no candidates,
+        or would break the SLO while others would not; and those of a decode step there with the request."""
         load, mean_tokens = view.load, view.load.answers.mean_tokens
         own_tokens = load.output_left(request)
         # Asked of all replicas, as taking the candidates out of the columns would take longer.
@@ -66,10 +71,10 @@ class AutoRouter:
             within = candidates[own_s[candidates] <= view.slo_s]
             candidates = within if len(within) else candidates
         if len(candidates) == load.num_replicas:
-            return cost_s
+            return cost_s, decode_s
         allowed_s = np.full(load.num_replicas, math.inf)
         allowed_s[candidates] = cost_s[candidates]
-        return allowed_s
+        return allowed_s, decode_s
 
 
 def _homes(request: RoutedRequest, view: FleetView) -> Iterator[Collection[int]]:
