@@ -342,7 +342,7 @@ def loraserve(size: Size) -> Iterator[list[Run]]:
                 paper=trace,
                 profile=PADDED,
                 num_replicas=num_replicas,
-                duration_s=size.duration_s or 120.0,
+                duration_s=size.duration_s or 60.0,
                 num_adapters=25 * num_replicas // 4,
                 rate=size.rate or 12.0 * num_replicas,
                 data=size.data,
@@ -483,7 +483,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "parameters": size.parameters,
         }
         held = document.get(name, {})
-        if any(held.get(key) != here[key] for key in ("sources", "parameters", "machine")):
+        if any(held.get(key) != here[key] for key in ("sources", "parameters")):
             held = {}
         section = document[name] = {**held, **here}
         if name == "decisions":

@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
 from benchmarks.markdown import Result, table
+from loraplex.twin.fleet_figures import half_interval
+
+KERNELS: Final = ("padded", "rank-proportional")
+PAPERS: Final = ("rank-aware", "pending-time+burst-tolerance+migrate", "routing-table+loraserve")
+"""What the papers would choose."""
+ORACLE, AUTO, AFFINITY = "oracle", "auto", "affinity"
+NOT_YET: Final = "Not measured yet.\n"
+
+
+class Mean(NamedTuple):
+    """Of several seeds. `half`: of the width of its 95% confidence interval; None of one seed."""
+
+    mean: float
+    half: float | None
+
+    def text(self, form: str, factor: float = 1.0) -> str:
+        half = "" if self.half is None else f" ± {self.half * factor:{form}}"
+        return f"{self.mean * factor:{form}}{half}"
+
+
+def mean_of(values: Iterable[float | None]) -> Mean | None:
+    known = [value for value in values if value is not None]
+    return Mean(sum(known) / len(known), half_interval(known)) if known else None
+
+
+# ---- decisions
 
 
 def decisions_table(result: Result) -> str:
@@ -34,3 +64,175 @@ def decisions_note(result: Result) -> str:
         f"Measured {found['date'][:10]} on one core of {found['machine']['cpu']}, shared with others, commit "
         f"{found['git_commit'] or 'unknown'}. Costs are those of the profile of an H200.\n"
     )
+
+
+# ---- simulated runs
+
+
+def runs_of(result: Result, section: str) -> list[Mapping[str, Any]]:
+    """Return the runs of a section; none if it was not made."""
+    return list(result.get(section, {}).get("runs", {}).values())
+
+
+def simulated_note(result: Result, section: str) -> str:
+    found = result.get(section)
+    if found is None:
+        return ""
+    data = "published traces" if found["parameters"]["published_data"] else "synthetic traces"
+    seeds = {run["seed"] for run in runs_of(result, section)}
+    commit = found["git_commit"] or "unknown"
+    return f"Simulated {found['date'][:10]}, commit {commit}, {data}, {len(seeds)} seeds at the most.\n"
+
+
+def capacities(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mean]]:
+    """Return requests/s by fleet and policy."""
+    return figures(runs, "capacity_rps")
+
+
+def figures(runs: Iterable[Mapping[str, Any]], name: str) -> dict[str, dict[str, Mean]]:
+    """Return one figure by fleet and policy, of the runs that have it."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        if run.get(name) is not None:
+            values.setdefault(run["fleet"], {}).setdefault(run["policy"], []).append(run[name])
+    return {
+        fleet: {policy: mean for policy, each in policies.items() if (mean := mean_of(each)) is not None}
+        for fleet, policies in values.items()
+    }
+
+
+def sixty_table(result: Result) -> str:
+    runs = runs_of(result, "sixty")
+    attained, tpt = figures(runs, "attainment"), figures(runs, "tpt_mean_s")
+    paced, loads = figures(runs, "attainment_after_first_token"), figures(runs, "adapter_loads")
+    rates = {run["fleet"]: run["rate_rps"] for run in runs if "rate_rps" in run}
+    lines = []
+    for kernels in filter(attained.__contains__, KERNELS):
+        ours = tpt[kernels].get("rank-aware")
+        lines += [
+            (
+                f"{kernels}, {rates[kernels]:,.0f} requests/s",
+                f"`{policy}`",
+                each.text(".1f", 100),
+                paced[kernels][policy].text(".1f", 100),
+                tpt[kernels][policy].text(".2f", 1e3),
+                "-" if ours is None else f"{100 * (ours.mean / tpt[kernels][policy].mean - 1):+.1f}%",
+                loads[kernels][policy].text(",.0f"),
+            )
+            for policy, each in attained[kernels].items()
+        ]
+    headings = (
+        "kernels", "policy", "within 1.5x per token, %", "after the first token, %", "mean per token, ms",
+        "`rank-aware` against it", "loads",
+    )  # fmt: skip
+    return table(headings, lines) if lines else NOT_YET
+
+
+def loraserve_table(result: Result) -> str:
+    """Over traces, the geometric mean of what each policy sustains over what S-LoRA's random placement
+    does."""
+    found = capacities(runs_of(result, "loraserve"))
+    sizes = sorted({name.split(", ")[0] for name in found}, key=lambda size: int(size.split()[0]))
+    policies = list(dict.fromkeys(policy for each in found.values() for policy in each))
+    if not policies:
+        return NOT_YET
+    first = policies[0]
+    lines = []
+    for policy in policies:
+        cells = []
+        for size in sizes:
+            both = [each for name, each in found.items() if name.startswith(size) and policy in each]
+            ratio = geometric_mean([each[policy].mean / each[first].mean for each in both if first in each])
+            cells.append("-" if ratio is None else f"{ratio:.2f}x ({len(both)} traces)")
+        lines.append((f"`{policy}`", *cells))
+    return table(("capacity, P95 TTFT within 10 s", *sizes), lines)
+
+
+def dlora_table(result: Result) -> str:
+    found = capacities(runs_of(result, "dlora"))
+    lines = []
+    for each in found.values():
+        first = next(iter(each.values()))
+        lines += [
+            (f"`{policy}`", mean.text(".1f"), f"{mean.mean / first.mean:.2f}x")
+            for policy, mean in each.items()
+        ]
+    headings = ("policy", "requests/s", "over round robin")
+    return table(headings, lines) if lines else NOT_YET
+
+
+def auto_table(result: Result) -> str:
+    """What `auto` sustains, beside the best of all others and the oracle."""
+    lines = []
+    for fleet, each in _with_auto(result).items():
+        best = max((policy for policy in each if policy not in (AUTO, ORACLE)), key=lambda name: each[name])
+        lines.append(
+            (
+                fleet,
+                each[AUTO].text(".1f"),
+                f"{each[best].text('.1f')}, `{best}`",
+                f"{each[AUTO].mean / each[best].mean:.3f}",
+                f"{each[AUTO].mean / each[ORACLE].mean:.3f}" if ORACLE in each else "-",
+                f"{each[AUTO].mean / max(each[policy].mean for policy in PAPERS if policy in each):.3f}",
+            )
+        )
+    if not lines:
+        return NOT_YET
+    headings = (
+        "workload, kernels", "`auto`, requests/s", "best of the others", "over the best", "over the oracle",
+        "over the papers' best",
+    )  # fmt: skip
+    return table(headings, [*lines, *_auto_means(result)])
+
+
+def _with_auto(result: Result) -> dict[str, dict[str, Mean]]:
+    found = capacities(runs_of(result, "auto"))
+    return {
+        fleet: each
+        for fleet, each in found.items()
+        if AUTO in each and any(policy in each for policy in PAPERS)
+    }
+
+
+def _auto_means(result: Result) -> list[Sequence[str]]:
+    lines: list[Sequence[str]] = []
+    for kernels in KERNELS:
+        ratios = [
+            each[AUTO].mean / max(each[policy].mean for policy in PAPERS if policy in each)
+            for fleet, each in _with_auto(result).items()
+            if fleet.endswith(kernels)
+        ]
+        mean = geometric_mean(ratios)
+        if mean is not None:
+            lines.append((f"geometric mean, {kernels}", "", "", "", "", f"{mean:.3f}"))
+    return lines
+
+
+def auto_figures_table(result: Result) -> str:
+    """`auto` and `affinity` at the rate that `affinity` sustains."""
+    runs = [run for run in runs_of(result, "auto") if "rate_rps" in run]
+    names = ("adapter_loads", "busiest_over_mean", "worst_adapter_over_fleet", "held_over_everywhere")
+    loads, busiest, worst, held = (figures(runs, name) for name in names)
+    lines = [
+        (
+            fleet,
+            f"{each[AUTO].mean / each[AFFINITY].mean:.2f}",
+            busiest[fleet][AUTO].text(".2f"),
+            worst[fleet][AUTO].text(".2f"),
+            held[fleet][AUTO].text(".2f"),
+        )
+        for fleet, each in loads.items()
+        if AUTO in each and AFFINITY in each
+    ]
+    if not lines:
+        return NOT_YET
+    lines.append(("wanted, at most", "0.50", "1.25", "3.00", "0.25"))
+    headings = (
+        "workload, kernels", "loads over `affinity`'s", "busiest over mean replica",
+        "worst adapter's P99 TTFT over the fleet's", "storage over everywhere",
+    )  # fmt: skip
+    return table(headings, lines)
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None

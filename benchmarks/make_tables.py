@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -119,6 +119,15 @@ TABLES: Final[dict[str, Table]] = {
     "fleet-decisions": Table((FLEET,), fleet_tables.decisions_table),
     "fleet-plans": Table((FLEET,), fleet_tables.plans_table),
     "fleet-decisions-machine": Table((FLEET,), fleet_tables.decisions_note),
+    "fleet-sixty": Table((FLEET,), fleet_tables.sixty_table),
+    "fleet-loraserve": Table((FLEET,), fleet_tables.loraserve_table),
+    "fleet-dlora": Table((FLEET,), fleet_tables.dlora_table),
+    "fleet-auto": Table((FLEET,), fleet_tables.auto_table),
+    "fleet-auto-figures": Table((FLEET,), fleet_tables.auto_figures_table),
+    **{
+        f"fleet-{section}-note": Table((FLEET,), partial(fleet_tables.simulated_note, section=section))
+        for section in ("sixty", "loraserve", "dlora", "auto")
+    },
     "twin-engine-cuda": Table((TWIN_CUDA,), twin_tables.engine_table),
     "twin-engine-cuda-machine": Table((TWIN_CUDA,), twin_tables.engine_note),
     "twin-engine-cpu": Table((TWIN_CPU,), twin_tables.engine_table),

@@ -60,10 +60,18 @@ def interval_of(runs: Sequence[PolicyFigures]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in NAMES:
         values = [value for each in runs if (value := asdict(each)[name]) is not None]
-        if len(values) > 1:
-            factor = _STUDENT[min(len(values), len(_STUDENT) + 1) - 2]
-            found[name] = float(factor * np.std(values, ddof=1) / np.sqrt(len(values)))
+        half = half_interval(values)
+        if half is not None:
+            found[name] = half
     return found
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Return half the width of the mean's 95% confidence interval; None of a single value."""
+    if len(values) < 2:
+        return None
+    factor = _STUDENT[min(len(values), len(_STUDENT) + 1) - 2]
+    return float(factor * np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
