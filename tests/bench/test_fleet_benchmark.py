@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import fleet, fleet_tables
+from benchmarks import draw_fleet, fleet, fleet_tables
 from benchmarks.fleet_decisions import measure_decisions
 
 FLEET = fleet.Fleet(
@@ -121,3 +121,100 @@ def test_decisions_are_timed_and_shown(tmp_path: Path) -> None:
     assert "| routing, `auto`, us |" in fleet_tables.decisions_table(written)
     assert "| placing 40,000 adapters on 60 replicas, `auto` |" in fleet_tables.plans_table(written)
     assert "on one core of " in fleet_tables.decisions_note(written)
+
+
+def capacity(fleet_name: str, policy: str, *rps: float) -> dict[str, Any]:
+    return {
+        f"{fleet_name}, capacity of {policy}, seed {seed}": {
+            "fleet": fleet_name, "policy": policy, "seed": seed, "capacity_rps": each,
+        }
+        for seed, each in enumerate(rps)
+    }  # fmt: skip
+
+
+def section(*runs: dict[str, Any]) -> dict[str, Any]:
+    found = {key: each for some in runs for key, each in some.items()}
+    return {
+        "date": "2026-01-02T03:04:05",
+        "git_commit": "abc",
+        "parameters": {"published_data": True},
+        "runs": found,
+    }
+
+
+def test_auto_is_shown_beside_the_best_of_the_others_and_the_oracle() -> None:
+    name = "maf, padded"
+    written = {
+        "auto": section(
+            capacity(name, "rank-aware", 10.0),
+            capacity(name, "affinity", 11.0, 13.0),
+            capacity(name, "oracle", 16.0),
+            capacity(name, "auto", 15.0),
+            capacity("maf, rank-proportional", "affinity", 3.0),
+        )
+    }
+    table = fleet_tables.auto_table(written)
+    assert "| maf, padded | 15.0 | 12.0 ± 12.7, `affinity` | 1.250 | 0.938 | 1.500 |" in table
+    assert "| geometric mean, padded |  |  |  |  | 1.500 |" in table
+    assert "rank-proportional" not in table, "auto has no figure there yet"
+    assert fleet_tables.simulated_note(written, "auto") == (
+        "Simulated 2026-01-02, commit abc, published traces, 2 seeds at the most.\n"
+    )
+
+
+def test_loraserve_is_shown_over_the_first_policy_and_all_traces() -> None:
+    written = {
+        "loraserve": section(
+            capacity("4 servers, a", "most-idle+random", 10.0),
+            capacity("4 servers, a", "auto", 20.0),
+            capacity("4 servers, b", "most-idle+random", 10.0),
+            capacity("4 servers, b", "auto", 5.0),
+            capacity("12 servers, a", "most-idle+random", 30.0),
+        )
+    }
+    table = fleet_tables.loraserve_table(written)
+    assert table.startswith("| capacity, P95 TTFT within 10 s | 4 servers | 12 servers |\n")
+    assert "| `auto` | 1.00x (2 traces) | - |" in table
+
+
+def test_dlora_is_shown_over_round_robin() -> None:
+    runs = (capacity("8 replicas", "round-robin+random", 2.0), capacity("8 replicas", "auto", 5.0))
+    assert "| `auto` | 5.0 | 2.50x |" in fleet_tables.dlora_table({"dlora": section(*runs)})
+
+
+def test_sixty_servers_and_the_figures_of_auto_are_shown(tmp_path: Path) -> None:
+    def runs(name: str, policy: str, tpt_s: float) -> dict[str, Any]:
+        figures = {
+            "attainment": 0.9, "attainment_after_first_token": 0.99, "tpt_mean_s": tpt_s, "rate_rps": 600.0,
+            "adapter_loads": 1e3 * tpt_s, "busiest_over_mean": 1.1, "worst_adapter_over_fleet": 2.0,
+            "held_over_everywhere": 0.2,
+        }  # fmt: skip
+        return {f"{name}, {policy}": {"fleet": name, "policy": policy, "seed": 0, **figures}}
+
+    written = {
+        "sixty": section(runs("padded", "random", 0.010), runs("padded", "rank-aware", 0.008)),
+        "auto": section(
+            runs("maf, padded", "affinity", 0.01),
+            runs("maf, padded", "auto", 0.004),
+            capacity("maf, padded", "auto", 10.0),
+        ),
+    }
+    table = fleet_tables.sixty_table(written)
+    assert "| padded, 600 requests/s | `random` | 90.0 | 99.0 | 10.00 | -20.0% | 10 |" in table
+    assert "| maf, padded | 0.40 | 1.10 | 2.00 | 0.20 |" in fleet_tables.auto_figures_table(written)
+    draw_fleet.draw(written, tmp_path / "policies.svg")
+    assert "rank-aware" in (tmp_path / "policies.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        fleet_tables.sixty_table,
+        fleet_tables.loraserve_table,
+        fleet_tables.dlora_table,
+        fleet_tables.auto_table,
+        fleet_tables.auto_figures_table,
+    ],
+)
+def test_what_was_not_simulated_yet_is_said(table: Any) -> None:
+    assert table({}) == "Not measured yet.\n"
