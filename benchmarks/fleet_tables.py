@@ -12,6 +12,8 @@ from loraplex.twin.fleet_figures import half_interval
 KERNELS: Final = ("padded", "rank-proportional")
 PAPERS: Final = ("rank-aware", "pending-time+burst-tolerance+migrate", "routing-table+loraserve")
 """What the papers would choose."""
+AFTER_FIRST: Final = ", after the first token"
+"""In the name of a fleet whose SLO is on the time per token after the first."""
 ORACLE, AUTO, AFFINITY = "oracle", "auto", "affinity"
 NOT_YET: Final = "Not measured yet.\n"
 
@@ -107,22 +109,22 @@ def sixty_table(result: Result) -> str:
     paced, loads = figures(runs, "attainment_after_first_token"), figures(runs, "adapter_loads")
     rates = {run["fleet"]: run["rate_rps"] for run in runs if "rate_rps" in run}
     lines = []
-    for kernels in filter(attained.__contains__, KERNELS):
-        ours = tpt[kernels].get("rank-aware")
+    for name in (f"{kernels}{about}" for about in ("", AFTER_FIRST) for kernels in KERNELS):
+        ours = tpt.get(name, {}).get("rank-aware")
         lines += [
             (
-                f"{kernels}, {rates[kernels]:,.0f} requests/s",
+                f"{name}, {rates[name]:,.0f} requests/s",
                 f"`{policy}`",
                 each.text(".1f", 100),
-                paced[kernels][policy].text(".1f", 100),
-                tpt[kernels][policy].text(".2f", 1e3),
-                "-" if ours is None else f"{100 * (ours.mean / tpt[kernels][policy].mean - 1):+.1f}%",
-                loads[kernels][policy].text(",.0f"),
+                paced[name][policy].text(".1f", 100),
+                tpt[name][policy].text(".2f", 1e3),
+                "-" if ours is None else f"{100 * (ours.mean / tpt[name][policy].mean - 1):+.1f}%",
+                loads[name][policy].text(",.0f"),
             )
-            for policy, each in attained[kernels].items()
+            for policy, each in attained.get(name, {}).items()
         ]
     headings = (
-        "kernels", "policy", "within 1.5x per token, %", "after the first token, %", "mean per token, ms",
+        "kernels", "policy", "within the SLO, %", "after the first token, %", "mean per token, ms",
         "`rank-aware` against it", "loads",
     )  # fmt: skip
     return table(headings, lines) if lines else NOT_YET

@@ -35,7 +35,7 @@ def test_a_run_tells_the_figures_that_policies_are_compared_by() -> None:
 
 
 @pytest.mark.parametrize(
-    "goal", [fleet.TOPPINGS_GOAL, fleet.LORASERVE_GOAL, fleet.DLORA_GOAL, fleet.PACE], ids=str
+    "goal", [fleet.SIXTY_GOALS[""], fleet.LORASERVE_GOAL, fleet.DLORA_GOAL, fleet.PACE], ids=str
 )
 def test_a_capacity_is_the_highest_rate_that_reaches_the_goal(
     goal: fleet.Goal, monkeypatch: pytest.MonkeyPatch
