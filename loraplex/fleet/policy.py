@@ -78,7 +78,7 @@ ROUTINGS: Final = (*ROUTERS, ORACLE)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """A routing and a placement. `migrates`: requests may move from overloaded replicas. `knows_future`: the
-    length of every answer is known, and what will be asked for in the next period."""
+    length of every answer is known, and what will be asked for in the next minute."""
 
     routing: str
     placement: str = EVERYWHERE

@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final, NamedTuple
 
 from loraplex.core.arrays import FloatArray
@@ -159,7 +158,7 @@ class FleetRuns:
         )
 
     def _known_demand(self, workload: Sequence[WorkloadRequest]) -> Callable[[float], FloatArray]:
-        return partial(Foresight(workload, len(self._has.adapters)).demand, period_s=self._options.period_s)
+        return Foresight(workload, len(self._has.adapters)).demand
 
     def _operating_points(self) -> Mapping[int, float]:
         if self._points is None:

@@ -1,13 +1,17 @@
-"""What a workload will ask for, for a planner that is told the future."""
+"""The demand of a workload that is known beforehand, for the oracle's planner."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from loraplex.core.arrays import FloatArray
 from loraplex.workload.jsonl import WorkloadRequest
+
+AHEAD_S: Final = 60.0
+"""How far an oracle sees."""
 
 
 class Foresight:
@@ -19,10 +23,9 @@ class Foresight:
         self._tokens = np.array([each.prompt_tokens + each.output_tokens for each in workload], np.float64)
         self._num_adapters = num_adapters
 
-    def demand(self, now_s: float, period_s: float) -> FloatArray:
-        """Return the tokens/s, prompts and answers, that each adapter is asked for in the period from now
-        on."""
-        first, last = np.searchsorted(self._arrival_s, (now_s, now_s + period_s)).tolist()
+    def demand(self, now_s: float) -> FloatArray:
+        """Return the tokens/s, prompts and answers, that each adapter is asked for in the next minute."""
+        first, last = np.searchsorted(self._arrival_s, (now_s, now_s + AHEAD_S)).tolist()
         asked = slice(first, last)
         tokens = np.bincount(self._adapters[asked], self._tokens[asked], minlength=self._num_adapters)
-        return tokens.astype(np.float64) / period_s
+        return tokens.astype(np.float64) / AHEAD_S

@@ -95,3 +95,13 @@ def test_token_rates_follow_the_costs() -> None:
     request_s = 1e-3 + 128 * (1e-5 + 64e-8) + (5e-3 + 32 * 64e-6) * 155 / 32
     assert rates[64] == pytest.approx((128 + 155) / request_s)
     assert rates[8] > rates[64]
+
+
+def test_spare_copies_make_no_replica_slower() -> None:
+    """They lie where ranks are not smaller, as kernels pad to the largest."""
+    problem = problem_of(ranks=[8, 16, 32, 64, 128] * 5, demand=[100.0] * 25, num_replicas=8)
+    plan = PADDED.place(problem)
+    spares = [adapter for adapter, replicas in enumerate(plan.replicas) if len(replicas) > 1]
+    assert len(spares) > 15, "all of them have the load for it"
+    used = busy(plan, problem)
+    assert max(used) < 1.25 * sum(used) / len(used)

@@ -8,7 +8,8 @@ one that needs more than a replica has several to itself.
 
 Among adapters of one rank the line keeps the order of the plan before: when demand drifts, cuts shift a
 little, and only what lies between an old and a new cut moves. The adapters that are asked for most get one
-copy more, on the next replica, so that a burst has two places to go.
+copy more, on a neighbouring replica, so that a burst has two places to go; but not in fleets of four or fewer
+replicas, where two copies are more than the storage that is allowed for.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def _spare_copies(
     line: _Line, weights: list[dict[int, float]], num_replicas: int
 ) -> dict[int, dict[int, float]]:
     """Return one replica more for the adapters with most load, by their place in the line. It is expected to
-    take little, as it is there for bursts."""
+    take little, as it is there for bursts. It is the one before in the line, where there is one: ranks are
+    not smaller there, so that nobody has to wait for a larger rank than before."""
     num_copies = sum(map(len, weights))
     most = max(int(_STORAGE * num_replicas * len(weights)) - num_copies, 0)
     share = line.amounts / line.amounts.sum() * num_replicas
@@ -145,5 +147,5 @@ def _spare_copies(
         held = weights[place]
         beyond = [replica for replica in (min(held) - 1, max(held) + 1) if 0 <= replica < num_replicas]
         if beyond:
-            found[place] = {beyond[-1]: _SPARE_PART * min(held.values())}
+            found[place] = {beyond[0]: _SPARE_PART * min(held.values())}
     return found

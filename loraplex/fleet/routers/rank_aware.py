@@ -1,19 +1,19 @@
 """CaraServe's and Toppings' way (Algorithm 1): the replica whose requests a new one slows down least.
 
 A request makes every request of its replica slower: those that wait by its prompt, all by what a decode step
-takes longer with its rank in it. A replica where a decode step would then take longer than promised is chosen
-only if all others would break the promise too. Only replicas with KV memory for the request are looked at.
+takes longer with its rank in it. A replica where a decode step would then take longer than the SLO is chosen
+only if all others would break the SLO too. Only replicas with KV memory for the request are looked at.
 
 Points that the papers leave open: where no replica has memory for it, all are looked at, and the chosen one
-queues it; a replica without requests costs nothing, though zero times an infinite
-penalty is not a number; where all break the promise, the cheapest of them is taken; equal costs go to fewer
-requests, then in turn.
+queues it; a replica without requests costs nothing, though zero times an infinite penalty is not a number;
+where all break the SLO, the cheapest of them is taken; equal costs go to fewer requests, then in turn; a
+decode step counts all requests of a replica, even if it cannot run all of them at once.
 """
 
 from __future__ import annotations
 
 from loraplex.fleet.request import RoutedRequest
-from loraplex.fleet.routers.added_costs import AddedCosts
+from loraplex.fleet.routers.added_costs import added_costs
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
 
@@ -21,11 +21,10 @@ from loraplex.fleet.view import FleetView
 class RankAwareRouter:
     def __init__(self) -> None:
         self._turns = Turns()
-        self._costs = AddedCosts()
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
         candidates = view.with_room(request, view.candidates(request))
-        added = self._costs.by(request, view, candidates)
+        added = added_costs(request, view, candidates)
         per_request_s = added.prefill_s / view.load.answers.mean_tokens + added.decode_more_s
         total_s = per_request_s * added.num_requests
         if view.slo_s is None:
