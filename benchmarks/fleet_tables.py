@@ -167,7 +167,9 @@ def auto_table(result: Result) -> str:
     """What `auto` sustains, beside the best of all others and the oracle."""
     lines = []
     for fleet, each in _with_auto(result).items():
-        best = max((policy for policy in each if policy not in (AUTO, ORACLE)), key=lambda name: each[name])
+        best = max(
+            (policy for policy in each if policy not in (AUTO, ORACLE)), key=lambda name: each[name].mean
+        )
         lines.append(
             (
                 fleet,

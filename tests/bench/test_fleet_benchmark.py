@@ -11,23 +11,28 @@ import pytest
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import draw_fleet, fleet, fleet_tables
+from benchmarks import draw_fleet, fleet, fleet_sections, fleet_tables
 from benchmarks.fleet_decisions import measure_decisions
+from loraplex.fleet.policy import Policy
+from loraplex.twin.fleet_run import FleetRuns
+from loraplex.twin.slo import Slo
 
-FLEET = fleet.Fleet(
+FLEET = fleet_sections.Fleet(
     paper="toppings-8-servers",
-    profile=fleet.PADDED,
+    profile=fleet_sections.PADDED,
     num_replicas=2,
     duration_s=2.0,
     rate=10.0,
     data=None,
-    goal=fleet.PACE,
+    goal=fleet_sections.PACE,
 )
-SIZE = fleet.Size(data=None, num_replicas=2, sixty="", duration_s=None, rate=None, num_seeds=1, found={})
+SIZE = fleet_sections.Size(
+    data=None, num_replicas=2, sixty="", duration_s=None, rate=None, num_seeds=1, found={}
+)
 
 
 def test_a_run_tells_the_figures_that_policies_are_compared_by() -> None:
-    found = fleet.perform(fleet.Run(name="any", fleet=FLEET, policy="auto"))
+    found = fleet.perform(fleet_sections.Run(name="any", fleet=FLEET, policy="auto"))
     assert found["policy"] == "auto"
     assert 0 <= found["attainment"] <= 1
     assert found["worst_adapter_over_fleet"] > 0
@@ -35,10 +40,17 @@ def test_a_run_tells_the_figures_that_policies_are_compared_by() -> None:
 
 
 @pytest.mark.parametrize(
-    "goal", [fleet.SIXTY_GOALS[""], fleet.LORASERVE_GOAL, fleet.DLORA_GOAL, fleet.PACE], ids=str
+    "goal",
+    [
+        fleet_sections.SIXTY_GOALS[""],
+        fleet_sections.LORASERVE_GOAL,
+        fleet_sections.DLORA_GOAL,
+        fleet_sections.PACE,
+    ],
+    ids=str,
 )
 def test_a_capacity_is_the_highest_rate_that_reaches_the_goal(
-    goal: fleet.Goal, monkeypatch: pytest.MonkeyPatch
+    goal: fleet_sections.Goal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
 
@@ -49,7 +61,7 @@ def test_a_capacity_is_the_highest_rate_that_reaches_the_goal(
 
     monkeypatch.setattr(fleet, "highest_rate", highest)
     found = fleet.perform(
-        fleet.Run(name="any", fleet=replace(FLEET, goal=goal), policy="most-idle", step=3.0)
+        fleet_sections.Run(name="any", fleet=replace(FLEET, goal=goal), policy="most-idle", step=3.0)
     )
     assert asked == [10.0]
     assert found["capacity_rps"] == 30.0
@@ -57,17 +69,20 @@ def test_a_capacity_is_the_highest_rate_that_reaches_the_goal(
 
 def test_a_goal_is_for_a_share_of_requests_or_for_their_mean() -> None:
     _, requests, options = fleet.inputs_of(FLEET)
-    runs = fleet.FleetRuns(fleet.inputs_of(FLEET)[0], requests, options)
-    outcome = runs.run(fleet.Policy.of_name("most-idle"))
+    runs = FleetRuns(fleet.inputs_of(FLEET)[0], requests, options)
+    outcome = runs.run(Policy.of_name("most-idle"))
     times_s = [each.tpt_s for each in outcome.all.requests if each.tpt_s is not None]
     mean_s, most_s = sum(times_s) / len(times_s), max(times_s)
-    for goal, limit_s in ((fleet.Goal(share=1.0), most_s), (fleet.Goal(share=None), mean_s)):
-        assert goal.is_reached(outcome, fleet.Slo(tpt_s=limit_s * (1 + 1e-9)))
-        assert not goal.is_reached(outcome, fleet.Slo(tpt_s=limit_s * (1 - 1e-9)))
+    for goal, limit_s in (
+        (fleet_sections.Goal(share=1.0), most_s),
+        (fleet_sections.Goal(share=None), mean_s),
+    ):
+        assert goal.is_reached(outcome, Slo(tpt_s=limit_s * (1 + 1e-9)))
+        assert not goal.is_reached(outcome, Slo(tpt_s=limit_s * (1 - 1e-9)))
 
 
 def test_a_section_makes_only_the_runs_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [fleet.Run(name=name, fleet=FLEET, policy="random") for name in ("made", "lacking")]
+    runs = [fleet_sections.Run(name=name, fleet=FLEET, policy="random") for name in ("made", "lacking")]
     made, lacking = (run.key for run in runs)
     monkeypatch.setitem(fleet.RUNS, "sixty", lambda size: iter([runs]))
     section: dict[str, Any] = {"runs": {made: {"policy": "kept"}}}
@@ -93,20 +108,22 @@ def test_every_section_names_runs_that_differ() -> None:
 def test_others_are_looked_for_near_what_the_first_one_sustains() -> None:
     found: dict[str, Any] = {}
     looked: list[tuple[str, float, float | None]] = []
-    for runs in fleet.capacities(replace(SIZE, num_seeds=2, found=found), {"here": FLEET}, ("a", "b")):
+    for runs in fleet_sections.capacities(
+        replace(SIZE, num_seeds=2, found=found), {"here": FLEET}, ("a", "b")
+    ):
         for number, run in enumerate(runs, start=1):
             looked.append((run.key, run.fleet.rate, run.step))
             found[run.key] = {"capacity_rps": run.fleet.rate + number}
     assert looked == [
-        ("here, capacity of a, seed 0", 10.0, fleet.FAR),
-        ("here, capacity of b, seed 0", 11.0, fleet.NEAR),
-        ("here, capacity of a, seed 1", 11.0, fleet.NEAR),
-        ("here, capacity of b, seed 1", 12.0, fleet.NEAR),
+        ("here, capacity of a, seed 0", 10.0, fleet_sections.FAR),
+        ("here, capacity of b, seed 0", 11.0, fleet_sections.NEAR),
+        ("here, capacity of a, seed 1", 11.0, fleet_sections.NEAR),
+        ("here, capacity of b, seed 1", 12.0, fleet_sections.NEAR),
     ]
 
 
 def test_a_search_that_found_nothing_says_what_to_do() -> None:
-    run = fleet.Run(name="here", fleet=FLEET, policy="random", step=2.0)
+    run = fleet_sections.Run(name="here", fleet=FLEET, policy="random", step=2.0)
     words = "here, capacity of random, seed 0: no rate was found; begin at another with --rate"
     with pytest.raises(SystemExit, match=words):
         replace(SIZE, found={run.key: {"capacity_rps": None}}).rate_found(run)
