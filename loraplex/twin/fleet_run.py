@@ -188,8 +188,9 @@ def shuffled(workload: Sequence[WorkloadRequest], seed: int) -> Sequence[Workloa
 
 
 def at_rate(workload: Sequence[WorkloadRequest], factor: float) -> list[WorkloadRequest]:
-    """Return the same requests, so many times as fast."""
-    return [replace(each, arrival_s=each.arrival_s / factor) for each in workload]
+    """Return the same requests, so many times as fast from the first arrival on."""
+    first_s = workload[0].arrival_s
+    return [replace(each, arrival_s=first_s + (each.arrival_s - first_s) / factor) for each in workload]
 
 
 class BaseTimes(NamedTuple):

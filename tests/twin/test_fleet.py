@@ -31,8 +31,9 @@ from loraplex.fleet.view import FleetView
 from loraplex.perf.cost_model import CostModel, with_padded_kernels
 from loraplex.perf.set_costs import StepSetCosts
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
+from loraplex.twin.fleet_compare import FleetInputs
 from loraplex.twin.fleet_figures import figures_of
-from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_times, shuffled
+from loraplex.twin.fleet_run import FleetOptions, FleetRuns, at_rate, base_times, shuffled
 from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.outcome import RequestOutcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of, replay
@@ -512,6 +513,19 @@ def test_another_seed_is_another_workload_like_it() -> None:
         return sorted((each.prompt_tokens, each.output_tokens, each.adapter) for each in requests)
 
     assert bodies(list(other)) == bodies(WORKLOAD)
+
+
+def test_rates_count_from_the_first_arrival() -> None:
+    def rate_of(workload: list[WorkloadRequest]) -> float:
+        options = FleetOptions(num_replicas=1, replay=OPTIONS)
+        return FleetInputs(profile=imagined_machine(), workload=workload, options=options).rate
+
+    later = [replace(each, arrival_s=each.arrival_s + 1e6) for each in WORKLOAD]
+    assert rate_of(WORKLOAD) == pytest.approx(30.0, rel=0.1)
+    assert rate_of(later) == pytest.approx(rate_of(WORKLOAD))
+    faster = at_rate(later, 4.0)
+    assert faster[0] == later[0]
+    assert rate_of(faster) == pytest.approx(4 * rate_of(later))
 
 
 def test_what_no_fleet_can_do_is_refused() -> None:
