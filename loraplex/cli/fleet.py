@@ -312,10 +312,9 @@ def _limits(inputs: FleetInputs) -> dict[str, float | None]:
 
 
 def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:
-    """Return the inputs with the requests that come in so many seconds, and no end of the simulation."""
+    """Return the inputs with the requests that come within so many seconds of the first, and no end of the
+    simulation."""
     requests = [each for each in inputs.workload if each.arrival_s < seconds]
-    if not requests:
-        raise typer.BadParameter(f"no request comes within {seconds:g} s; give more", param_hint="--seconds")
     endless = replace(inputs.options.replay, until_s=math.inf)
     return replace(inputs, workload=requests, options=replace(inputs.options, replay=endless))
 

@@ -213,8 +213,6 @@ def _show(summary: dict[str, Any]) -> None:
         if row is not None:
             cells = "  ".join(f"{key} {value * 1e3:,.1f}" for key, value in row.items())
             typer.echo(f"{name[:-2].upper():5} ms  {cells}")
-    if summary["num_requests"] == 0:
-        typer.echo("no request comes before --seconds are over")
     if summary["num_lost"]:
         lost = summary["num_lost"]
         typer.echo(f"{lost:,} {plural('request', lost)} lost: their client had no connection left")

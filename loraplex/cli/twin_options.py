@@ -36,7 +36,9 @@ Ranks = Annotated[
     typer.Option(help="Ranks of the adapters, over and over: 8,16,32; default: the workload's, or 16."),
 ]
 Slots = Annotated[int | None, typer.Option(min=1, help="Of an engine with slots; default: one for each.")]
-Seconds = Annotated[float | None, typer.Option("--seconds", help="End after so many simulated seconds.")]
+Seconds = Annotated[
+    float | None, typer.Option("--seconds", help="End so many simulated seconds after the first request.")
+]
 KvTokens = Annotated[
     int | None, typer.Option(min=16, help="KV memory, instead of the profile's; on a GPU adapters share it.")
 ]
@@ -96,9 +98,10 @@ def read_profile_of(path: Path, model: str | None) -> Profile:
 def read_inputs(
     workload: Path, options: TwinOptions, engine: LiveEngine | None = None
 ) -> tuple[list[WorkloadRequest], ReplayOptions]:
-    """`engine`: what holds where no option says otherwise."""
+    """Return the requests, counted from the first arrival, and how to simulate them. `engine`: what holds
+    where no option says otherwise."""
     from loraplex.core.modules import module_names
-    from loraplex.twin.replay import ReplayOptions
+    from loraplex.twin.replay import ReplayOptions, from_first_arrival
     from loraplex.workload.jsonl import WorkloadFile
 
     if options.seconds is not None and not options.seconds > 0:
@@ -107,7 +110,7 @@ def read_inputs(
     if mib is not None and not 0 < mib < math.inf:
         raise typer.BadParameter("must be more than 0", param_hint="--adapter-mib")
     file = WorkloadFile(workload)
-    requests, header = list(file), file.header
+    requests, header = from_first_arrival(list(file)), file.header
     named = max(request.adapter for request in requests) + 1
     if header is None and options.adapters is None and named > _MOST_ADAPTERS:
         raise UserError(

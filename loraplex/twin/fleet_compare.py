@@ -37,8 +37,8 @@ class FleetInputs:
 
     @property
     def rate(self) -> float:
-        """Requests per second."""
-        return len(self.workload) / (self.workload[-1].arrival_s or 1.0)
+        """Requests per second, from the first arrival to the last."""
+        return len(self.workload) / (self.workload[-1].arrival_s - self.workload[0].arrival_s or 1.0)
 
 
 class PolicyRun(NamedTuple):

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from loraplex.core.arrays import FloatArray
 from loraplex.core.errors import UserError
-from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad
 from loraplex.fleet.migration.migrate import Migrator
+from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.placements.token_rates import token_rates
 from loraplex.fleet.policy import PLACEMENTS, PlacementContext, Policy
 from loraplex.fleet.replanner import PERIOD_S, Replanner
@@ -80,19 +82,22 @@ class FleetRuns:
             adapter_bytes=options.adapter_bytes,
         )
         self._points = options.points
-        if options.link is not None and self._has.host_bytes is not None:
-            self._check_hosts(self._has.host_bytes)
+        # Where adapters come from disk, a host only caches them, and need not hold those it is to serve.
+        self._host_bytes = None if options.link is None else self._has.host_bytes
+        self._check_hosts()
 
-    def _check_hosts(self, host_bytes: int) -> None:
-        """Raise UserError if the hosts of all replicas together cannot hold every adapter."""
-        adapters, num_replicas = self._has.adapters, self._options.num_replicas
-        needed, held = int(adapters.num_bytes.sum()), host_bytes * num_replicas
-        if needed > held:
-            raise UserError(
-                f"{len(adapters):,} adapters take {needed:,} bytes, {needed - held:,} more than the "
-                f"host memory of {num_replicas} {plural('replica', num_replicas)} holds; add replicas, or "
-                "leave --link out to read adapters from disk"
+    def _check_hosts(self) -> None:
+        """Raise UserError if adapters are shared over a link and the hosts cannot hold all of them."""
+        adapters = self._has.adapters
+        try:
+            PlacementProblem(
+                adapters=adapters,
+                num_replicas=self._options.num_replicas,
+                demand=np.zeros(len(adapters)),
+                host_bytes=self._host_bytes,
             )
+        except UserError as error:
+            raise UserError(f"{error}; without --link replicas read adapters from disk") from error
 
     @property
     def adapters(self) -> AdapterTable:
@@ -133,7 +138,7 @@ class FleetRuns:
             router=router_named(policy.routing, seed),
             planner=self._planner(policy, seed, workload),
             shares_adapters=options.link is not None,
-            host_bytes=has.host_bytes,
+            host_bytes=self._host_bytes,
             migrator=Migrator() if policy.migrates else None,
         )
 
@@ -151,7 +156,7 @@ class FleetRuns:
             adapters=self._has.adapters,
             num_replicas=self._options.num_replicas,
             period_s=math.inf if named.is_static else self._options.period_s,
-            host_bytes=self._has.host_bytes,
+            host_bytes=self._host_bytes,
             device_bytes=self._has.device_bytes,
             seed=seed,
             known_demand=self._known_demand(workload) if policy.knows_future else None,
@@ -187,8 +192,9 @@ def shuffled(workload: Sequence[WorkloadRequest], seed: int) -> Sequence[Workloa
 
 
 def at_rate(workload: Sequence[WorkloadRequest], factor: float) -> list[WorkloadRequest]:
-    """Return the same requests, so many times as fast."""
-    return [replace(each, arrival_s=each.arrival_s / factor) for each in workload]
+    """Return the same requests, so many times as fast from the first arrival on."""
+    first_s = workload[0].arrival_s
+    return [replace(each, arrival_s=first_s + (each.arrival_s - first_s) / factor) for each in workload]
 
 
 class BaseTimes(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from loraplex.core.cold_start import ColdStart
@@ -100,6 +100,15 @@ def _on_ours(profile: CostModel, workload: Sequence[WorkloadRequest], options: R
     if options.staged:
         simulator.stage_all()
     return simulator.run(workload, options.until_s)
+
+
+def from_first_arrival(workload: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
+    """Return the same requests, the first of which arrives at 0. Times may count from any moment, such as
+    1970, and the seconds before the first request are no part of a run."""
+    first_s = workload[0].arrival_s if workload else 0.0
+    if first_s == 0.0:
+        return list(workload)
+    return [replace(each, arrival_s=each.arrival_s - first_s) for each in workload]
 
 
 def longest_of(workload: Iterable[WorkloadRequest]) -> int:

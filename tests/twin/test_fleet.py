@@ -31,8 +31,9 @@ from loraplex.fleet.view import FleetView
 from loraplex.perf.cost_model import CostModel, with_padded_kernels
 from loraplex.perf.set_costs import StepSetCosts
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
+from loraplex.twin.fleet_compare import FleetInputs
 from loraplex.twin.fleet_figures import figures_of
-from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_times, shuffled
+from loraplex.twin.fleet_run import FleetOptions, FleetRuns, at_rate, base_times, shuffled
 from loraplex.twin.links import Links, LinkSpeed
 from loraplex.twin.outcome import RequestOutcome
 from loraplex.twin.replay import OwnEngines, ReplayOptions, longest_of, replay
@@ -514,6 +515,42 @@ def test_another_seed_is_another_workload_like_it() -> None:
     assert bodies(list(other)) == bodies(WORKLOAD)
 
 
+def test_rates_count_from_the_first_arrival() -> None:
+    def rate_of(workload: list[WorkloadRequest]) -> float:
+        options = FleetOptions(num_replicas=1, replay=OPTIONS)
+        return FleetInputs(profile=imagined_machine(), workload=workload, options=options).rate
+
+    later = [replace(each, arrival_s=each.arrival_s + 1e6) for each in WORKLOAD]
+    assert rate_of(WORKLOAD) == pytest.approx(30.0, rel=0.1)
+    assert rate_of(later) == pytest.approx(rate_of(WORKLOAD))
+    faster = at_rate(later, 4.0)
+    assert faster[0] == later[0]
+    assert rate_of(faster) == pytest.approx(4 * rate_of(later))
+
+
+SMALL_HOSTS = replace(OPTIONS, host_memory=100 << 20)
+"""Two such hosts hold 200 MiB of adapters, which take 264 MiB."""
+
+
+@pytest.mark.parametrize("policy", ["most-idle", "most-idle+contiguous", "auto"])
+def test_host_memory_binds_no_placement_where_adapters_come_from_disk(policy: str) -> None:
+    outcome = run(policy, num_replicas=2, options=SMALL_HOSTS)
+    assert all(each.is_served for each in outcome.all.requests)
+
+
+@pytest.mark.parametrize(
+    ("host_memory", "says"),
+    [
+        (100 << 20, "9 adapters take 276,824,064 bytes, 67,108,864 more than the 209,715,200 bytes of host"),
+        (60 << 20, "adapter 2 takes 67,108,864 bytes, 4,194,304 more than the 62,914,560 bytes of host"),
+    ],
+)
+def test_hosts_hold_every_adapter_that_a_link_carries(host_memory: int, says: str) -> None:
+    options = FleetOptions(num_replicas=2, replay=replace(OPTIONS, host_memory=host_memory), link=LINK)
+    with pytest.raises(UserError, match=f"{says}.*; without --link replicas read adapters from disk"):
+        FleetRuns(imagined_machine(), WORKLOAD, options)
+
+
 def test_what_no_fleet_can_do_is_refused() -> None:
     options = FleetOptions(num_replicas=0, replay=OPTIONS)
     with pytest.raises(UserError, match="at least one replica, not 0"):
@@ -523,12 +560,6 @@ def test_what_no_fleet_can_do_is_refused() -> None:
             imagined_machine(),
             WORKLOAD,
             FleetOptions(num_replicas=2, replay=replace(OPTIONS, num_adapters=3)),
-        )
-    with pytest.raises(UserError, match="take 276,824,064 bytes, 257,949,696 more than the host memory of 2"):
-        FleetRuns(
-            imagined_machine(),
-            WORKLOAD,
-            FleetOptions(num_replicas=2, replay=replace(OPTIONS, host_memory=9 << 20), link=LINK),
         )
     with pytest.raises(CapacityError, match="KV memory holds"):
         FleetRuns(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from loraplex.cli.main import app
 from loraplex.core.errors import UserError
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
-from loraplex.workload.jsonl import write_workload
+from loraplex.workload.jsonl import read_workload, write_workload
 
 FIGURES = {
     "attainment", "ttft_p95_s", "tpt_mean_s", "adapter_loads", "busiest_over_mean", "bytes_moved",
@@ -62,6 +63,59 @@ def test_a_fleet_is_simulated(profile: Path, workload: Path, tmp_path: Path) -> 
     assert [each["num_requests"] for each in found["replicas"]] == [40, 40, 40]
     assert found["summary"]["num_served"] == 120
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def later(workload: Path, seconds: float) -> Path:
+    """Write the same workload, each request so many seconds later."""
+    path = workload.with_name("later.jsonl")
+    requests = read_workload(workload)
+    write_workload(path, [replace(each, arrival_s=each.arrival_s + seconds) for each in requests])
+    return path
+
+
+@pytest.mark.parametrize("seconds", [(), ("--seconds", "2")], ids=["whole", "cut"])
+def test_times_may_count_from_any_moment(
+    profile: Path, workload: Path, tmp_path: Path, seconds: tuple[str, ...]
+) -> None:
+    out = tmp_path / "out.json"
+    args = ("--replicas", "2", "--routing", "auto", "--period", "1", "--json", str(out), *seconds)
+    documents = []
+    for path in (workload, later(workload, 1e6)):
+        result = fleet("simulate", profile, path, *args)
+        assert result.exit_code == 0, result.output
+        documents.append(written(out))
+    at_once, much_later = documents
+    assert at_once["summary"]["num_requests"] > 0
+    for part in ("figures", "summary", "timeline"):
+        for name, value in at_once[part].items():
+            assert much_later[part][name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+    for before, after in zip(at_once["replicas"], much_later["replicas"], strict=True):
+        assert after == pytest.approx(before, rel=1e-4)
+
+
+def test_capacity_does_not_depend_on_when_times_begin(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    args = (
+        "--replicas", "1", "--policies", "round-robin", "--attainment", "0.9", "--slo-tpt", "12ms",
+        "--max-running", "8", "--seconds", "2", "--json", str(out),
+    )  # fmt: skip
+    rates = []
+    for path in (workload, later(workload, 1e6)):
+        result = fleet("capacity", profile, path, *args)
+        assert result.exit_code == 0, result.output
+        rates.append(written(out)["capacity_rps"]["round-robin+everywhere"])
+    assert rates[0] > 1
+    assert rates[1] == pytest.approx(rates[0], rel=1e-4)
+
+
+def test_a_run_has_the_first_request_however_soon_it_ends(
+    profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    args = ("--replicas", "2", "--routing", "random", "--slo-ttft", "1s", "--seconds", "0.001")
+    result = fleet("simulate", profile, later(workload, 10.0), *args)
+    assert result.exit_code == 0, result.output
+    assert "0 of 1 requests served" in result.output
+    assert "0.00% within 1 s to the first token" in result.output
 
 
 def test_a_fleet_that_is_overloaded_ends_and_says_where(profile: Path, tmp_path: Path) -> None:

@@ -374,7 +374,19 @@ def test_a_run_may_end_before_any_request_does(profile: Path, tmp_path: Path) ->
     assert summary["num_served"] == 0
     assert summary["output_tok_s"] > 0
     assert not summary["starved"]
-    assert "no request comes before" in twin("run", profile, path, "--seconds", "0.5").output
+
+
+def test_a_run_counts_from_the_first_request(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out, path = tmp_path / "out.json", tmp_path / "later.jsonl"
+    requests = read_workload(workload)
+    write_workload(path, [replace(each, arrival_s=each.arrival_s + 1e6) for each in requests])
+    summaries = []
+    for each in (workload, path):
+        assert twin("run", profile, each, "--seconds", "5", "--json", str(out)).exit_code == 0
+        summaries.append(json.loads(out.read_text())["summary"])
+    assert summaries[0]["num_requests"] > 0
+    for name, value in summaries[0].items():
+        assert summaries[1][name] == pytest.approx(value, rel=1e-4), name
 
 
 def test_a_run_that_is_cut_off_counts_what_was_made_by_then(
