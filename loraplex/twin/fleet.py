@@ -116,7 +116,7 @@ class SimulatedFleet:
     ) -> None:
         """`links`: between replicas; needed if and only if the controller shares adapters. `tells_lengths`:
         the controller knows the length of every answer beforehand."""
-        assert (links is None) == (controller.pool is None)
+        assert (links is None) != controller.shares_adapters
         self._adapters: Adapters = engines
         self._controller = controller
         self._links = links
@@ -141,8 +141,8 @@ class SimulatedFleet:
         for request in workload:
             if request.arrival_s >= self._until_s:
                 break
-            if not self._outcomes:  # whose time may be counted from 1970: millions of periods
-                self._controller.idle_until(request.arrival_s)
+            if not self._outcomes:  # the first one, whose time may be counted from 1970
+                self._controller.begin(request.arrival_s)
             self._advance(request.arrival_s)
             self._send(request)
         while self._controller.next_tick_s < self._until_s and any(

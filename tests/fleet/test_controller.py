@@ -36,13 +36,15 @@ class WrittenPlanner:
     def __init__(self, *plans: Plan | None) -> None:
         self.plans = list(plans)
         self.previous: list[Plan | None] = []
+        self.times: list[tuple[float, float]] = []
         self.counted: list[tuple[int, int]] = []
 
     def count(self, adapter: int, num_tokens: int) -> None:
         self.counted.append((adapter, num_tokens))
 
-    def place(self, previous: Plan | None, now_s: float) -> Plan | None:
+    def place(self, previous: Plan | None, *, since_s: float, now_s: float) -> Plan | None:
         self.previous.append(previous)
+        self.times.append((since_s, now_s))
         return self.plans.pop(0)
 
 
@@ -57,8 +59,12 @@ class WrittenPlacement:
         return ON_0
 
 
-def controller_of(planner: WrittenPlanner | Replanner | None = None) -> Controller:
-    return Controller(adapters=ADAPTERS, view=fleet_of(2).view, router=RoundRobinRouter(), planner=planner)
+def controller_of(
+    planner: WrittenPlanner | Replanner | None = None, *, now_s: float | None = 0.0
+) -> Controller:
+    return Controller(
+        adapters=ADAPTERS, view=fleet_of(2).view, router=RoundRobinRouter(), planner=planner, now_s=now_s
+    )
 
 
 # ---- the controller
@@ -95,7 +101,7 @@ def test_tokens_are_counted_for_adapters_and_not_for_failed_answers() -> None:
 
 
 def test_a_plan_is_asked_for_each_period() -> None:
-    planner = WrittenPlanner(ON_0, ON_1, ON_0, ON_1)
+    planner = WrittenPlanner(ON_0, ON_1)
     controller = controller_of(planner)
     assert (controller.view.plan, controller.next_tick_s) == (ON_0, 10.0)
     assert controller.route("a", 5, 1) == 0
@@ -104,9 +110,44 @@ def test_a_plan_is_asked_for_each_period() -> None:
     controller.tick(10.0, nobody)
     assert (controller.view.plan, controller.next_tick_s) == (ON_1, 20.0)
     assert controller.route("b", 5, 1) == 1
+    assert planner.previous == [None, ON_0]
+
+
+def test_a_late_tick_places_once_for_all_the_time_that_passed() -> None:
+    planner = WrittenPlanner(ON_0, ON_1)
+    controller = controller_of(planner)
     controller.tick(35.0, nobody)
-    assert (controller.view.plan, controller.next_tick_s) == (ON_1, 40.0)
-    assert planner.previous == [None, ON_0, ON_1, ON_0]
+    assert (controller.view.plan, controller.next_tick_s) == (ON_1, 45.0)
+    assert planner.times == [(0.0, 0.0), (0.0, 35.0)]
+
+
+def test_a_late_tick_invents_no_demand() -> None:
+    """300 tokens in 30 s are 10 tokens/s, not a burst that has ended."""
+    placement = WrittenPlacement()
+    replanner = Replanner(placement, adapters=ADAPTERS, num_replicas=2, period_s=10.0)
+    controller = controller_of(replanner)
+    controller.route("a", 3, 200)
+    controller.ended("a", 100)
+    controller.tick(30.0, nobody)
+    assert [problem.demand[3] for problem in placement.problems] == [1.0, 10.0]
+
+
+def test_a_real_clock_does_not_make_up_for_the_time_before_the_fleet() -> None:
+    planner = WrittenPlanner(ON_0, ON_1)
+    controller = controller_of(planner, now_s=1.7e9)
+    assert controller.next_tick_s == 1.7e9 + 10
+    controller.tick(1.7e9 + 10, nobody)
+    assert planner.times == [(1.7e9, 1.7e9), (1.7e9, 1.7e9 + 10)]
+
+
+def test_a_fleet_may_begin_after_it_was_made() -> None:
+    planner = WrittenPlanner(ON_1)
+    controller = controller_of(planner, now_s=None)
+    with pytest.raises(AssertionError, match="not begun"):
+        controller.route("a", 5, 1)
+    controller.begin(7.0)
+    assert (controller.view.plan, controller.next_tick_s) == (ON_1, 17.0)
+    assert planner.times == [(7.0, 7.0)]
 
 
 def test_an_idle_fleet_begins_its_periods_anew() -> None:
@@ -126,7 +167,7 @@ def test_an_idle_fleet_begins_its_periods_anew() -> None:
     assert (controller.view.plan, controller.next_tick_s) == (ON_1, 2e9 + 10)
     controller.route("base", None, 1)
     assert not controller.is_idle
-    assert planner.previous == [None, ON_0]
+    assert planner.times == [(0.0, 0.0), (1e9, 1e9 + 10)]
 
 
 def test_without_a_planner_there_is_nothing_to_tick_for() -> None:
@@ -168,14 +209,14 @@ def test_demand_is_the_trend_of_counted_tokens_per_second() -> None:
         device_bytes=5000,
         seed=7,
     )
-    plan = replanner.place(None, 0.0)
+    plan = replanner.place(None, since_s=0.0, now_s=0.0)
     assert plan == ON_0
     assert placement.problems[0].demand.tolist() == [1.0] * len(RANKS)
-    for tokens in (100, 200, 300):
+    for number, tokens in enumerate((100, 200, 300)):
         replanner.count(2, tokens - 50)
         replanner.count(2, 50)
         replanner.count(5, 70)
-        replanner.place(plan, 0.0)
+        replanner.place(plan, since_s=10.0 * number, now_s=10.0 * (number + 1))
     first, second, third = (problem.demand for problem in placement.problems[1:])
     assert first[[2, 5]] == pytest.approx([10, 7])
     assert second[[2, 5]] == pytest.approx([30, 7])
@@ -194,10 +235,10 @@ def test_demand_is_the_trend_of_counted_tokens_per_second() -> None:
 def test_only_the_last_periods_count() -> None:
     placement = WrittenPlacement()
     replanner = Replanner(placement, adapters=ADAPTERS, num_replicas=1, period_s=1.0)
-    plan = replanner.place(None, 0.0)
+    plan = replanner.place(None, since_s=0.0, now_s=0.0)
     for tokens in [10_000, *[10] * 5]:
         replanner.count(0, tokens)
-        replanner.place(plan, 0.0)
+        replanner.place(plan, since_s=0.0, now_s=1.0)
     assert placement.problems[-1].demand[0] == pytest.approx(10)
 
 
@@ -210,9 +251,9 @@ def test_known_demand_takes_the_place_of_the_trend() -> None:
         period_s=1.0,
         known_demand=lambda now_s: np.full(len(RANKS), now_s),
     )
-    plan = replanner.place(None, 3.0)
+    plan = replanner.place(None, since_s=3.0, now_s=3.0)
     replanner.count(0, 100)
-    replanner.place(plan, 4.0)
+    replanner.place(plan, since_s=3.0, now_s=4.0)
     assert [problem.demand[0] for problem in placement.problems] == [3.0, 4.0]
 
 
@@ -220,7 +261,7 @@ def test_a_placement_that_is_made_once_asks_for_no_tick() -> None:
     replanner = Replanner(WrittenPlacement(), adapters=ADAPTERS, num_replicas=2, period_s=math.inf)
     assert controller_of(replanner).next_tick_s == math.inf
     with pytest.raises(AssertionError, match="made once"):
-        replanner.place(ON_0, 0.0)
+        replanner.place(ON_0, since_s=0.0, now_s=1.0)
 
 
 def test_steady_demand_keeps_the_plan() -> None:
