@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple, Protocol
 
+from loraplex.core.errors import UserError
+from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.migration.fleet_view import FleetMigrationView
 from loraplex.fleet.migration.migrate import Migrator
@@ -80,6 +82,7 @@ class Controller:
         # What things took when migration was last decided.
         self._prefill = Line(latency_s=0.0, unit_s=0.0)
         self._output_token_s = 0.0
+        self._down: set[int] = set()
         self.shares_adapters: Final = shares_adapters
         self._host_bytes = host_bytes
         self.pool: AdapterPool | None = None
@@ -121,7 +124,13 @@ class Controller:
         output_tokens: int | None = None,
     ) -> int:
         """Return the replica that serves a request, which counts as its load from now on. `output_tokens`:
-        the length of its answer, if it is known."""
+        the length of its answer, if it is known.
+
+        Raises UserError for an adapter that the fleet does not have, and CapacityError while no replica
+        accepts requests.
+        """
+        if adapter is not None:
+            _check_known("adapter", adapter, len(self._ranks))
         assert self._since_s is not None, "the fleet has not begun to serve"
         rank = 0 if adapter is None else self._ranks[adapter]
         request = RoutedRequest(adapter, rank, prompt_tokens, output_tokens)
@@ -150,11 +159,38 @@ class Controller:
             self._count(request.adapter, output_tokens)
         self._factor.record_execution(output_tokens * self._output_token_s)
 
+    def drain(self, replica: int) -> None:
+        """Send a replica no more requests. It finishes those it has, and others may still fetch adapters from
+        its host memory."""
+        self._accept(replica, accepts=False)
+
+    def down(self, replica: int) -> None:
+        """Send a replica no more requests, and fetch adapters from it only if no other replica has them. The
+        backend reports the end of the requests that it had. Its copies stay in the directory, as it is
+        expected back."""
+        self._accept(replica, accepts=False)
+        self._down.add(replica)
+
+    def up(self, replica: int) -> None:
+        """Send a replica requests again, which was down or drained."""
+        self._accept(replica, accepts=True)
+        self._down.discard(replica)
+
+    def _accept(self, replica: int, *, accepts: bool) -> None:
+        _check_known("replica", replica, self.view.load.num_replicas)
+        self.view.load.accepts[replica] = accepts
+
     def fetch(self, replica: int, adapter: int, free_at_s: Callable[[int], float]) -> Fetch:
         """Decide where a replica fetches an adapter from, which it does not hold: from the holder that can
-        send soonest (`free_at_s`). The copies that are let go for it are no holders any more."""
+        send soonest (`free_at_s`), and from one that is down only if all are. The copies that are let go for
+        it are no holders any more."""
         assert self.pool is not None, "adapters are not shared"
-        fetch = self.pool.fetch(replica, adapter, free_at_s, self._in_use)
+        fetch = self.pool.fetch(
+            replica,
+            adapter,
+            lambda source: math.inf if source in self._down else free_at_s(source),
+            self._in_use,
+        )
         self._let_go(fetch.drops)
         return fetch
 
@@ -227,3 +263,11 @@ class Controller:
         for replica, adapter in drops:
             self.view.tiers.dropped(replica, adapter)
         return drops
+
+
+def _check_known(kind: str, number: int, num_known: int) -> None:
+    if not 0 <= number < num_known:
+        raise UserError(
+            f"there is no {kind} {number}: the fleet has {num_known} {plural(kind, num_known)}, numbered "
+            "from 0"
+        )

@@ -136,7 +136,7 @@ class FleetLoad:
 
     `everything` and `waiting` are columns over replicas, kept up to date: all requests, and those without a
     first token. A request counts with its prompt and an answer of the mean length as KV tokens, wherever the
-    answer began. `accepts`: False for a replica that is down or drains.
+    answer began. `accepts`: False for a replica that is down or drains, which the controller is told.
     """
 
     def __init__(self, limits: Sequence[ReplicaLimits], answers: AnswerLength | None = None) -> None:

@@ -99,8 +99,8 @@ class AdapterPool:
         in_use: Callable[[int, int], bool],
     ) -> Fetch:
         """Begin a fetch of an adapter that the replica does not hold and is not fetching. It is copied from
-        the holder that can send soonest (`free_at_s`). `in_use`: tells whether a replica has requests for an
-        adapter."""
+        the holder that can send soonest (`free_at_s`, infinite for one that cannot). `in_use`: tells whether
+        a replica has requests for an adapter."""
         assert not self.has(replica, adapter)
         assert not self.is_fetching(replica, adapter)
         source = min(sorted(self._holders[adapter]), key=free_at_s)

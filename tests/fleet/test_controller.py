@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fleet_views import MEAN_TOKENS, RANKS, fleet_of
 
-from loraplex.core.errors import UserError
+from loraplex.core.errors import CapacityError, UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
@@ -169,6 +169,50 @@ def test_an_idle_fleet_begins_its_periods_anew() -> None:
     controller.route("base", None, 1)
     assert not controller.is_idle
     assert planner.times == [(0.0, 0.0), (1e9, 1e9 + 10)]
+
+
+@pytest.mark.parametrize("adapter", [-1, len(RANKS)])
+def test_an_adapter_that_the_fleet_does_not_have_is_refused(adapter: int) -> None:
+    controller = controller_of(WrittenPlanner(None))
+    with pytest.raises(UserError, match=f"there is no adapter {adapter}: the fleet has 8 adapters"):
+        controller.route("a", adapter, 1)
+    assert controller.view.load.is_empty
+
+
+def test_a_replica_that_is_down_or_drains_is_sent_nothing() -> None:
+    controller = controller_of()
+    controller.drain(0)
+    assert [controller.route(number, 0, 1) for number in range(3)] == [1, 1, 1]
+    controller.up(0)
+    controller.down(1)
+    assert [controller.route(number, 0, 1) for number in range(3, 6)] == [0, 0, 0]
+    controller.drain(0)
+    with pytest.raises(CapacityError, match="no replica"):
+        controller.route(6, 0, 1)
+    for report in (controller.up, controller.down, controller.drain):
+        with pytest.raises(UserError, match="there is no replica 2: the fleet has 2 replicas"):
+            report(2)
+
+
+def test_an_adapter_is_fetched_from_a_replica_that_is_up() -> None:
+    """Though one that is down could send sooner, or is the only one left."""
+    plan = Plan.with_equal_shares([(0, 1), *[(2,)] * (len(RANKS) - 1)])
+    controller = Controller(
+        adapters=ADAPTERS,
+        view=fleet_of(4).view,
+        router=RoundRobinRouter(),
+        planner=WrittenPlanner(plan),
+        shares_adapters=True,
+        now_s=0.0,
+    )
+    free_at_s = [0.0, 5.0, 9.0, 0.0].__getitem__
+    controller.down(0)
+    controller.drain(1)
+    assert controller.fetch(2, 0, free_at_s).source == 1
+    controller.down(2)
+    assert controller.fetch(3, 1, free_at_s).source == 2
+    controller.up(0)
+    assert controller.fetch(3, 0, free_at_s).source == 0
 
 
 def test_without_a_planner_there_is_nothing_to_tick_for() -> None:
