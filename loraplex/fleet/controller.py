@@ -104,7 +104,7 @@ class Controller:
         self._begin_periods(now_s)
         if self.shares_adapters:
             adapters, load, tiers = self._adapters, self.view.load, self.view.tiers
-            self.pool = AdapterPool(adapters.num_bytes, load.num_replicas, self.view.plan, self._host_bytes)
+            self.pool = AdapterPool(adapters, load.num_replicas, self.view.plan, self._host_bytes)
             for adapter in range(len(adapters)):
                 for replica in self.pool.holders(adapter):
                     tiers.staged(replica, adapter)
