@@ -37,7 +37,10 @@ class Fetch(NamedTuple):
 
 
 class AdapterPool:
-    """`num_bytes_held`: by replica, without what is being fetched.
+    """The directory of copies, and the decisions about them.
+
+    `num_bytes_held`: by replica, without what is being fetched. `most_bytes_held`: the most that the host of
+    one replica held at any time, with what was being fetched to it.
 
     A copy is used when a request for it is sent to its replica and when it was copied from there. Copies that
     are the last ones of their adapters, that the plan names, that are in use or being copied from are never
@@ -74,6 +77,7 @@ class AdapterPool:
         for adapter in range(len(self._bytes)):
             for replica in first.replicas[adapter]:
                 self._add(replica, adapter)
+        self.most_bytes_held = max(self.num_bytes_held)
 
     def holders(self, adapter: int) -> frozenset[int]:
         """The replicas with a complete copy."""
@@ -106,7 +110,10 @@ class AdapterPool:
         self._fetches[adapter, replica] = source
         self._readers[adapter, source] += 1
         self._num_bytes_coming[replica] += self._bytes[adapter]
-        return Fetch(source, self._make_room(replica, in_use))
+        drops = self._make_room(replica, in_use)
+        taken = self.num_bytes_held[replica] + self._num_bytes_coming[replica]
+        self.most_bytes_held = max(self.most_bytes_held, taken)
+        return Fetch(source, drops)
 
     def _make_room(self, replica: int, in_use: Callable[[int, int], bool]) -> list[Drop]:
         if self._host_bytes is None:

@@ -91,8 +91,9 @@ class ReplicaFigures:
 class FleetOutcome:
     """The outcome of all requests, in the order of their arrival, and each replica's share. `chosen`: the
     replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile;
-    None if their sizes are not known. `most_bytes_held`: of adapters in one replica's host memory in the end;
-    None if they are not shared. `num_moves`: of requests, which count with the replica where they ended."""
+    None if their sizes are not known. `most_bytes_held`: of adapters that one replica's host memory held or
+    was fetching at any time; None if they are not shared. `num_moves`: of requests, which count with the
+    replica where they ended."""
 
     all: Outcome
     chosen: Sequence[int]
@@ -312,7 +313,7 @@ class SimulatedFleet:
             chosen=self._chosen,
             replicas=figures,
             bytes_moved=self._bytes_moved,
-            most_bytes_held=None if pool is None else max(pool.num_bytes_held),
+            most_bytes_held=None if pool is None else pool.most_bytes_held,
             num_moves=self._num_moves,
         )
 

@@ -127,6 +127,16 @@ def test_a_copy_stays_where_the_other_host_has_no_room_for_a_last_copy() -> None
     assert bring(pool, 1, 4) == [Drop(1, 0)]
 
 
+def test_the_most_that_a_host_held_counts_what_was_fetched_and_let_go() -> None:
+    pool = pool_of([20] * 3, 3, plan((0,), (1,), (1,)))
+    assert pool.most_bytes_held == 40
+    pool.fetch(1, 0, soonest, nobody)
+    assert pool.most_bytes_held == 60, "a copy that is under way has its memory"
+    assert pool.fetched(1, 0) == [Drop(1, 0)]
+    assert pool.num_bytes_held == [20, 40, 0]
+    assert pool.most_bytes_held == 60
+
+
 def test_a_copy_that_is_copied_from_stays() -> None:
     pool = pool_of([20] * 3, 3, plan((0, 1), (1,), (1,)), host_bytes=20)
     pool.placed(None)
