@@ -8,7 +8,7 @@ walks over requests, and looking changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -224,6 +224,13 @@ class FleetLoad:
         return [
             (request_id, each.request) for request_id, each in self._open.items() if each.replica == replica
         ]
+
+    def running(self) -> Iterator[tuple[Hashable, RoutedRequest, int]]:
+        """Yield all requests that have a first token, as they were sent at first, and where they are. This
+        looks at every request."""
+        for request_id, each in self._open.items():
+            if each.is_running:
+                yield request_id, each.request, each.replica
 
     def in_flight(self, adapter: int) -> Mapping[int, int]:
         """The number of this adapter's requests by replica, of those that have any."""
