@@ -205,10 +205,15 @@ class Controller:
     def moved(self, request_id: Hashable, replica: int, num_output: int) -> None:
         """Record that a move was carried out: a request goes on elsewhere, with its answer so far, which has
         `num_output` tokens from all replicas that it was on."""
-        request = self.view.load.moved(request_id, replica, num_output)
+        load = self.view.load
+        adapter = load.request(request_id).adapter
+        # Where requests of the adapter are already, it is loaded for them.
+        is_needed = adapter is not None and replica not in load.in_flight(adapter)
+        request = load.moved(request_id, replica, num_output)
         if self.pool is not None and request.adapter is not None:
             self.pool.used(replica, request.adapter)
-        self._factor.record_migration(self._prefill.seconds(request.prompt_tokens))
+        load_s = float(self.view.load_s(request, load.replicas)[replica]) if is_needed else 0.0
+        self._factor.record_migration(self._prefill.seconds(request.prompt_tokens) + load_s)
 
     @property
     def next_tick_s(self) -> float:

@@ -218,6 +218,10 @@ class FleetLoad:
         self._send(request_id, request, replica, num_output)
         return self._open[request_id].counted
 
+    def request(self, request_id: Hashable) -> RoutedRequest:
+        """Return a request that has not ended, as it was sent at first."""
+        return self._open[request_id].request
+
     def requests_on(self, replica: int) -> list[tuple[Hashable, RoutedRequest]]:
         """All requests of a replica as they were sent at first, in the order in which they came to it. This
         looks at every request."""

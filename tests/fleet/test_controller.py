@@ -7,11 +7,14 @@ from collections.abc import Hashable
 
 import numpy as np
 import pytest
-from fleet_views import MEAN_TOKENS, RANKS, fleet_of
+from fleet_views import ELSEWHERE_S, HOST_S, MEAN_TOKENS, RANKS, Fleet, fleet_of, request_of
 
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
+from loraplex.fleet.migration.fleet_view import FleetMigrationView
+from loraplex.fleet.migration.migrate import MigrationView, Migrator
+from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
 from loraplex.fleet.placements.hysteresis import HysteresisPlacement
 from loraplex.fleet.placements.placement import PlacementProblem
@@ -213,6 +216,44 @@ def test_an_adapter_is_fetched_from_a_replica_that_is_up() -> None:
     assert controller.fetch(3, 1, free_at_s).source == 2
     controller.up(0)
     assert controller.fetch(3, 0, free_at_s).source == 0
+
+
+def test_gamma_counts_the_loads_that_moves_cause() -> None:
+    """Once for all requests of an adapter that move to a replica, and not where it is on the device."""
+    views: list[MigrationView] = []
+
+    class Watcher(Migrator):
+        def decide(self, now_s: float, view: MigrationView) -> list[Move]:
+            views.append(view)
+            return []
+
+    def gamma_after(*adapters_on_1: int) -> float:
+        fleet = fleet_of(2)
+        for adapter in adapters_on_1:
+            fleet.view.tiers.loaded(1, adapter)
+        controller = Controller(
+            adapters=ADAPTERS, view=fleet.view, router=RoundRobinRouter(), migrator=Watcher(), now_s=0.0
+        )
+        controller.down(1)
+        for request_id in range(3):
+            controller.route(request_id, 0, 100)
+        controller.tick(10.0, lambda request_id: 0)
+        controller.ended(0, 50)
+        for request_id in (1, 2):
+            controller.moved(request_id, 1, 0)
+        controller.tick(20.0, lambda request_id: 0)
+        return views[-1].costs.gamma
+
+    one_load = gamma_after() - gamma_after(0)
+    output_token_s = FleetMigrationView(fleet_with_three().view, lambda request_id: 0).output_token_s
+    assert one_load == pytest.approx((HOST_S + ELSEWHERE_S) / (50 * output_token_s))
+
+
+def fleet_with_three() -> Fleet:
+    fleet = fleet_of(2)
+    for _ in range(3):
+        fleet.send(request_of(0, 100), 0)
+    return fleet
 
 
 def test_without_a_planner_there_is_nothing_to_tick_for() -> None:
