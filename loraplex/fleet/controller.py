@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from loraplex.core.errors import UserError
+from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.migration.fleet_view import FleetMigrationView
 from loraplex.fleet.migration.migrate import Migrator
@@ -32,8 +34,9 @@ class Planner(Protocol):
         """Record that a request brought so many tokens to an adapter."""
         ...
 
-    def place(self, previous: Plan | None, now_s: float) -> Plan | None:
-        """Return the plan for the period that begins now; None for every adapter everywhere."""
+    def place(self, previous: Plan | None, *, since_s: float, now_s: float) -> Plan | None:
+        """Return the plan for the period that begins now; None for every adapter everywhere. `since_s`: when
+        the period began whose tokens were counted; now if it is the first plan."""
         ...
 
 
@@ -45,8 +48,10 @@ class Decisions(NamedTuple):
 
 
 class Controller:
-    """`planner`: None to serve every adapter everywhere. `pool`: None where adapters come from disk alone.
-    `migrator`: None to leave requests where they are."""
+    """Turns reports of a fleet into decisions: where requests go, where adapters live, what moves.
+
+    `pool`: the directory of the adapters in host memory; None if replicas read them from disk.
+    """
 
     def __init__(
         self,
@@ -58,10 +63,17 @@ class Controller:
         shares_adapters: bool = False,
         host_bytes: int | None = None,
         migrator: Migrator | None = None,
+        now_s: float | None = None,
     ) -> None:
-        """`shares_adapters`: replicas fetch adapters from each other's host memory, of which each has
-        `host_bytes` for adapters (None: any number)."""
+        """`planner`: None to serve every adapter everywhere. `shares_adapters`: replicas fetch adapters from
+        each other's host memory, of which each has `host_bytes` for adapters (None: any number). `migrator`:
+        None to leave requests where they are. `now_s`: when the fleet begins to serve; None if `begin` is
+        called later, by a backend that does not know its first moment yet.
+
+        Raises UserError for a first plan that does not fit the fleet.
+        """
         self.view = view
+        self._adapters = adapters
         self._ranks: list[int] = adapters.ranks.tolist()
         self._router = router
         self._planner = planner
@@ -70,17 +82,39 @@ class Controller:
         # What things took when migration was last decided.
         self._prefill = Line(latency_s=0.0, unit_s=0.0)
         self._output_token_s = 0.0
+        self._down: set[int] = set()
+        self.shares_adapters: Final = shares_adapters
+        self._host_bytes = host_bytes
         self.pool: AdapterPool | None = None
+        # The period whose tokens the planner counts: when it began, and when the next plan is due.
+        self._since_s: float | None = None
         self._place_s = math.inf
         self._has_counts = False  # the planner has counted what the next plan is to be made of
-        if planner is not None:
-            self._place(planner, 0.0)
-            self._place_s = planner.period_s
-        if shares_adapters:
-            self.pool = AdapterPool(adapters.num_bytes, view.load.num_replicas, view.plan, host_bytes)
+        if now_s is not None:
+            self.begin(now_s)
+
+    def begin(self, now_s: float) -> None:
+        """Make the first plan, with adapters where it has them, and begin the first period.
+
+        Raises UserError for a plan that does not fit the fleet.
+        """
+        assert self._since_s is None, "the fleet serves already"
+        if self._planner is not None:
+            self._place(self._planner, since_s=now_s, now_s=now_s)
+        self._begin_periods(now_s)
+        if self.shares_adapters:
+            adapters, load, tiers = self._adapters, self.view.load, self.view.tiers
+            self.pool = AdapterPool(adapters, load.num_replicas, self.view.plan, self._host_bytes)
             for adapter in range(len(adapters)):
                 for replica in self.pool.holders(adapter):
-                    view.tiers.staged(replica, adapter)
+                    tiers.staged(replica, adapter)
+
+    def _begin_periods(self, now_s: float) -> None:
+        self._since_s = now_s
+        if self._planner is not None:
+            self._place_s = now_s + self._planner.period_s
+        if self._migrator is not None:
+            self._migrator.begin(now_s)
 
     def route(
         self,
@@ -90,7 +124,14 @@ class Controller:
         output_tokens: int | None = None,
     ) -> int:
         """Return the replica that serves a request, which counts as its load from now on. `output_tokens`:
-        the length of its answer, if it is known."""
+        the length of its answer, if it is known.
+
+        Raises UserError for an adapter that the fleet does not have, and CapacityError while no replica
+        accepts requests.
+        """
+        if adapter is not None:
+            _check_known("adapter", adapter, len(self._ranks))
+        assert self._since_s is not None, "the fleet has not begun to serve"
         rank = 0 if adapter is None else self._ranks[adapter]
         request = RoutedRequest(adapter, rank, prompt_tokens, output_tokens)
         replica = self._router.choose(request, self.view)
@@ -118,11 +159,38 @@ class Controller:
             self._count(request.adapter, output_tokens)
         self._factor.record_execution(output_tokens * self._output_token_s)
 
+    def drain(self, replica: int) -> None:
+        """Send a replica no more requests. It finishes those it has, and others may still fetch adapters from
+        its host memory."""
+        self._accept(replica, accepts=False)
+
+    def down(self, replica: int) -> None:
+        """Send a replica no more requests, and fetch adapters from it only if no other replica has them. The
+        backend reports the end of the requests that it had. Its copies stay in the directory, as it is
+        expected back."""
+        self._accept(replica, accepts=False)
+        self._down.add(replica)
+
+    def up(self, replica: int) -> None:
+        """Send a replica requests again, which was down or drained."""
+        self._accept(replica, accepts=True)
+        self._down.discard(replica)
+
+    def _accept(self, replica: int, *, accepts: bool) -> None:
+        _check_known("replica", replica, self.view.load.num_replicas)
+        self.view.load.accepts[replica] = accepts
+
     def fetch(self, replica: int, adapter: int, free_at_s: Callable[[int], float]) -> Fetch:
         """Decide where a replica fetches an adapter from, which it does not hold: from the holder that can
-        send soonest (`free_at_s`). The copies that are let go for it are no holders any more."""
+        send soonest (`free_at_s`), and from one that is down only if all are. The copies that are let go for
+        it are no holders any more."""
         assert self.pool is not None, "adapters are not shared"
-        fetch = self.pool.fetch(replica, adapter, free_at_s, self._in_use)
+        fetch = self.pool.fetch(
+            replica,
+            adapter,
+            lambda source: math.inf if source in self._down else free_at_s(source),
+            self._in_use,
+        )
         self._let_go(fetch.drops)
         return fetch
 
@@ -137,10 +205,15 @@ class Controller:
     def moved(self, request_id: Hashable, replica: int, num_output: int) -> None:
         """Record that a move was carried out: a request goes on elsewhere, with its answer so far, which has
         `num_output` tokens from all replicas that it was on."""
-        request = self.view.load.moved(request_id, replica, num_output)
+        load = self.view.load
+        adapter = load.request(request_id).adapter
+        # Where requests of the adapter are already, it is loaded for them.
+        is_needed = adapter is not None and replica not in load.in_flight(adapter)
+        request = load.moved(request_id, replica, num_output)
         if self.pool is not None and request.adapter is not None:
             self.pool.used(replica, request.adapter)
-        self._factor.record_migration(self._prefill.seconds(request.prompt_tokens))
+        load_s = float(self.view.load_s(request, load.replicas)[replica]) if is_needed else 0.0
+        self._factor.record_migration(self._prefill.seconds(request.prompt_tokens) + load_s)
 
     @property
     def next_tick_s(self) -> float:
@@ -157,10 +230,7 @@ class Controller:
         """Let the time pass in which the fleet was idle: all periods begin anew now. The plan and what it was
         made from stay as they were, as nobody has asked for anything else."""
         assert self.is_idle
-        if self._planner is not None:
-            self._place_s = now_s + self._planner.period_s
-        if self._migrator is not None:
-            self._migrator.begin(now_s)
+        self._begin_periods(now_s)
 
     def may_migrate(self, now_s: float) -> bool:
         """Tell whether `tick` will look at single requests, which must be up to date for that."""
@@ -169,13 +239,16 @@ class Controller:
     def tick(self, now_s: float, num_output: Callable[[Hashable], int | None]) -> Decisions:
         """Place adapters again and let requests migrate, each if its period has ended.
 
+        A tick that comes late places once, by what was asked for in all the time since the last plan, and the
+        next period begins now.
+
         `num_output`: the tokens that a request was answered with so far, on all replicas that it was on; None
         if it has ended. Raises UserError for a plan that does not fit the fleet.
         """
         drops: list[Drop] = []
-        while self._planner is not None and self._place_s <= now_s:
-            drops += self._place(self._planner, self._place_s)
-            self._place_s += self._planner.period_s
+        if self._planner is not None and self._since_s is not None and self._place_s <= now_s:
+            drops = self._place(self._planner, since_s=self._since_s, now_s=now_s)
+            self._since_s, self._place_s = now_s, now_s + self._planner.period_s
         moves: list[Move] = []
         if self._migrator is not None and self.may_migrate(now_s):
             view = FleetMigrationView(self.view, num_output, self._factor.gamma)
@@ -183,8 +256,8 @@ class Controller:
             moves = self._migrator.decide(now_s, view)
         return Decisions(drops, moves)
 
-    def _place(self, planner: Planner, now_s: float) -> list[Drop]:
-        plan = planner.place(self.view.plan, now_s)
+    def _place(self, planner: Planner, *, since_s: float, now_s: float) -> list[Drop]:
+        plan = planner.place(self.view.plan, since_s=since_s, now_s=now_s)
         if plan is not None and plan is not self.view.plan:
             plan.check(len(self._ranks), self.view.load.num_replicas)
         self.view.plan = plan
@@ -195,3 +268,11 @@ class Controller:
         for replica, adapter in drops:
             self.view.tiers.dropped(replica, adapter)
         return drops
+
+
+def _check_known(kind: str, number: int, num_known: int) -> None:
+    if not 0 <= number < num_known:
+        raise UserError(
+            f"there is no {kind} {number}: the fleet has {num_known} {plural(kind, num_known)}, numbered "
+            "from 0"
+        )

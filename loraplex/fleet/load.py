@@ -8,7 +8,7 @@ walks over requests, and looking changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -136,7 +136,7 @@ class FleetLoad:
 
     `everything` and `waiting` are columns over replicas, kept up to date: all requests, and those without a
     first token. A request counts with its prompt and an answer of the mean length as KV tokens, wherever the
-    answer began. `accepts`: False for a replica that is down or drains.
+    answer began. `accepts`: False for a replica that is down or drains, which the controller is told.
     """
 
     def __init__(self, limits: Sequence[ReplicaLimits], answers: AnswerLength | None = None) -> None:
@@ -218,12 +218,23 @@ class FleetLoad:
         self._send(request_id, request, replica, num_output)
         return self._open[request_id].counted
 
+    def request(self, request_id: Hashable) -> RoutedRequest:
+        """Return a request that has not ended, as it was sent at first."""
+        return self._open[request_id].request
+
     def requests_on(self, replica: int) -> list[tuple[Hashable, RoutedRequest]]:
         """All requests of a replica as they were sent at first, in the order in which they came to it. This
         looks at every request."""
         return [
             (request_id, each.request) for request_id, each in self._open.items() if each.replica == replica
         ]
+
+    def running(self) -> Iterator[tuple[Hashable, RoutedRequest, int]]:
+        """Yield all requests that have a first token, as they were sent at first, and where they are. This
+        looks at every request."""
+        for request_id, each in self._open.items():
+            if each.is_running:
+                yield request_id, each.request, each.replica
 
     def in_flight(self, adapter: int) -> Mapping[int, int]:
         """The number of this adapter's requests by replica, of those that have any."""

@@ -13,7 +13,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from loraplex.core.arrays import IntArray
+import numpy as np
+
+from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.placements.host_memory import within_host_memory
+from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.plan import Plan
 
 
@@ -33,7 +37,10 @@ class Fetch(NamedTuple):
 
 
 class AdapterPool:
-    """`num_bytes_held`: by replica, without what is being fetched.
+    """The directory of copies, and the decisions about them.
+
+    `num_bytes_held`: by replica, without what is being fetched. `most_bytes_held`: the most that the host of
+    one replica held at any time, with what was being fetched to it.
 
     A copy is used when a request for it is sent to its replica and when it was copied from there. Copies that
     are the last ones of their adapters, that the plan names, that are in use or being copied from are never
@@ -44,16 +51,18 @@ class AdapterPool:
 
     def __init__(
         self,
-        num_bytes: IntArray,
+        adapters: AdapterTable,
         num_replicas: int,
         plan: Plan | None = None,
         host_bytes: int | None = None,
     ) -> None:
-        """At first each adapter is where the plan has it; without a plan each has one home, in turn.
+        """At first each adapter is where the plan has it; without a plan each has one home, in turn as far as
+        the hosts have room.
 
-        `host_bytes`: of each replica's host memory, for adapters; None if there is no limit.
+        `host_bytes`: of each replica's host memory, for adapters; None if there is no limit. Raises UserError
+        if there is no plan and the adapters do not fit.
         """
-        self._bytes: list[int] = num_bytes.tolist()
+        self._bytes: list[int] = adapters.num_bytes.tolist()
         self._host_bytes = host_bytes
         self._plan = plan
         self._holders: list[set[int]] = [set() for _ in self._bytes]
@@ -64,17 +73,11 @@ class AdapterPool:
         self.num_bytes_held = [0] * num_replicas
         self._num_bytes_coming = [0] * num_replicas
         self._num_last_bytes = [0] * num_replicas  # of last copies
+        first = _homes_in_turn(adapters, num_replicas, host_bytes) if plan is None else plan
         for adapter in range(len(self._bytes)):
-            for replica in (self._first_home(adapter),) if plan is None else plan.replicas[adapter]:
+            for replica in first.replicas[adapter]:
                 self._add(replica, adapter)
-
-    def _first_home(self, adapter: int) -> int:
-        """Return the replica whose turn it is, or if it is full the one that holds least."""
-        held = self.num_bytes_held
-        home = adapter % len(held)
-        if self._host_bytes is None or held[home] + self._bytes[adapter] <= self._host_bytes:
-            return home
-        return held.index(min(held))
+        self.most_bytes_held = max(self.num_bytes_held)
 
     def holders(self, adapter: int) -> frozenset[int]:
         """The replicas with a complete copy."""
@@ -99,15 +102,18 @@ class AdapterPool:
         in_use: Callable[[int, int], bool],
     ) -> Fetch:
         """Begin a fetch of an adapter that the replica does not hold and is not fetching. It is copied from
-        the holder that can send soonest (`free_at_s`). `in_use`: tells whether a replica has requests for an
-        adapter."""
+        the holder that can send soonest (`free_at_s`, infinite for one that cannot). `in_use`: tells whether
+        a replica has requests for an adapter."""
         assert not self.has(replica, adapter)
         assert not self.is_fetching(replica, adapter)
         source = min(sorted(self._holders[adapter]), key=free_at_s)
         self._fetches[adapter, replica] = source
         self._readers[adapter, source] += 1
         self._num_bytes_coming[replica] += self._bytes[adapter]
-        return Fetch(source, self._make_room(replica, in_use))
+        drops = self._make_room(replica, in_use)
+        taken = self.num_bytes_held[replica] + self._num_bytes_coming[replica]
+        self.most_bytes_held = max(self.most_bytes_held, taken)
+        return Fetch(source, drops)
 
     def _make_room(self, replica: int, in_use: Callable[[int, int], bool]) -> list[Drop]:
         if self._host_bytes is None:
@@ -213,3 +219,10 @@ class AdapterPool:
             assert source in self._holders[adapter], "the source of a copy was let go"
             assert replica not in self._holders[adapter]
         assert self._readers == Counter((adapter, source) for (adapter, _), source in self._fetches.items())
+
+
+def _homes_in_turn(adapters: AdapterTable, num_replicas: int, host_bytes: int | None) -> Plan:
+    problem = PlacementProblem(
+        adapters=adapters, num_replicas=num_replicas, demand=np.ones(len(adapters)), host_bytes=host_bytes
+    )
+    return within_host_memory(Plan.of_homes(np.arange(len(adapters)) % num_replicas), problem)

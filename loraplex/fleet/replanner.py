@@ -55,14 +55,14 @@ class Replanner:
     def count(self, adapter: int, num_tokens: int) -> None:
         self._tokens[adapter] += num_tokens
 
-    def place(self, previous: Plan | None, now_s: float) -> Plan:
-        """Return the plan of the period that begins now. Tokens counted since the last call are the latest
-        history."""
+    def place(self, previous: Plan | None, *, since_s: float, now_s: float) -> Plan:
+        """Return the plan of the period that begins now. Tokens counted since the last call came from
+        `since_s` on, and are the latest history."""
         return self._placement.place(
             PlacementProblem(
                 adapters=self._adapters,
                 num_replicas=self._num_replicas,
-                demand=self._demand(now_s, is_first=previous is None),
+                demand=self._demand(since_s, now_s, is_first=previous is None),
                 host_bytes=self._host_bytes,
                 device_bytes=self._device_bytes,
                 previous=previous,
@@ -70,13 +70,14 @@ class Replanner:
             )
         )
 
-    def _demand(self, now_s: float, *, is_first: bool) -> FloatArray:
+    def _demand(self, since_s: float, now_s: float, *, is_first: bool) -> FloatArray:
         """Return the tokens/s of each adapter that are expected in the period that begins now."""
         if self._known_demand is not None:
             return self._known_demand(now_s)
         if is_first:
             return np.ones(len(self._adapters))
         assert math.isfinite(self.period_s), "this placement is made once"
-        self._rates.append(self._tokens / self.period_s)
+        assert since_s < now_s, "a rate is over some time"
+        self._rates.append(self._tokens / (now_s - since_s))
         self._tokens = np.zeros(len(self._adapters))
         return extrapolated_demand(np.stack(self._rates))

@@ -91,8 +91,9 @@ class ReplicaFigures:
 class FleetOutcome:
     """The outcome of all requests, in the order of their arrival, and each replica's share. `chosen`: the
     replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile;
-    None if their sizes are not known. `most_bytes_held`: of adapters in one replica's host memory in the end;
-    None if they are not shared. `num_moves`: of requests, which count with the replica where they ended."""
+    None if their sizes are not known. `most_bytes_held`: of adapters that one replica's host memory held or
+    was fetching at any time; None if they are not shared. `num_moves`: of requests, which count with the
+    replica where they ended."""
 
     all: Outcome
     chosen: Sequence[int]
@@ -116,7 +117,7 @@ class SimulatedFleet:
     ) -> None:
         """`links`: between replicas; needed if and only if the controller shares adapters. `tells_lengths`:
         the controller knows the length of every answer beforehand."""
-        assert (links is None) == (controller.pool is None)
+        assert (links is None) != controller.shares_adapters
         self._adapters: Adapters = engines
         self._controller = controller
         self._links = links
@@ -141,8 +142,8 @@ class SimulatedFleet:
         for request in workload:
             if request.arrival_s >= self._until_s:
                 break
-            if not self._outcomes:  # whose time may be counted from 1970: millions of periods
-                self._controller.idle_until(request.arrival_s)
+            if not self._outcomes:  # the first one, whose time may be counted from 1970
+                self._controller.begin(request.arrival_s)
             self._advance(request.arrival_s)
             self._send(request)
         while self._controller.next_tick_s < self._until_s and any(
@@ -312,7 +313,7 @@ class SimulatedFleet:
             chosen=self._chosen,
             replicas=figures,
             bytes_moved=self._bytes_moved,
-            most_bytes_held=None if pool is None else max(pool.num_bytes_held),
+            most_bytes_held=None if pool is None else pool.most_bytes_held,
             num_moves=self._num_moves,
         )
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.core.errors import UserError
+from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.pool import AdapterPool, Drop, Fetch
 
-SIZES = np.array([10, 20, 30, 40], np.int64)
+SIZES = (10, 20, 30, 40)
+
+
+def pool_of(
+    sizes: Sequence[int], num_replicas: int, plan: Plan | None = None, host_bytes: int | None = None
+) -> AdapterPool:
+    adapters = AdapterTable.of(ranks=[8] * len(sizes), num_bytes=sizes)
+    return AdapterPool(adapters, num_replicas, plan, host_bytes)
 
 
 def plan(*replicas: tuple[int, ...]) -> Plan:
@@ -26,13 +36,21 @@ def nobody(replica: int, adapter: int) -> bool:
 
 
 def test_without_a_plan_each_adapter_has_one_home() -> None:
-    pool = AdapterPool(SIZES, 3)
+    pool = pool_of(SIZES, 3)
     assert [pool.holders(adapter) for adapter in range(4)] == [{0}, {1}, {2}, {0}]
     assert pool.num_bytes_held == [50, 20, 30]
 
 
+def test_first_homes_keep_the_memory_of_every_host() -> None:
+    assert max(pool_of((60, 30, 60, 30), 2, host_bytes=90).num_bytes_held) == 90
+    with pytest.raises(UserError, match="adapter 2 takes 60 bytes, 25 more than any replica has left"):
+        pool_of((60, 60, 60, 10), 2, host_bytes=95)
+    with pytest.raises(UserError, match="4 adapters take 190 bytes, 10 more than the 180 bytes"):
+        pool_of((60, 60, 60, 10), 2, host_bytes=90)
+
+
 def test_an_adapter_that_moves_is_let_go_after_the_copy() -> None:
-    pool = AdapterPool(SIZES, 2, plan((0,), (0,), (1,), (1,)))
+    pool = pool_of(SIZES, 2, plan((0,), (0,), (1,), (1,)))
     assert pool.placed(plan((1,), (0,), (1,), (1,))) == []
     assert pool.holders(0) == {0}, "the only copy stays"
     assert pool.fetch(1, 0, soonest, nobody) == Fetch(source=0, drops=[])
@@ -44,7 +62,7 @@ def test_an_adapter_that_moves_is_let_go_after_the_copy() -> None:
 
 
 def test_a_source_is_not_let_go_while_it_is_copied_from() -> None:
-    pool = AdapterPool(SIZES, 3, plan((0,), (0,), (0,), (0,)))
+    pool = pool_of(SIZES, 3, plan((0,), (0,), (0,), (0,)))
     pool.placed(plan((1, 2), (0,), (0,), (0,)))
     pool.fetch(1, 0, soonest, nobody)
     pool.fetch(2, 0, soonest, nobody)
@@ -53,12 +71,12 @@ def test_a_source_is_not_let_go_while_it_is_copied_from() -> None:
 
 
 def test_the_holder_that_can_send_soonest_is_asked() -> None:
-    pool = AdapterPool(SIZES, 4, plan((0, 1, 2), (0,), (0,), (0,)))
+    pool = pool_of(SIZES, 4, plan((0, 1, 2), (0,), (0,), (0,)))
     assert pool.fetch(3, 0, [5.0, 3.0, 4.0, 0.0].__getitem__, nobody).source == 1
 
 
 def test_a_copy_that_is_there_or_on_its_way_is_not_fetched() -> None:
-    pool = AdapterPool(SIZES, 2)
+    pool = pool_of(SIZES, 2)
     with pytest.raises(AssertionError):
         pool.fetch(0, 0, soonest, nobody)
     pool.fetch(1, 0, soonest, nobody)
@@ -74,10 +92,10 @@ def bring(pool: AdapterPool, replica: int, adapter: int, *in_use: int) -> list[D
 
 def test_a_full_host_lets_go_of_the_copy_used_longest_ago() -> None:
     """Adapters have their homes on other replicas, and 60 bytes on replica 1 hold three of them."""
-    equal = np.full(5, 20, np.int64)
-    pool = AdapterPool(equal, 2, host_bytes=60)
+    equal = [20] * 5
+    pool = pool_of(equal, 2, host_bytes=60)
     assert pool.num_bytes_held == [60, 40], "a home that is full is passed over"
-    pool = AdapterPool(equal, 3, plan((0,), (0,), (0,), (2,), (2,)), host_bytes=60)
+    pool = pool_of(equal, 3, plan((0,), (0,), (0,), (2,), (2,)), host_bytes=60)
     pool.placed(None)
     assert [bring(pool, 1, adapter) for adapter in range(3)] == [[], [], []]
     pool.used(1, 0)
@@ -90,7 +108,7 @@ def test_a_full_host_lets_go_of_the_copy_used_longest_ago() -> None:
 
 
 def test_the_last_copy_and_those_of_the_plan_stay_however_full_a_host_is() -> None:
-    pool = AdapterPool(np.full(4, 20, np.int64), 2, plan((0, 1), (0,), (1,), (1,)), host_bytes=60)
+    pool = pool_of([20] * 4, 2, plan((0, 1), (0,), (1,), (1,)), host_bytes=60)
     assert bring(pool, 0, 2) == [Drop(0, 2)], "it is not named: its requests have it on the device"
     pool.placed(None)
     assert bring(pool, 0, 2) == []
@@ -101,7 +119,7 @@ def test_the_last_copy_and_those_of_the_plan_stay_however_full_a_host_is() -> No
 def test_a_copy_stays_where_the_other_host_has_no_room_for_a_last_copy() -> None:
     """Replica 1 holds three last copies, and one of an adapter that has another: it is to let that go."""
     homes = plan((0,), (1,), (1,), (1,), (2,), (2,), (2,))
-    pool = AdapterPool(np.full(7, 20, np.int64), 3, homes, host_bytes=60)
+    pool = pool_of([20] * 7, 3, homes, host_bytes=60)
     pool.placed(None)
     assert [bring(pool, *fetch) for fetch in ((1, 0), (0, 4), (0, 5))] == [[], [], []]
     assert pool.num_bytes_held == [60, 80, 60]
@@ -109,8 +127,18 @@ def test_a_copy_stays_where_the_other_host_has_no_room_for_a_last_copy() -> None
     assert bring(pool, 1, 4) == [Drop(1, 0)]
 
 
+def test_the_most_that_a_host_held_counts_what_was_fetched_and_let_go() -> None:
+    pool = pool_of([20] * 3, 3, plan((0,), (1,), (1,)))
+    assert pool.most_bytes_held == 40
+    pool.fetch(1, 0, soonest, nobody)
+    assert pool.most_bytes_held == 60, "a copy that is under way has its memory"
+    assert pool.fetched(1, 0) == [Drop(1, 0)]
+    assert pool.num_bytes_held == [20, 40, 0]
+    assert pool.most_bytes_held == 60
+
+
 def test_a_copy_that_is_copied_from_stays() -> None:
-    pool = AdapterPool(np.full(3, 20, np.int64), 3, plan((0, 1), (1,), (1,)), host_bytes=20)
+    pool = pool_of([20] * 3, 3, plan((0, 1), (1,), (1,)), host_bytes=20)
     pool.placed(None)
     assert pool.fetch(2, 0, [0.0, 1.0, 2.0].__getitem__, nobody).source == 0
     assert pool.fetch(0, 1, soonest, nobody).drops == []
@@ -142,7 +170,7 @@ def test_every_adapter_has_a_complete_copy_at_every_moment(
     steps: list[tuple],  # type: ignore[type-arg]
 ) -> None:
     """`used`: the replicas and adapters that have requests all the time."""
-    pool = AdapterPool(SIZES, 4, first, host_bytes)
+    pool = pool_of(SIZES, 4, first, host_bytes)
     under_way: list[tuple[int, int]] = []
     for kind, what in steps:
         if kind == "place":
@@ -158,8 +186,8 @@ def test_every_adapter_has_a_complete_copy_at_every_moment(
                 assert all(at == replica and (at, other) not in used for at, other in drops)
                 assert host_bytes is not None or not drops
                 if drops and host_bytes is not None:  # no more than needed
-                    coming = sum(int(SIZES[other]) for at, other in under_way if at == replica)
-                    last = int(SIZES[drops[-1].adapter])
+                    coming = sum(SIZES[other] for at, other in under_way if at == replica)
+                    last = SIZES[drops[-1].adapter]
                     assert pool.num_bytes_held[replica] + coming + last > host_bytes
         elif under_way:
             replica, adapter = under_way.pop(what % len(under_way))
@@ -167,7 +195,7 @@ def test_every_adapter_has_a_complete_copy_at_every_moment(
         pool.check_integrity()
 
 
-SIX = np.array([10, 20, 30, 10, 20, 30], np.int64)
+SIX = (10, 20, 30, 10, 20, 30)
 PAIRS = st.tuples(st.integers(0, 2), st.integers(0, 5))
 
 
@@ -179,7 +207,7 @@ PAIRS = st.tuples(st.integers(0, 2), st.integers(0, 5))
 def test_a_host_holds_too_much_only_while_copies_are_in_use(
     host_bytes: int, steps: list[tuple[str, tuple[int, int], bool]]
 ) -> None:
-    pool = AdapterPool(SIX, 3, host_bytes=host_bytes)
+    pool = pool_of(SIX, 3, host_bytes=host_bytes)
     under_way: list[tuple[int, int]] = []
     for kind, (replica, adapter), all_in_use in steps:
         if kind == "use":
@@ -191,5 +219,5 @@ def test_a_host_holds_too_much_only_while_copies_are_in_use(
             under_way.append((replica, adapter))
         pool.check_integrity()
         for host in range(3):
-            last = [each for each in range(6) if pool.holders(each) == {host}]
-            assert SIX[last].sum() <= host_bytes
+            last = [size for each, size in enumerate(SIX) if pool.holders(each) == {host}]
+            assert sum(last) <= host_bytes

@@ -260,6 +260,17 @@ def test_an_oracle_has_adapters_where_they_will_be_asked_for() -> None:
     assert plans["oracle"].chosen != plans["auto"].chosen
 
 
+def test_an_oracle_knows_the_first_period_whenever_it_begins() -> None:
+    """The first requests of a workload find their adapters placed, however its arrivals are counted."""
+    uneven = [replace(each, adapter=each.adapter if n % 3 else 2) for n, each in enumerate(WORKLOAD)]
+    later = [replace(each, arrival_s=each.arrival_s + 4096) for each in uneven]
+    first, second = (
+        run("oracle", workload=workload, period_s=100.0, link=LINK) for workload in (uneven, later)
+    )
+    assert first.bytes_moved == second.bytes_moved
+    assert list(first.chosen[:50]) == list(second.chosen[:50])
+
+
 def test_a_slow_link_shows_in_first_tokens() -> None:
     slow, fast = (
         run("round-robin", link=LinkSpeed(bytes_per_s=speed)).all.summary()["ttft_s"]["mean"]

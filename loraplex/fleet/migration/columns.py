@@ -104,10 +104,11 @@ def columns_of(problem: MigrationProblem) -> Columns:
     may_go_NR[np.arange(len(requests)), source_N] = True
     load_KR = np.full((len(adapter_index), len(replicas)), costs.eta_s)
     for adapter, k in adapter_index.items():
-        load_s = problem.adapters[k].load_s
+        costs_of = problem.adapters[k]
         for r, replica in enumerate(replicas):
             if adapter not in replica.adapters:
-                load_KR[k, r] += load_s
+                load_KR[k, r] += costs_of.load_s
+                load_KR[k, r] += 0.0 if replica.replica in costs_of.on_host else costs_of.fetch_s
     columns = Columns(
         source_N=source_N,
         adapter_N=np.array([_index(adapter_index, each) for each in requests], np.int64),

@@ -38,7 +38,13 @@ class FleetMigrationView:
 
     @property
     def kv_share(self) -> FloatArray:
-        share: FloatArray = self._load.everything.kv_tokens / self._load.kv_capacity
+        """The tokens so far of all requests that have a first token. This looks at every request, once a
+        period; how much of their prompts the others have in the cache cannot be seen from outside."""
+        used = np.zeros(self._load.num_replicas)
+        for request_id, request, replica in self._load.running():
+            num_output = self._num_output(request_id)
+            used[replica] += 0 if num_output is None else request.prompt_tokens + num_output
+        share: FloatArray = used / self._load.kv_capacity
         return share
 
     @property
@@ -96,5 +102,8 @@ class FleetMigrationView:
     def adapter(self, adapter: int) -> MigrationAdapter:
         moves = self._view.moves
         return MigrationAdapter(
-            adapter=adapter, load_s=moves.from_host_s(adapter) + moves.from_elsewhere_s(adapter)
+            adapter=adapter,
+            load_s=moves.from_host_s(adapter),
+            fetch_s=moves.from_elsewhere_s(adapter),
+            on_host=frozenset(self._view.tiers.on_host(adapter)),
         )

@@ -88,12 +88,16 @@ class MigrationReplica:
 class MigrationAdapter:
     """An adapter that some request needs.
 
-    `load_s`: the seconds until it can be used on a replica that lacks it. `kv_tokens` (M^A): the KV tokens
-    whose memory its weights take; zero where adapters have memory of their own.
+    `load_s`: the seconds of a load to the device of a replica that lacks it, from the replica's own host
+    memory. `fetch_s`: the seconds until it is in the host memory of a replica that has it neither there
+    (`on_host`, the replicas that do) nor on its device. `kv_tokens` (M^A): the KV tokens whose memory its
+    weights take; zero where adapters have memory of their own.
     """
 
     adapter: int
     load_s: float
+    fetch_s: float = 0.0
+    on_host: frozenset[int] = frozenset()
     kv_tokens: int = 0
 
     def check(self) -> None:
@@ -101,6 +105,7 @@ class MigrationAdapter:
         _require(self.adapter >= 0, f"adapter {self.adapter} has a negative number")
         _require(self.kv_tokens >= 0, f"adapter {self.adapter} takes {self.kv_tokens} KV tokens")
         _require_seconds(self.load_s, f"the time to load adapter {self.adapter}")
+        _require_seconds(self.fetch_s, f"the time to fetch adapter {self.adapter}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
