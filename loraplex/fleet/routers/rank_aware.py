@@ -1,12 +1,12 @@
 """CaraServe's and Toppings' way (Algorithm 1): the replica whose requests a new one slows down least.
 
 A request makes every request of its replica slower: those that wait by its prompt, all by what a decode step
-takes longer with its rank in it. A replica where a decode step would then take longer than promised is chosen
-only if all others would break the promise too. Only replicas with KV memory for the request are looked at.
+takes longer with its rank in it. A replica where a decode step would then take longer than the SLO is chosen
+only if all others would break the SLO too. Only replicas with KV memory for the request are looked at.
 
 Points that the papers leave open: where no replica has memory for it, all are looked at, and the chosen one
 queues it; a replica without requests costs nothing, though zero times an infinite
-penalty is not a number; where all break the promise, the cheapest of them is taken; equal costs go to fewer
+penalty is not a number; where all break the SLO, the cheapest of them is taken; equal costs go to fewer
 requests, then in turn.
 """
 
