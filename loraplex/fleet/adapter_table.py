@@ -13,12 +13,13 @@ from loraplex.core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AdapterTable:
-    """What a fleet knows of its adapters 0 to A-1. Adapters are added at the end, so that a number stays."""
+    """The ranks and sizes of a fleet's adapters 0 to A-1. Adapters are added at the end, so that a number
+    stays."""
 
     ranks: IntArray
     """The largest rank of any module of the adapter."""
     num_bytes: IntArray
-    """What one copy takes in memory, on the host or on a device."""
+    """The bytes of one copy in memory, on the host or on a device."""
 
     def __post_init__(self) -> None:
         if self.ranks.shape != self.num_bytes.shape or self.ranks.ndim != 1:

@@ -19,7 +19,7 @@ from loraplex.fleet.answer_length import AnswerLength
 from loraplex.fleet.request import RoutedRequest
 from loraplex.perf.set_costs import RequestSets
 
-_NOWHERE: Final[Mapping[int, int]] = {}
+_NO_REPLICAS: Final[Mapping[int, int]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,18 +238,18 @@ class FleetLoad:
 
     def in_flight(self, adapter: int) -> Mapping[int, int]:
         """The number of this adapter's requests by replica, of those that have any."""
-        return self._all.by_adapter.get(adapter, _NOWHERE)
+        return self._all.by_adapter.get(adapter, _NO_REPLICAS)
 
     def waiting_on(self, adapter: int) -> Mapping[int, int]:
         """The same of this adapter's requests that have no token yet."""
-        return self._waiting.by_adapter.get(adapter, _NOWHERE)
+        return self._waiting.by_adapter.get(adapter, _NO_REPLICAS)
 
     def with_one_more(self, request: RoutedRequest, replicas: IntArray) -> tuple[RequestSets, RequestSets]:
         """Return `everything` and `waiting` of these replicas, each in two rows: as it is, and as it would be
         if the request were sent there. `replicas`: distinct and ascending."""
         adapter, rank, prompt_tokens, _ = request
-        is_everyone = len(replicas) == self.num_replicas
-        table = self._table if is_everyone else self._table[:, :, replicas]
+        is_all = len(replicas) == self.num_replicas
+        table = self._table if is_all else self._table[:, :, replicas]
         kv_tokens = prompt_tokens + self.output_left(request)
         more = np.zeros((len(table), 1, 2, 1))
         more[:, 0, 1, 0] = (1, rank, 0, prompt_tokens, kv_tokens, adapter is not None)
@@ -258,8 +258,8 @@ class FleetLoad:
         if adapter is not None:
             np.maximum(max_rank, float(rank), out=max_rank)
         for column, columns in zip(num_adapters, (self._all, self._waiting), strict=True):
-            has = columns.by_adapter.get(adapter, _NOWHERE) if adapter is not None else _NOWHERE
-            places = has if is_everyone else [n for n, each in enumerate(replicas) if each in has]
+            has = columns.by_adapter.get(adapter, _NO_REPLICAS) if adapter is not None else _NO_REPLICAS
+            places = has if is_all else [n for n, each in enumerate(replicas) if each in has]
             for place in places:  # few; it brings no other adapter to these
                 column[place] -= 1.0
         return RequestSets(*rows[:, 0]), RequestSets(*rows[:, 1])

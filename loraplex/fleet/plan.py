@@ -30,9 +30,9 @@ class Plan:
     """Which replicas serve each adapter, and which share of its requests each of them gets."""
 
     replicas: tuple[tuple[int, ...], ...]
-    """By adapter; at least one each, distinct and ascending."""
+    """The replicas of each adapter: at least one, distinct and ascending."""
     shares: tuple[tuple[float, ...], ...]
-    """By adapter, beside `replicas`; each above zero, and one in sum."""
+    """The shares of each adapter, beside `replicas`: each above zero, and one in sum."""
 
     @classmethod
     def with_equal_shares(cls, replicas: Sequence[Sequence[int]]) -> Plan:
@@ -77,7 +77,7 @@ class Plan:
         self.check_known(num_adapters, num_replicas)
 
     def check_known(self, num_adapters: int, num_replicas: int) -> None:
-        """Like `check`, for a plan that may be older than the last adapters."""
+        """Check a plan that may be older than the last adapters; otherwise like `check`."""
         if len(self.replicas) > num_adapters:
             raise UserError(
                 f"the plan names adapter {len(self.replicas) - 1}, but the fleet has {num_adapters} "

@@ -17,7 +17,7 @@ from loraplex.fleet.plan import Plan
 
 PERIOD_S: Final = 60.0
 _NUM_PERIODS: Final = 5
-"""Whose trend is continued."""
+"""The number of periods whose trend is continued."""
 
 
 class Replanner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Final
 
-_NOWHERE: Final[frozenset[int]] = frozenset()
+_NO_REPLICAS: Final[frozenset[int]] = frozenset()
 
 
 class AdapterTiers:
@@ -17,11 +17,11 @@ class AdapterTiers:
 
     def on_device(self, adapter: int) -> Set[int]:
         """The replicas that can compute with it at once, or are loading it."""
-        return self._device.get(adapter, _NOWHERE)
+        return self._device.get(adapter, _NO_REPLICAS)
 
     def on_host(self, adapter: int) -> Set[int]:
         """The replicas whose host memory holds it, or to which it is being copied."""
-        return self._host.get(adapter, _NOWHERE)
+        return self._host.get(adapter, _NO_REPLICAS)
 
     def adapters_on_device(self, replica: int) -> frozenset[int]:
         """All adapters that a replica can compute with; this looks at every adapter that is on any device."""

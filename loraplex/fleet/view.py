@@ -33,7 +33,7 @@ class FleetView:
     """The fleet as routers see it; only the fleet's controller changes it.
 
     `plan`: None while every replica may serve every adapter. `slo_s`: seconds per token that a request may
-    take, None if nobody has promised any. `costs`: what sets of requests cost on one replica.
+    take, None if there is no SLO. `costs`: what sets of requests cost on one replica.
     """
 
     load: FleetLoad
@@ -55,9 +55,9 @@ class FleetView:
             placed = placed[accepts[placed]]
             if len(placed):
                 return placed
-        return self.everyone()
+        return self.accepting()
 
-    def everyone(self) -> IntArray:
+    def accepting(self) -> IntArray:
         """Return all replicas that accept requests now, in ascending order."""
         found: IntArray = self.load.accepts.nonzero()[0]
         if not len(found):

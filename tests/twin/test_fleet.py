@@ -246,20 +246,6 @@ def test_lengths_of_answers_are_told_to_an_oracle_alone(tells_lengths: bool) -> 
     assert told == [each.output_tokens if tells_lengths else None for each in WORKLOAD]
 
 
-def test_an_oracle_has_adapters_where_they_will_be_asked_for() -> None:
-    """In each period two adapters are asked for that nobody asked for before."""
-    workload = [
-        replace(each, arrival_s=number / 20, adapter=min(number // 40 * 2 + number % 2, 8))
-        for number, each in enumerate(WORKLOAD[:160])
-    ]
-    plans = {
-        policy: run(policy, workload=workload, period_s=2.0, num_replicas=2, link=LINK)
-        for policy in ("auto", "oracle")
-    }
-    assert plans["oracle"].all.summary()["ttft_s"]["mean"] <= plans["auto"].all.summary()["ttft_s"]["mean"]
-    assert plans["oracle"].chosen != plans["auto"].chosen
-
-
 def test_an_oracle_knows_the_first_period_whenever_it_begins() -> None:
     """The first requests of a workload find their adapters placed, however its arrivals are counted."""
     uneven = [replace(each, adapter=each.adapter if n % 3 else 2) for n, each in enumerate(WORKLOAD)]

@@ -1,4 +1,4 @@
-"""What a migration is decided from: requests, replicas, adapters and what it costs to move them.
+"""The problem that a migration solves: requests, replicas, adapters and what it costs to move them.
 
 The notation of dLoRA (OSDI 2024, section 5.2) is named beside each field: L, M^R, M^A, M^G, M^H, gamma, eta.
 """

@@ -30,8 +30,8 @@ def within_host_memory(plan: Plan, problem: PlacementProblem) -> Plan:
         dict(zip(replicas, shares, strict=True))
         for replicas, shares in zip(plan.replicas, plan.shares, strict=True)
     ]
-    homeless = _take_off(weights, free_bytes, problem)
-    if _put_back(weights, homeless, free_bytes, problem):
+    without_copy = _take_off(weights, free_bytes, problem)
+    if _put_back(weights, without_copy, free_bytes, problem):
         return Plan.of_weights(weights)
     return Plan.of_homes(_packed_by_size(problem, problem.host_bytes))
 
@@ -43,7 +43,7 @@ def _take_off(weights: _Weights, free_bytes: IntArray, problem: PlacementProblem
     for adapter, by_replica in enumerate(weights):
         for replica in by_replica:
             held[replica].append(adapter)
-    homeless: list[int] = []
+    without_copy: list[int] = []
     for replica in np.flatnonzero(free_bytes < 0).tolist():
         order = [(len(weights[a]) == 1, demand[a] * weights[a][replica], a) for a in held[replica]]
         for _, _, adapter in sorted(order):
@@ -52,18 +52,18 @@ def _take_off(weights: _Weights, free_bytes: IntArray, problem: PlacementProblem
             del weights[adapter][replica]
             free_bytes[replica] += sizes[adapter]
             if not weights[adapter]:
-                homeless.append(adapter)
-    return homeless
+                without_copy.append(adapter)
+    return without_copy
 
 
 def _put_back(
-    weights: _Weights, homeless: list[int], free_bytes: IntArray, problem: PlacementProblem
+    weights: _Weights, without_copy: list[int], free_bytes: IntArray, problem: PlacementProblem
 ) -> bool:
     """Place each of these adapters where most memory is free, largest first. False: they do not all fit."""
     roomiest = [(-free, replica) for replica, free in enumerate(free_bytes.tolist())]
     heapify(roomiest)
     sizes = problem.adapters.num_bytes
-    for adapter in sorted(homeless, key=lambda a: (-sizes[a], a)):
+    for adapter in sorted(without_copy, key=lambda a: (-sizes[a], a)):
         negative_free, replica = roomiest[0]
         left_bytes = -negative_free - int(sizes[adapter])
         if left_bytes < 0:

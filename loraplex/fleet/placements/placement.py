@@ -1,4 +1,4 @@
-"""What a placement is asked, and the protocol that every policy follows."""
+"""The problem that a placement solves, and the protocol that every policy follows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PlacementProblem:
     adapters: AdapterTable
     num_replicas: int
     demand: FloatArray
-    """By adapter: tokens/s, prompt and output, that are expected in the next period."""
+    """The tokens/s of each adapter, prompt and output, that are expected in the next period."""
     host_bytes: int | None = None
-    """Memory for adapters on the host of each replica; None: unlimited."""
+    """The memory for adapters on the host of each replica; None if it is unlimited."""
     device_bytes: int | None = None
-    """Memory for adapters and KV cache on the device of each replica; None: unlimited."""
+    """The memory for adapters and KV cache on the device of each replica; None if it is unlimited."""
     previous: Plan | None = None
     """The plan of the period before. It may lack the adapters that were added since."""
     seed: int = 0

@@ -23,11 +23,11 @@ class RankBins:
     target: float
     padded: bool
     used: list[float] = field(init=False)
-    """By bin: its utilisation."""
+    """The utilisation of each bin."""
     max_ranks: list[int] = field(init=False)
-    """By bin: the largest rank in it, 0 if there is none."""
+    """The largest rank in each bin, 0 if it is empty."""
     tokens_per_s: list[dict[int, float]] = field(init=False)
-    """By adapter: the tokens/s that each bin has of it."""
+    """The tokens/s of each adapter that each bin has."""
 
     def __post_init__(self) -> None:
         self.used = [0.0] * self.num_bins

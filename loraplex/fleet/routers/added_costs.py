@@ -14,9 +14,12 @@ from loraplex.perf.set_costs import RequestSets
 
 
 class Added(NamedTuple):
-    """One value per candidate. `num_requests`: those that are there. `decode_s`: of a decode step with the
-    new one, `decode_more_s`: that much longer than without it. `queue_s`: to read the prompts that wait,
-    `prefill_s`: that much longer with the new one."""
+    """The costs of one more request, with one value per candidate.
+
+    `num_requests`: the requests that the candidate has already. `decode_s`: the seconds of a decode step with
+    the new one, `decode_more_s`: how much longer that is than without it. `queue_s`: the seconds to read the
+    prompts that wait, `prefill_s`: how much longer that takes with the new one.
+    """
 
     num_requests: npt.NDArray[Any]
     decode_s: FloatArray

@@ -27,7 +27,7 @@ from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
 from loraplex.perf.set_costs import SetCosts
 
-STAYS: Final = 0.25
+TOLERANCE: Final = 0.25
 """How much more than the cheapest replica one that has the adapter may cost."""
 HEADROOM: Final = 0.9
 """The share of the SLO that its decode step may take."""
@@ -36,18 +36,18 @@ _ZERO: Final = np.zeros(())
 
 
 class AutoRouter:
-    def __init__(self, stays: float = STAYS) -> None:
-        self._stays = stays
+    def __init__(self, tolerance: float = TOLERANCE) -> None:
+        self._tolerance = tolerance
         self._least_s: dict[int, FloatArray] = {}
         self._least_of: SetCosts | None = None
         self._turns = Turns()
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
-        candidates = view.with_room(request, view.everyone())
+        candidates = view.with_room(request, view.accepting())
         if len(candidates) == 1:
             return int(candidates[0])
         cost_s, decode_s = self._costs(request, view, candidates)
-        most_s = float(cost_s[cost_s.argmin()]) * (1 + self._stays)
+        most_s = float(cost_s[cost_s.argmin()]) * (1 + self._tolerance)
         longest_s = math.inf if view.slo_s is None else HEADROOM * view.slo_s
         for homes in _homes(request, view):
             # Homes are few: they are looked at one by one, and not all replicas for each kind of home.
