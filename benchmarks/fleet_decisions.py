@@ -15,7 +15,7 @@ from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.migration.fleet_view import FleetMigrationView
 from loraplex.fleet.migration.migrate import moves_for, problem_of
-from loraplex.fleet.migration.trigger import Entrants
+from loraplex.fleet.migration.trigger import UnevenReplicas
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.placements.token_rates import token_rates
 from loraplex.fleet.plan import Plan
@@ -119,15 +119,15 @@ def _migration_ms(num_replicas: int, num_requests: int, repeats: int) -> dict[st
             view.load.sent(number, _request(number, rng, 200), replica)
             view.load.first_token(number)
         half = num_replicas // 2
-        entrants = Entrants(overloaded=tuple(range(half)), underloaded=tuple(range(half, num_replicas)))
+        uneven = UnevenReplicas(overloaded=tuple(range(half)), underloaded=tuple(range(half, num_replicas)))
         seen = FleetMigrationView(view, lambda request_id: 10)
-        calls.append(partial(_migrate, entrants, seen))
+        calls.append(partial(_migrate, uneven, seen))
     calls[0]()  # the solver is imported by the first
     return _timed(calls, 1e3)
 
 
-def _migrate(entrants: Entrants, view: FleetMigrationView) -> None:
-    assert moves_for(problem_of(entrants, view)), "nothing moves off a replica that has everything"
+def _migrate(uneven: UnevenReplicas, view: FleetMigrationView) -> None:
+    assert moves_for(problem_of(uneven, view)), "nothing moves off a replica that has everything"
 
 
 def _timed(calls: Sequence[Callable[[], object]], unit: float) -> dict[str, float]:

@@ -8,7 +8,7 @@ from fleet_views import ELSEWHERE_S, HOST_S, fleet_of, request_of
 from loraplex.fleet.migration.columns import columns_of
 from loraplex.fleet.migration.fleet_view import FleetMigrationView
 from loraplex.fleet.migration.migrate import problem_of
-from loraplex.fleet.migration.trigger import Entrants
+from loraplex.fleet.migration.trigger import UnevenReplicas
 
 
 def test_the_kv_in_use_is_that_of_tokens_so_far() -> None:
@@ -38,6 +38,6 @@ def test_an_adapter_is_fetched_only_where_the_host_lacks_it() -> None:
     fleet.view.tiers.loaded(1, 0)
     fleet.view.tiers.staged(2, 0)
     view = FleetMigrationView(fleet.view, lambda request_id: 0)
-    problem = problem_of(Entrants(overloaded=(0,), underloaded=(1, 2, 3)), view)
+    problem = problem_of(UnevenReplicas(overloaded=(0,), underloaded=(1, 2, 3)), view)
     load_s = columns_of(problem).load_KR[0] - problem.costs.eta_s
     assert load_s.tolist() == pytest.approx([0.0, 0.0, HOST_S, HOST_S + ELSEWHERE_S])

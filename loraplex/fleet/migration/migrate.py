@@ -19,7 +19,7 @@ from loraplex.fleet.migration.problem import (
     Move,
 )
 from loraplex.fleet.migration.relaxed import solve_relaxed
-from loraplex.fleet.migration.trigger import NUM_PAIRS, PERIOD_S, Column, Entrants, entrants_of
+from loraplex.fleet.migration.trigger import NUM_PAIRS, PERIOD_S, Column, UnevenReplicas, entrants_of
 
 
 class MigrationView(Protocol):
@@ -78,19 +78,19 @@ class Migrator:
         if now_s < self._due_s:
             return []
         self.begin(now_s)
-        entrants = entrants_of(
+        uneven = entrants_of(
             kv_share=view.kv_share,
             num_requests=view.num_requests,
             accepts=view.accepts,
             num_pairs=self._num_pairs,
         )
-        return [] if entrants is None else moves_for(problem_of(entrants, view))
+        return [] if uneven is None else moves_for(problem_of(uneven, view))
 
 
-def problem_of(entrants: Entrants, view: MigrationView) -> MigrationProblem:
+def problem_of(uneven: UnevenReplicas, view: MigrationView) -> MigrationProblem:
     """Return the problem of the replicas that enter: requests go from overloaded to underloaded ones."""
-    replicas = [replace(view.replica(each), gives=True, receives=False) for each in entrants.overloaded]
-    replicas += [replace(view.replica(each), gives=False, receives=True) for each in entrants.underloaded]
+    replicas = [replace(view.replica(each), gives=True, receives=False) for each in uneven.overloaded]
+    replicas += [replace(view.replica(each), gives=False, receives=True) for each in uneven.underloaded]
     requests = [request for each in replicas for request in view.requests_on(each.replica)]
     adapters = sorted({request.adapter for request in requests if request.adapter is not None})
     return MigrationProblem(

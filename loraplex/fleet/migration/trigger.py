@@ -28,7 +28,7 @@ Column = Sequence[float] | FloatArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entrants:
+class UnevenReplicas:
     """The replicas that enter a migration: the most overloaded first, the least loaded first."""
 
     overloaded: tuple[int, ...]
@@ -41,7 +41,7 @@ def entrants_of(
     num_requests: Column,
     accepts: Sequence[bool] | BoolArray | None = None,
     num_pairs: int = NUM_PAIRS,
-) -> Entrants | None:
+) -> UnevenReplicas | None:
     """Return which replicas enter, or None if the load is even enough. Columns have one value per replica.
 
     `accepts`: False for replicas that must not be sent requests; None if there are none of these.
@@ -64,11 +64,11 @@ def entrants_of(
 
 def _matched(
     load: FloatArray, overloaded: BoolArray, underloaded: BoolArray, num_pairs: int
-) -> Entrants | None:
+) -> UnevenReplicas | None:
     if not overloaded.any() or not underloaded.any():
         return None
     most, least = np.argsort(-load, kind="stable"), np.argsort(load, kind="stable")
-    return Entrants(
+    return UnevenReplicas(
         overloaded=tuple(most[overloaded[most]][:num_pairs].tolist()),
         underloaded=tuple(least[underloaded[least]][:num_pairs].tolist()),
     )

@@ -12,7 +12,7 @@ from migration_problems import costs, replicas, request
 from loraplex.fleet.migration.columns import columns_of
 from loraplex.fleet.migration.migrate import Migrator, moves_for, problem_of
 from loraplex.fleet.migration.problem import MigrationAdapter, MigrationReplica, MigrationRequest, Move
-from loraplex.fleet.migration.trigger import Entrants
+from loraplex.fleet.migration.trigger import UnevenReplicas
 
 
 class HandMadeFleet:
@@ -87,7 +87,7 @@ def test_a_period_passes_between_two_looks() -> None:
 def test_a_move_names_the_fleets_own_numbers() -> None:
     requests = [request(f"long-{each}", 2, seconds=5.0) for each in range(2)]
     fleet = HandMadeFleet(requests, replicas(5))
-    problem = problem_of(Entrants(overloaded=(2,), underloaded=(4,)), fleet)
+    problem = problem_of(UnevenReplicas(overloaded=(2,), underloaded=(4,)), fleet)
     [move] = moves_for(problem)
     assert move in {Move("long-0", 2, 4), Move("long-1", 2, 4)}
 
@@ -127,7 +127,7 @@ def test_moves_join_replicas_that_entered_and_shorten_the_makespan(
     assert givers | takers <= fleet.asked
     assert not givers & takers
     assert len({move.request_id for move in moves}) == len(moves)
-    entered = Entrants(overloaded=tuple(givers), underloaded=tuple(takers))
+    entered = UnevenReplicas(overloaded=tuple(givers), underloaded=tuple(takers))
     problem = problem_of(entered, fleet)
     columns = columns_of(problem)
     target = {move.request_id: move.target for move in moves}

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.core.errors import UserError
-from loraplex.fleet.migration.trigger import Entrants, entrants_of
+from loraplex.fleet.migration.trigger import UnevenReplicas, entrants_of
 
 
 @pytest.mark.parametrize(
-    ("kv_share", "num_requests", "entrants"),
+    ("kv_share", "num_requests", "uneven"),
     [
         ([0.95, 0.5, 0.2], [5, 5, 5], ([0], [2])),
         ([0.9, 0.89, 0.89], [5, 5, 5], ([0], [1])),
@@ -26,15 +26,15 @@ from loraplex.fleet.migration.trigger import Entrants, entrants_of
     ],
 )
 def test_the_artifacts_thresholds_pair_the_most_with_the_least_loaded(
-    kv_share: list[float], num_requests: list[int], entrants: tuple[list[int], list[int]] | None
+    kv_share: list[float], num_requests: list[int], uneven: tuple[list[int], list[int]] | None
 ) -> None:
     found = entrants_of(kv_share=kv_share, num_requests=num_requests)
-    assert (found and (list(found.overloaded), list(found.underloaded))) == entrants
+    assert (found and (list(found.overloaded), list(found.underloaded))) == uneven
 
 
 def test_several_pairs_enter_the_most_extreme_first() -> None:
     found = entrants_of(kv_share=[0.92, 0.3, 0.95, 0.99, 0.1, 0.2], num_requests=[0] * 6, num_pairs=2)
-    assert found == Entrants(overloaded=(3, 2), underloaded=(4, 5))
+    assert found == UnevenReplicas(overloaded=(3, 2), underloaded=(4, 5))
 
 
 @given(
