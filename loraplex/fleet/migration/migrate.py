@@ -19,7 +19,7 @@ from loraplex.fleet.migration.problem import (
     Move,
 )
 from loraplex.fleet.migration.relaxed import solve_relaxed
-from loraplex.fleet.migration.trigger import NUM_PAIRS, PERIOD_S, Column, UnevenReplicas, entrants_of
+from loraplex.fleet.migration.trigger import NUM_PAIRS, PERIOD_S, Column, UnevenReplicas, uneven_replicas
 
 
 class MigrationView(Protocol):
@@ -78,7 +78,7 @@ class Migrator:
         if now_s < self._due_s:
             return []
         self.begin(now_s)
-        uneven = entrants_of(
+        uneven = uneven_replicas(
             kv_share=view.kv_share,
             num_requests=view.num_requests,
             accepts=view.accepts,

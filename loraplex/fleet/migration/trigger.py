@@ -35,7 +35,7 @@ class UnevenReplicas:
     underloaded: tuple[int, ...]
 
 
-def entrants_of(
+def uneven_replicas(
     *,
     kv_share: Column,
     num_requests: Column,

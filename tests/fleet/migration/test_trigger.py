@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.core.errors import UserError
-from loraplex.fleet.migration.trigger import UnevenReplicas, entrants_of
+from loraplex.fleet.migration.trigger import UnevenReplicas, uneven_replicas
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ from loraplex.fleet.migration.trigger import UnevenReplicas, entrants_of
 def test_the_artifacts_thresholds_pair_the_most_with_the_least_loaded(
     kv_share: list[float], num_requests: list[int], uneven: tuple[list[int], list[int]] | None
 ) -> None:
-    found = entrants_of(kv_share=kv_share, num_requests=num_requests)
+    found = uneven_replicas(kv_share=kv_share, num_requests=num_requests)
     assert (found and (list(found.overloaded), list(found.underloaded))) == uneven
 
 
 def test_several_pairs_enter_the_most_extreme_first() -> None:
-    found = entrants_of(kv_share=[0.92, 0.3, 0.95, 0.99, 0.1, 0.2], num_requests=[0] * 6, num_pairs=2)
+    found = uneven_replicas(kv_share=[0.92, 0.3, 0.95, 0.99, 0.1, 0.2], num_requests=[0] * 6, num_pairs=2)
     assert found == UnevenReplicas(overloaded=(3, 2), underloaded=(4, 5))
 
 
@@ -47,7 +47,7 @@ def test_no_replica_enters_on_both_sides_and_looking_changes_nothing(
     shares = np.array([share for share, _ in load])
     requests = np.array([number for _, number in load], np.int64)
     before = shares.copy(), requests.copy()
-    found = entrants_of(kv_share=shares, num_requests=requests, num_pairs=num_pairs)
+    found = uneven_replicas(kv_share=shares, num_requests=requests, num_pairs=num_pairs)
     assert (shares == before[0]).all()
     assert (requests == before[1]).all()
     if found is not None:
@@ -59,7 +59,7 @@ def test_no_replica_enters_on_both_sides_and_looking_changes_nothing(
 @given(st.integers(1, 12), st.floats(0, 1), st.integers(0, 1000))
 def test_equal_replicas_never_enter(num_replicas: int, share: float, requests: int) -> None:
     load = {"kv_share": [share] * num_replicas, "num_requests": [requests] * num_replicas}
-    assert entrants_of(**load) is None
+    assert uneven_replicas(**load) is None
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_loads_without_sense_are_refused(
     kv_share: list[float], num_requests: list[int], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        entrants_of(kv_share=kv_share, num_requests=num_requests)
+        uneven_replicas(kv_share=kv_share, num_requests=num_requests)
 
 
 def test_a_replica_that_accepts_nothing_is_not_sent_requests() -> None:
     accepts = [True, False, True]
-    found = entrants_of(kv_share=[0.95, 0.0, 0.5], num_requests=[9, 0, 5], accepts=accepts)
+    found = uneven_replicas(kv_share=[0.95, 0.0, 0.5], num_requests=[9, 0, 5], accepts=accepts)
     assert found is not None
     assert found.underloaded == (2,)
-    found = entrants_of(kv_share=[0.5, 0.0, 0.1], num_requests=[90, 0, 5], accepts=accepts)
+    found = uneven_replicas(kv_share=[0.5, 0.0, 0.1], num_requests=[90, 0, 5], accepts=accepts)
     assert found is not None
     assert found.underloaded == (2,)
