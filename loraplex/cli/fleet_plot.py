@@ -74,8 +74,7 @@ def draw_capacities(found: Mapping[str, Capacity], *, attainment: float, title: 
     for name, each in found.items():
         rates = [rate for rate, _ in each.tried]
         shares = [100 * share for _, share in each.tried]
-        known = f"{each.rps:,.1f}/s" if math.isfinite(each.rps) else "no limit found"
-        axes.plot(rates, shares, "o-", markersize=3, label=f"{name}, {known}")
+        axes.plot(rates, shares, "o-", markersize=3, label=f"{name}, {_rate(each.rps)}")
     axes.axhline(100 * attainment, color="0.4", linestyle="--", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlabel("requests per second")
@@ -85,6 +84,12 @@ def draw_capacities(found: Mapping[str, Capacity], *, attainment: float, title: 
     axes.legend(loc="lower left", frameon=False, fontsize=8)
     axes.set_title(title, fontsize=11)
     return figure
+
+
+def _rate(rps: float | None) -> str:
+    if rps is None:
+        return "at no rate"
+    return f"{rps:,.1f}/s" if math.isfinite(rps) else "no limit found"
 
 
 def _draw_bars(axes: Axes, values: Sequence[int], label: str) -> None:
