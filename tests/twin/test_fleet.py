@@ -484,6 +484,13 @@ def test_routers_see_the_time_per_token_of_the_slo_only() -> None:
     assert times_with(Slo(tpt_s=0.0045)) != times_with(NO_SLO)
 
 
+def test_routers_keep_steps_within_the_strictest_limit_on_tokens() -> None:
+    assert Slo(tpt_s=0.03, tpot_s=0.01).token_s == 0.01
+    assert Slo(tpt_s=0.01, tpot_s=0.03).token_s == 0.01
+    assert Slo(tpot_s=0.03, ttft_s=0.001).token_s == 0.03
+    assert Slo(ttft_s=0.001).token_s is None
+
+
 def test_padded_kernels_make_a_mixed_fleet_slower() -> None:
     options = FleetOptions(num_replicas=2, replay=OPTIONS, slo=Slo(tpt_s=0.01))
     plain, padded = (
