@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.collections import QuadMesh
 from twins import imagined_machine, random_workload
 
+from loraplex.cli.fleet_plot import draw_outcome
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
@@ -473,6 +475,26 @@ def test_figures_of_a_run() -> None:
     sizes = [rank << 20 for rank in (8, 16, 64)]
     assert found.bytes_moved >= 3 * sum(sizes), "every adapter came to some host"
     assert found.busiest_over_mean >= 1.0
+
+
+def test_requests_over_time_are_those_of_each_replica() -> None:
+    outcome = run("first-fit")
+    parts, whole = outcome.timelines(num_intervals=20), outcome.all.timeline(num_intervals=20)
+    for name in ("running", "waiting"):
+        by_replica = np.array([getattr(part, name) for part in parts])
+        np.testing.assert_allclose(by_replica.sum(axis=0), getattr(whole, name), atol=1e-4)
+    for part, figures in zip(parts, outcome.replicas, strict=True):
+        present = np.mean(part.running) + np.mean(part.waiting)
+        assert present == pytest.approx(figures.mean_running + figures.mean_waiting, rel=1e-3)
+
+
+def test_a_picture_of_a_run_has_each_replica_over_time() -> None:
+    outcome = run("first-fit")
+    figure = draw_outcome(outcome, title="first-fit")
+    heat = next(each for axes in figure.axes for each in axes.collections if isinstance(each, QuadMesh))
+    parts = outcome.timelines(num_intervals=100)
+    expected = [np.add(part.running, part.waiting) for part in parts]
+    np.testing.assert_allclose(heat.get_array(), expected)
 
 
 def test_routers_see_the_time_per_token_of_the_slo_only() -> None:
