@@ -39,7 +39,7 @@ from loraplex.core.words import plural
 if TYPE_CHECKING:
     from loraplex.fleet.policy import Policy
     from loraplex.twin.fleet import FleetOutcome
-    from loraplex.twin.fleet_compare import FleetInputs
+    from loraplex.twin.fleet_compare import Capacity, FleetInputs
     from loraplex.twin.fleet_figures import PolicyFigures
 
 app = App(help="Many replicas behind a router: what a policy would do, simulated.", no_args_is_help=True)
@@ -221,9 +221,10 @@ def capacity(
         found = capacities(inputs, named, attainment, progress)
     typer.echo(f"{attainment:.1%} of requests {inputs.options.slo.in_words()}")
     for name, each in found.items():
-        typer.echo(f"{name:32} {_rate(each.rps)}")
+        typer.echo(f"{name:32} {_rate(each)}")
     if json_out is not None:
-        rates = {name: each.rps if math.isfinite(each.rps) else None for name, each in found.items()}
+        rates = {name: each.rps if _is_known(each) else None for name, each in found.items()}
+        reasons = {name: _rate(each) for name, each in found.items() if not _is_known(each)}
         tried = {name: each.tried for name, each in found.items()}
         write_json(
             json_out,
@@ -231,6 +232,7 @@ def capacity(
                 **_limits(inputs),
                 "attainment": attainment,
                 "capacity_rps": rates,
+                "reasons": reasons,
                 "tried": tried,
             },
         )
@@ -375,8 +377,17 @@ def _cell(value: float | None, factor: float, unit: str = "", digits: int = 2) -
     return "-" if value is None else f"{value * factor:,.{digits}f}{unit}"
 
 
-def _rate(rps: float) -> str:
-    return f"{rps:10,.2f} requests/s" if math.isfinite(rps) else "holds at every rate that was tried"
+def _is_known(capacity: Capacity) -> bool:
+    return capacity.rps is not None and math.isfinite(capacity.rps)
+
+
+def _rate(capacity: Capacity) -> str:
+    """Return the capacity as its line has it, or in words why there is none."""
+    if capacity.rps is None:
+        return f"at no rate, however low; the most was {capacity.best_attainment:.1%}"
+    if not math.isfinite(capacity.rps):
+        return "holds at every rate that was tried"
+    return f"{capacity.rps:10,.2f} requests/s"
 
 
 def _write_plot(figure: Any, path: Path) -> None:

@@ -19,7 +19,7 @@ from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.pool import Drop
 from loraplex.twin.engine_twin import AdapterEvent, Adapters, Engines, EngineTwin, T
 from loraplex.twin.links import Links
-from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome
+from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome, Timeline
 from loraplex.workload.jsonl import WorkloadRequest
 
 _TURN_S: Final = 5e-3
@@ -101,6 +101,14 @@ class FleetOutcome:
     bytes_moved: int | None
     most_bytes_held: int | None
     num_moves: int
+
+    def timelines(self, num_intervals: int) -> list[Timeline]:
+        """Return the requests of each replica that run and that wait, over the same intervals. A request that
+        moved counts with the replica where it ended for all of its time."""
+        requests: list[list[RequestOutcome]] = [[] for _ in self.replicas]
+        for chosen, request in zip(self.chosen, self.all.requests, strict=True):
+            requests[chosen].append(request)
+        return [replace(self.all, requests=part).timeline(num_intervals) for part in requests]
 
 
 class SimulatedFleet:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -50,10 +49,16 @@ class PolicyRun(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """`rps`: the highest rate at which the SLO holds. `tried`: rates and the attainment there, ascending."""
+    """The rates that a policy sustains. `rps`: the highest rate at which the SLO holds; infinite if it holds
+    at every rate that was tried, None if it holds at none. `tried`: rates and the attainment there,
+    ascending."""
 
-    rps: float
+    rps: float | None
     tried: list[tuple[float, float]]
+
+    @property
+    def best_attainment(self) -> float:
+        return max(share for _, share in self.tried)
 
 
 def with_points(inputs: FleetInputs, policies: Iterable[Policy], progress: Report) -> FleetInputs:
@@ -88,7 +93,8 @@ def compare_policies(
 def capacities(
     inputs: FleetInputs, policies: Sequence[Policy], attainment: float, progress: Report
 ) -> dict[str, Capacity]:
-    """Return the highest rate of each policy at which so many requests attain the SLO."""
+    """Return the highest rate of each policy at which so many requests attain the SLO. Raises UserError if
+    there is no such rate for any of them."""
     inputs = with_points(inputs, policies, progress)
     found: dict[str, Capacity] = {}
     with _workers(inputs, len(policies)) as pool:
@@ -96,7 +102,19 @@ def capacities(
         for number, task in enumerate(as_completed(tasks), start=1):
             found[tasks[task].name] = task.result()
             progress(tasks[task].name, number / len(tasks))
+    if all(each.rps is None for each in found.values()):
+        raise _no_rate_holds(found, inputs.options.slo, attainment)
     return {policy.name: found[policy.name] for policy in policies}
+
+
+def _no_rate_holds(found: Mapping[str, Capacity], slo: Slo, attainment: float) -> UserError:
+    best = max(each.best_attainment for each in found.values())
+    limits = (("--slo-tpt", slo.tpt_s), ("--slo-tpot", slo.tpot_s), ("--slo-ttft", slo.ttft_s))
+    given = [option for option, limit_s in limits if limit_s is not None]
+    return UserError(
+        f"{', '.join(found)}: at no rate, however low, are {attainment:.1%} of requests {slo.in_words()}; "
+        f"the most was {best:.1%}; relax {' or '.join([*given, '--attainment'])}"
+    )
 
 
 # ---- in the workers
@@ -154,12 +172,4 @@ def _capacity(policy: Policy, attainment: float) -> Capacity:
         return tried[factor * rate] >= attainment
 
     highest = highest_rate(holds, 1.0)
-    if highest is None:
-        best = max(tried.values())
-        limits = (("--slo-tpt", slo.tpt_s), ("--slo-tpot", slo.tpot_s), ("--slo-ttft", slo.ttft_s))
-        given = [option for option, limit_s in limits if limit_s is not None]
-        raise UserError(
-            f"{policy.name}: at no rate, however low, are {attainment:.1%} of requests {slo.in_words()}; "
-            f"the most was {best:.1%}; relax {' or '.join([*given, '--attainment'])}"
-        )
-    return Capacity(highest * rate if highest < math.inf else math.inf, sorted(tried.items()))
+    return Capacity(None if highest is None else highest * rate, sorted(tried.items()))

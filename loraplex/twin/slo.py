@@ -31,8 +31,8 @@ class Slo:
 
     @property
     def token_s(self) -> float | None:
-        """The seconds that a token may take, by whichever limit says it: what a router keeps steps within."""
-        return self.tpot_s if self.tpt_s is None else self.tpt_s
+        """The seconds that a token may take by every limit on tokens: what a router keeps steps within."""
+        return min((limit_s for limit_s in (self.tpt_s, self.tpot_s) if limit_s is not None), default=None)
 
     def is_attained(self, request: RequestTimes) -> bool:
         return (

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.collections import QuadMesh
 from twins import imagined_machine, random_workload
 
+from loraplex.cli.fleet_plot import draw_outcome
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
@@ -472,6 +474,26 @@ def test_figures_of_a_run() -> None:
     assert found.busiest_over_mean >= 1.0
 
 
+def test_requests_over_time_are_those_of_each_replica() -> None:
+    outcome = run("first-fit")
+    parts, whole = outcome.timelines(num_intervals=20), outcome.all.timeline(num_intervals=20)
+    for name in ("running", "waiting"):
+        by_replica = np.array([getattr(part, name) for part in parts])
+        np.testing.assert_allclose(by_replica.sum(axis=0), getattr(whole, name), atol=1e-4)
+    for part, figures in zip(parts, outcome.replicas, strict=True):
+        present = np.mean(part.running) + np.mean(part.waiting)
+        assert present == pytest.approx(figures.mean_running + figures.mean_waiting, rel=1e-3)
+
+
+def test_a_picture_of_a_run_has_each_replica_over_time() -> None:
+    outcome = run("first-fit")
+    figure = draw_outcome(outcome, title="first-fit")
+    heat = next(each for axes in figure.axes for each in axes.collections if isinstance(each, QuadMesh))
+    parts = outcome.timelines(num_intervals=100)
+    expected = [np.add(part.running, part.waiting) for part in parts]
+    np.testing.assert_allclose(heat.get_array(), expected)
+
+
 def test_routers_see_the_time_per_token_of_the_slo_only() -> None:
     def times_with(slo: Slo) -> list[float | None]:
         runs = FleetRuns(imagined_machine(), WORKLOAD, FleetOptions(num_replicas=3, replay=OPTIONS, slo=slo))
@@ -479,6 +501,13 @@ def test_routers_see_the_time_per_token_of_the_slo_only() -> None:
 
     assert times_with(Slo(ttft_s=0.001)) == times_with(NO_SLO)
     assert times_with(Slo(tpt_s=0.0045)) != times_with(NO_SLO)
+
+
+def test_routers_keep_steps_within_the_strictest_limit_on_tokens() -> None:
+    assert Slo(tpt_s=0.03, tpot_s=0.01).token_s == 0.01
+    assert Slo(tpt_s=0.01, tpot_s=0.03).token_s == 0.01
+    assert Slo(tpot_s=0.03, ttft_s=0.001).token_s == 0.03
+    assert Slo(ttft_s=0.001).token_s is None
 
 
 def test_padded_kernels_make_a_mixed_fleet_slower() -> None:

@@ -17,7 +17,7 @@ from loraplex.cli.main import app
 from loraplex.core.errors import UserError
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
-from loraplex.workload.jsonl import read_workload, write_workload
+from loraplex.workload.jsonl import WorkloadRequest, read_workload, write_workload
 
 FIGURES = {
     "attainment", "ttft_p95_s", "tpt_mean_s", "adapter_loads", "busiest_over_mean", "bytes_moved",
@@ -215,6 +215,31 @@ def test_an_slo_that_no_rate_can_hold_is_refused(
     assert isinstance(result.exception, UserError), result.output
     assert "at no rate, however low, are 99.0% of requests within 0.1 ms per token" in str(result.exception)
     assert str(result.exception).endswith("; relax --slo-tpt or --attainment")
+
+
+def test_a_policy_that_no_rate_suits_leaves_the_others_their_capacity(profile: Path, tmp_path: Path) -> None:
+    out, plot, path = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "pairs.jsonl"
+    pairs = [  # both at the same time, at every rate: only apart do they start soon enough
+        WorkloadRequest(arrival_s=float(arrival_s), prompt_tokens=100, output_tokens=1, adapter=adapter)
+        for arrival_s in range(20)
+        for adapter in (0, 1)
+    ]
+    write_workload(path, pairs)
+    args = (
+        "--replicas", "2", "--policies", "first-fit,round-robin", "--attainment", "1", "--slo-ttft", "60ms",
+        "--json", str(out), "--plot", str(plot),
+    )  # fmt: skip
+    result = fleet("capacity", profile, path, *args)
+    assert result.exit_code == 0, result.output
+    found = written(out)
+    assert found["capacity_rps"]["round-robin+everywhere"] > 1
+    assert found["capacity_rps"]["first-fit+everywhere"] is None
+    best = max(attained for _, attained in found["tried"]["first-fit+everywhere"])
+    reason = f"at no rate, however low; the most was {best:.1%}"
+    assert found["reasons"] == {"first-fit+everywhere": reason}
+    lines = [line.split(maxsplit=1) for line in result.output.splitlines()]
+    assert ["first-fit+everywhere", reason] in lines
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
