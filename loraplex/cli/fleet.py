@@ -348,7 +348,7 @@ def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetIn
     if outcome.most_bytes_held is not None and outcome.bytes_moved is not None:
         typer.echo(
             f"adapters: {outcome.bytes_moved / 1e9:,.1f} GB fetched, {outcome.most_bytes_held / 1e9:,.1f} GB "
-            "in the host memory that holds most"
+            "on the host that held most"
         )
     if summary["starved"]:
         waiting = [each.mean_waiting for each in outcome.replicas]

@@ -57,7 +57,7 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures
 
 _DEFAULT_RANKS = (16,)
 _MOST_ADAPTERS = 1_000_000
-"""That a workload has unless somebody says so: each is known to the scheduler, used or not."""
+"""The most adapters that a workload has unless --adapters says so: the scheduler knows each, used or not."""
 _POOR_ERROR = 0.15
 
 

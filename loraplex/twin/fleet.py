@@ -90,10 +90,10 @@ class ReplicaFigures:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetOutcome:
     """The outcome of all requests, in the order of their arrival, and each replica's share. `chosen`: the
-    replica of each request. `bytes_moved`: of adapters that came to a replica's host memory meanwhile;
-    None if their sizes are not known. `most_bytes_held`: of adapters that one replica's host memory held or
-    was fetching at any time; None if they are not shared. `num_moves`: of requests, which count with the
-    replica where they ended."""
+    replica of each request. `bytes_moved`: the bytes of adapters that came to a replica's host memory
+    meanwhile; None if their sizes are not known. `most_bytes_held`: the most bytes of adapters that one
+    host held or was fetching at any time; None if adapters are not shared. `num_moves`: how often requests
+    moved; each counts with the replica where it ended."""
 
     all: Outcome
     chosen: Sequence[int]

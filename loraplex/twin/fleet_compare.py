@@ -41,7 +41,7 @@ class FleetInputs:
 
 
 class PolicyRun(NamedTuple):
-    """One simulated run. `ttft_s`, `tpt_s`: of the requests that were served, at 101 even quantiles."""
+    """One simulated run. `ttft_s`, `tpt_s`: 101 even quantiles over the requests that were served."""
 
     figures: PolicyFigures
     ttft_s: list[float]

@@ -49,9 +49,9 @@ _SHUFFLE_S: Final = 10.0
 class FleetOptions:
     """The fleet that is simulated under any policy. `slo`: how long requests may take, of which routers see
     the time per token. `points`: tokens/s that a replica sustains, by rank; None to find them when a
-    placement asks. `link`: over which replicas fetch adapters from each other's host memory; None if each
-    reads them from its disk. `adapter_bytes`: of each adapter, for engines with slots, whose profile does not
-    say it."""
+    placement asks. `link`: the network over which replicas fetch adapters from each other's host memory; None
+    if each reads them from its disk. `adapter_bytes`: the size of each adapter, for engines with slots, whose
+    profile does not say it."""
 
     num_replicas: int
     replay: ReplayOptions
@@ -198,8 +198,8 @@ def at_rate(workload: Sequence[WorkloadRequest], factor: float) -> list[Workload
 
 
 class BaseTimes(NamedTuple):
-    """Means of requests that the base model serves one at a time: seconds per token, from arrival to the last
-    token; and per token after the first."""
+    """Mean times of requests that the base model serves one at a time. `tpt_s`: seconds per token, from
+    arrival to the last token. `tpot_s`: seconds per token after the first."""
 
     tpt_s: float
     tpot_s: float

@@ -33,12 +33,18 @@ _MAX_RUNNING: Final = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """`ranks`: of the adapters, one after the other, over and over. `num_slots`, `slot_rank`: of an engine
-    that has slots, how many and of which rank; None for as many as there are adapters, and for the largest of
-    their ranks. For our own engine: `adapter_bytes`, of each adapter, or
-    `rank_bytes`, of each by its rank; None of both for what adapters on `modules` take by the profile.
-    `work`, in a step at most, None for the profile's. `cold_start`, None for what an engine does on the
-    profile's device. `staged`: adapters are in the host's memory when time begins."""
+    """How a workload is simulated on one engine.
+
+    `ranks`: the adapters' ranks, one after the other, over and over. `until_s`: when the simulation ends.
+    `staged`: adapters are in the host's memory when time begins.
+
+    For an engine with slots, `num_slots` and `slot_rank` say how many it has and of which rank; None for as
+    many as there are adapters, and for the largest of their ranks.
+
+    For our own engine, `adapter_bytes` is the size of each adapter, or `rank_bytes` its size per unit of
+    rank; without both it is what adapters on `modules` take by the profile. `work`: the most that a step
+    does; None for the profile's. `cold_start`: None for what an engine does on the profile's device.
+    """
 
     num_adapters: int
     ranks: tuple[int, ...] = (16,)
@@ -112,7 +118,7 @@ def from_first_arrival(workload: Sequence[WorkloadRequest]) -> list[WorkloadRequ
 
 
 def longest_of(workload: Iterable[WorkloadRequest]) -> int:
-    """Tokens of the longest request."""
+    """Return the tokens of the longest request."""
     return max((each.prompt_tokens + each.output_tokens for each in workload), default=1)
 
 
