@@ -21,11 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -49,6 +48,7 @@ from loraplex.twin.links import LinkSpeed
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.replay import ReplayOptions
 from loraplex.twin.slo import Slo
+from loraplex.twin.worker_pool import worker_pool
 from loraplex.workload.jsonl import WorkloadRequest
 from loraplex.workload.papers import paper_workload
 
@@ -166,8 +166,7 @@ def make_section(name: str, section: dict[str, Any], size: Size, save: Callable[
     """Perform the runs that the section lacks, on all cores; each is saved when it ends."""
     found: dict[str, Any] = section.setdefault("runs", {})
     size = replace(size, found=found)
-    workers = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with worker_pool(len(os.sched_getaffinity(0))) as pool:
         for runs in RUNS[name](size):
             tasks = {pool.submit(perform, run): run for run in runs if run.key not in found}
             for number, task in enumerate(as_completed(tasks), start=1):

@@ -27,6 +27,7 @@ _BESIDE_ENGINE: Final = ("loraplex/adapters", _ENGINE_COSTS, "loraplex/schedulin
 _ENGINE: Final = (*_STEP, *_BESIDE_ENGINE, "loraplex/engine")
 _TOKEN_ENGINE: Final = "loraplex/engine without text"
 _UNASSISTED_ENGINE: Final = "loraplex/engine without text and CPU workers"
+_FLEET_TWIN: Final = "loraplex/twin without recorded runs and commands"
 _TEXT_MODULES: Final = (
     *("detokenizer.py", "prompt_encoder.py", "prompt_offsets.py"),
     *("stop_strings.py", "text_engine.py", "tokenizer.py"),
@@ -40,6 +41,14 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         "loraplex/perf",
         ("named_profiles.py", "profile_figures.py", "serving_costs.py", "set_costs.py", "slot_profile.py"),
     ),
+    # A simulated fleet neither reads recorded runs nor looks at what commands do with its outcome.
+    _FLEET_TWIN: (
+        "loraplex/twin",
+        (
+            *("calibrate.py", "compare.py", "first_guess.py", "fleet_compare.py", "predict_run.py"),
+            *("recorded_runs.py", "run_workload.py", "scores.py", "validate.py", "worker_pool.py"),
+        ),
+    ),
     # Only the section `cold` starts CPU workers.
     _UNASSISTED_ENGINE: ("loraplex/engine", (*_TEXT_MODULES, "assist")),
 }
@@ -52,7 +61,9 @@ _COMMAND: Final = tuple(f"loraplex/cli/{name}.py" for name in ("main", "serve", 
 _SERVER: Final = (*_ENGINE, "loraplex/server", *_COMMAND)
 _HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py")
 """How the servers of the HTTP comparison are started and loaded: all that we decide of vLLM's figures."""
-_TWIN: Final = ("loraplex/scheduling", "loraplex/adapters", "loraplex/perf", "loraplex/twin")
+_BESIDE_TWIN: Final = ("loraplex/scheduling", "loraplex/adapters", "loraplex/perf")
+_TWIN: Final = (*_BESIDE_TWIN, "loraplex/twin")
+_SIMULATED_FLEET: Final = (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/fleet", "loraplex/workload")
 
 
 def _engine_checks(*names: str, engine: str = _UNASSISTED_ENGINE) -> tuple[str, ...]:
@@ -98,7 +109,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     "fleet.json": {
         "decisions": ("loraplex/fleet", "loraplex/perf/set_costs.py"),
-        "*": (*_TWIN, "loraplex/fleet", "loraplex/workload"),
+        "*": _SIMULATED_FLEET,
     },
     "twin_engine_cuda.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},
     "twin_engine_cpu.json": {"*": (*_TWIN, "loraplex/engine", "loraplex/kernels")},

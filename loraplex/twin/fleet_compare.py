@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -21,6 +18,7 @@ from loraplex.twin.fleet_run import FleetOptions, FleetRuns, at_rate
 from loraplex.twin.highest_rate import highest_rate
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.slo import Slo
+from loraplex.twin.worker_pool import worker_pool
 from loraplex.workload.jsonl import WorkloadRequest
 
 _QUANTILES: Final = np.linspace(0.0, 1.0, 101)
@@ -77,7 +75,7 @@ def compare_policies(
     """Return a run of each policy for each seed, by the policy's name."""
     inputs = with_points(inputs, policies, progress)
     found: dict[str, dict[int, PolicyRun]] = {policy.name: {} for policy in policies}
-    with _workers(inputs, len(policies) * num_seeds) as pool:
+    with worker_pool(len(policies) * num_seeds, _take_inputs, (inputs,)) as pool:
         tasks = {
             pool.submit(_run, policy, seed): (policy, seed)
             for seed in range(num_seeds)
@@ -97,7 +95,7 @@ def capacities(
     there is no such rate for any of them."""
     inputs = with_points(inputs, policies, progress)
     found: dict[str, Capacity] = {}
-    with _workers(inputs, len(policies)) as pool:
+    with worker_pool(len(policies), _take_inputs, (inputs,)) as pool:
         tasks = {pool.submit(_capacity, policy, attainment): policy for policy in policies}
         for number, task in enumerate(as_completed(tasks), start=1):
             found[tasks[task].name] = task.result()
@@ -120,18 +118,6 @@ def _no_rate_holds(found: Mapping[str, Capacity], slo: Slo, attainment: float) -
 # ---- in the workers
 
 _inputs: FleetInputs | None = None
-
-
-@contextmanager
-def _workers(inputs: FleetInputs, num_tasks: int) -> Iterator[ProcessPoolExecutor]:
-    num_workers = max(min(len(os.sched_getaffinity(0)), num_tasks), 1)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, context, _take_inputs, (inputs,)) as pool:
-        try:
-            yield pool
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def _take_inputs(inputs: FleetInputs) -> None:
