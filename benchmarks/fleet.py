@@ -4,6 +4,7 @@
     python -m benchmarks.fleet sixty loraserve dlora auto --data DIR  # hours on two cores
 
 Sections:  decisions  seconds of one routing decision, of a placement and of a migration
+           bounds     how much can be gained at the most by keeping ranks apart; seconds
            sixty      60 servers, 40,000 adapters: every policy at the rate where `random` attains 90%
            loraserve  4, 8 and 12 servers: the highest rate with a P95 TTFT of 10 s
            dlora      8 replicas, 32 adapters with bursts: the highest rate with a mean time per token
@@ -33,6 +34,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks import sources
+from benchmarks.fleet_bounds import measure_bounds
 from benchmarks.fleet_decisions import measure_decisions
 from benchmarks.fleet_sections import RUNS, Fleet, Run, Size
 from loraplex.bench.environment import environment
@@ -55,7 +57,7 @@ from loraplex.workload.papers import paper_workload
 FILE: Final = "fleet.json"
 RESULTS: Final = Path(__file__).parent / "results"
 PACKAGES: Final = ("loraplex", "numpy", "highspy")
-SECTIONS: Final = ("decisions", "sixty", "loraserve", "dlora", "auto")
+SECTIONS: Final = ("decisions", "bounds", "sixty", "loraserve", "dlora", "auto")
 LINK: Final = LinkSpeed(bytes_per_s=25e9)
 SEEDS: Final = 5
 _ALONE_RPS: Final = 20.0
@@ -214,8 +216,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if any(held.get(key) != here[key] for key in ("sources", "parameters")):
             held = {}
         section = document[name] = {**held, **here}
-        if name == "decisions":
-            section["results"] = measure_decisions(tiny=args.tiny)
+        if name in ("decisions", "bounds"):
+            section["results"] = (
+                measure_decisions(tiny=args.tiny) if name == "decisions" else measure_bounds(args.data)
+            )
             print(json.dumps(section["results"], indent=1), flush=True)
         else:
             make_section(name, section, size, save)

@@ -150,6 +150,21 @@ def loraserve_table(result: Result) -> str:
     return table(("capacity, P95 TTFT within 10 s", *sizes), lines)
 
 
+def bounds_table(result: Result) -> str:
+    if "bounds" not in result:
+        return NOT_YET
+    lines = [
+        (name, _rank_rates(each), f"{each['gain_at_most']:.2f}x")
+        for name, each in result["bounds"]["results"].items()
+    ]
+    headings = ("workload", "tokens/s of a batch of 32, by rank", "gain at the most")
+    return table(headings, lines)
+
+
+def _rank_rates(each: Mapping[str, Any]) -> str:
+    return ", ".join(f"{rank}: {rate:,}" for rank, rate in each["tokens_per_s_by_rank"].items())
+
+
 def dlora_table(result: Result) -> str:
     found = capacities(runs_of(result, "dlora"))
     lines = []

@@ -119,6 +119,7 @@ TABLES: Final[dict[str, Table]] = {
     "fleet-decisions": Table((FLEET,), fleet_tables.decisions_table),
     "fleet-plans": Table((FLEET,), fleet_tables.plans_table),
     "fleet-decisions-machine": Table((FLEET,), fleet_tables.decisions_note),
+    "fleet-bounds": Table((FLEET,), fleet_tables.bounds_table),
     "fleet-sixty": Table((FLEET,), fleet_tables.sixty_table),
     "fleet-loraserve": Table((FLEET,), fleet_tables.loraserve_table),
     "fleet-dlora": Table((FLEET,), fleet_tables.dlora_table),

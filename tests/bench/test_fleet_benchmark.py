@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
 from benchmarks import draw_fleet, fleet, fleet_sections, fleet_tables
+from benchmarks.fleet_bounds import measure_bounds
 from benchmarks.fleet_decisions import measure_decisions
 from loraplex.fleet.policy import Policy
 from loraplex.twin.fleet_run import FleetRuns
@@ -226,6 +227,7 @@ def test_sixty_servers_and_the_figures_of_auto_are_shown(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "table",
     [
+        fleet_tables.bounds_table,
         fleet_tables.sixty_table,
         fleet_tables.loraserve_table,
         fleet_tables.dlora_table,
@@ -235,3 +237,12 @@ def test_sixty_servers_and_the_figures_of_auto_are_shown(tmp_path: Path) -> None
 )
 def test_what_was_not_simulated_yet_is_said(table: Any) -> None:
     assert table({}) == "Not measured yet.\n"
+
+
+def test_the_gain_of_keeping_ranks_apart_is_bounded() -> None:
+    found = measure_bounds(None)
+    assert found["dlora-bursty"]["gain_at_most"] == 1.0, "all its adapters have one rank"
+    assert 1.0 < found["loraserve-rank-skew"]["gain_at_most"] < 2.0
+    table = fleet_tables.bounds_table({"bounds": {"results": found}})
+    assert "| 1.00x |" in table
+    assert "tokens/s of a batch of 32, by rank" in table
