@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from benchmarks.markdown import Result, table
+from loraplex.core.words import plural
 from loraplex.twin.fleet_figures import half_interval
 
 KERNELS: Final = ("padded", "rank-proportional")
@@ -81,9 +82,10 @@ def simulated_note(result: Result, section: str) -> str:
     if found is None:
         return ""
     data = "published traces" if found["parameters"]["published_data"] else "synthetic traces"
-    seeds = {run["seed"] for run in runs_of(result, section)}
     commit = found["git_commit"] or "unknown"
-    return f"Simulated {found['date'][:10]}, commit {commit}, {data}, {len(seeds)} seeds at the most.\n"
+    num_seeds = len({run["seed"] for run in runs_of(result, section)})
+    seeds = f", {num_seeds} {plural('seed', num_seeds)} at the most" if num_seeds else ""
+    return f"Computed {found['date'][:10]}, commit {commit}, {data}{seeds}.\n"
 
 
 def capacities(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mean]]:

@@ -127,7 +127,7 @@ TABLES: Final[dict[str, Table]] = {
     "fleet-auto-figures": Table((FLEET,), fleet_tables.auto_figures_table),
     **{
         f"fleet-{section}-note": Table((FLEET,), partial(fleet_tables.simulated_note, section=section))
-        for section in ("sixty", "loraserve", "dlora", "auto")
+        for section in ("bounds", "sixty", "loraserve", "dlora", "auto")
     },
     "twin-engine-cuda": Table((TWIN_CUDA,), twin_tables.engine_table),
     "twin-engine-cuda-machine": Table((TWIN_CUDA,), twin_tables.engine_note),

@@ -176,7 +176,7 @@ def test_auto_is_shown_beside_the_best_of_the_others_and_the_oracle() -> None:
     assert "| geometric mean, padded |  |  |  |  | 1.500 |" in table
     assert "rank-proportional" not in table, "auto has no figure there yet"
     assert fleet_tables.simulated_note(written, "auto") == (
-        "Simulated 2026-01-02, commit abc, published traces, 2 seeds at the most.\n"
+        "Computed 2026-01-02, commit abc, published traces, 2 seeds at the most.\n"
     )
 
 
