@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from loraplex.twin.fleet_figures import PolicyFigures
 
 app = App(help="Many replicas behind a router: what a policy would do, simulated.", no_args_is_help=True)
+
+_SHORTEST_PERIOD_S: Final = 0.1
+_SLOWEST_LINK: Final = 1e6
+_MOST_REPLICAS: Final = 10_000
 
 _Replicas = Annotated[int, typer.Option("--replicas", help="Engines of the fleet, all alike.")]
 _Policies = Annotated[
@@ -163,6 +167,8 @@ def compare(
         found = compare_policies(inputs, named, seeds, progress)
     means = {name: mean_of([run.figures for run in runs]) for name, runs in found.items()}
     _show_policies(means, inputs)
+    for name, runs in found.items():
+        _show_overload(f"overloaded under {name}", runs[0].overloaded)
     if json_out is not None:
         write_json(
             json_out,
@@ -217,6 +223,8 @@ def capacity(
     inputs = _inputs(profile, workload, replicas, slo, period, link, options)
     if seconds is not None:  # the same requests at every rate, and time for each of them to end
         inputs = _whole(inputs, seconds)
+    if inputs.workload[0].arrival_s == inputs.workload[-1].arrival_s:
+        raise UserError(f"{workload}: all requests come at one moment, so that there is no rate to change")
     with shown_progress("bisecting", expected=f"about 12 runs for each of {len(named)}") as progress:
         found = capacities(inputs, named, attainment, progress)
     typer.echo(f"{attainment:.1%} of requests {inputs.options.slo.in_words()}")
@@ -262,9 +270,15 @@ def _check_files(profile: Path, workload: Path, json_out: Path | None, plot: Pat
 def _named(text: str) -> list[Policy]:
     from loraplex.fleet.policy import Policy
 
-    found = [Policy.of_name(name.strip()) for name in text.split(",")]
-    if len(set(found)) < len(found):
-        raise UserError(f"--policies {text}: a policy is named twice")
+    names = [name.strip() for name in text.split(",")]
+    if "" in names:
+        raise UserError(
+            f"--policies {text!r}: a name is missing; write them with commas, such as random,auto"
+        )
+    found = [Policy.of_name(name) for name in names]
+    for policy in found:
+        if found.count(policy) > 1:
+            raise UserError(f"--policies {text}: {policy.name} is named twice; leave one of them out")
     return found
 
 
@@ -283,10 +297,18 @@ def _inputs(
     from loraplex.twin.links import LinkSpeed
 
     speed = None if link is None else LinkSpeed(bytes_per_s=parse_rate(link, "--link"))
-    if not 0 < period < math.inf:
-        raise typer.BadParameter("must be more than 0", param_hint="--period")
-    if replicas < 1:
-        raise typer.BadParameter(f"must be at least 1, not {replicas}", param_hint="--replicas")
+    if speed is not None and speed.bytes_per_s < _SLOWEST_LINK:
+        raise typer.BadParameter(
+            f"at {link} an adapter takes minutes; give 1MB/s or more", param_hint="--link"
+        )
+    if not _SHORTEST_PERIOD_S <= period < math.inf:
+        raise typer.BadParameter(
+            f"must be {_SHORTEST_PERIOD_S:g} seconds or more, and not {period:g}", param_hint="--period"
+        )
+    if not 1 <= replicas <= _MOST_REPLICAS:
+        raise typer.BadParameter(
+            f"must be at least 1 and at most {_MOST_REPLICAS:,}, not {replicas:,}", param_hint="--replicas"
+        )
     found = read_profile_of(profile, None)
     requests, replay_options = read_inputs(workload, options)
     adapter_bytes = None
@@ -350,13 +372,13 @@ def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetIn
             f"adapters: {outcome.bytes_moved / 1e9:,.1f} GB fetched, {outcome.most_bytes_held / 1e9:,.1f} GB "
             "on the host that held most"
         )
-    if summary["starved"]:
-        waiting = [each.mean_waiting for each in outcome.replicas]
-        worst = sorted(range(len(waiting)), key=waiting.__getitem__, reverse=True)[:3]
-        typer.echo(
-            "overloaded: it serves less than 90% of what is asked for; most wait at "
-            + ", ".join(f"replica {number} ({waiting[number]:,.1f})" for number in worst)
-        )
+    _show_overload("overloaded", outcome.overloaded_replicas())
+
+
+def _show_overload(begin: str, replicas: list[tuple[int, float]]) -> None:
+    if replicas:
+        where = ", ".join(f"replica {number} ({waiting:,.1f})" for number, waiting in replicas)
+        typer.echo(f"{begin}: it serves less than 90% of what is asked for; most wait at {where}")
 
 
 def _show_policies(means: dict[str, PolicyFigures], inputs: FleetInputs) -> None:
@@ -386,7 +408,10 @@ def _rate(capacity: Capacity) -> str:
     if capacity.rps is None:
         return f"at no rate, however low; the most was {capacity.best_attainment:.1%}"
     if not math.isfinite(capacity.rps):
-        return "holds at every rate that was tried"
+        most_rps = max(rps for rps, _ in capacity.tried)
+        return (
+            f"holds at every rate up to {most_rps:,.1f} requests/s; give a longer workload to find its limit"
+        )
     return f"{capacity.rps:10,.2f} requests/s"
 
 

@@ -39,7 +39,9 @@ def parse_rate(text: str, option: str | None = None) -> float:
     """Bytes per second of 25GB/s, or of 200Gb/s in bits. Raises a usage error, which names the option."""
     match = _RATE.fullmatch(text)
     unit = None if match is None else _UNITS.get(match[2].lower())
-    if match is None or unit is None:
+    # Bits and bytes differ by a letter's case: where all letters are small, nobody knows which are meant.
+    is_unclear = match is not None and match[2].islower() and match[2] != "b" and match[2].endswith("b")
+    if match is None or unit is None or is_unclear:
         raise typer.BadParameter(
             f"{text!r} is no speed; write it like 25GB/s, or 200Gb/s in bits", param_hint=option
         )

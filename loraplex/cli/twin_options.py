@@ -30,7 +30,9 @@ WorkloadPath = Annotated[Path, typer.Option("--workload", help="A .jsonl file, o
 Model = Annotated[
     str | None, typer.Option(help="Refuse a profile of any other model; named as in the profile.")
 ]
-Adapters = Annotated[int | None, typer.Option(min=1, help="How many; default: as the workload says.")]
+Adapters = Annotated[
+    int | None, typer.Option(min=1, max=10_000_000, help="How many; default: as the workload says.")
+]
 Ranks = Annotated[
     str | None,
     typer.Option(help="Ranks of the adapters, over and over: 8,16,32; default: the workload's, or 16."),
@@ -40,7 +42,8 @@ Seconds = Annotated[
     float | None, typer.Option("--seconds", help="End so many simulated seconds after the first request.")
 ]
 KvTokens = Annotated[
-    int | None, typer.Option(min=16, help="KV memory, instead of the profile's; on a GPU adapters share it.")
+    int | None,
+    typer.Option(min=16, max=10**12, help="KV memory, instead of the profile's; on a GPU adapters share it."),
 ]
 AdapterMib = Annotated[
     float | None,

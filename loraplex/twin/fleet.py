@@ -102,6 +102,14 @@ class FleetOutcome:
     most_bytes_held: int | None
     num_moves: int
 
+    def overloaded_replicas(self, most: int = 3) -> list[tuple[int, float]]:
+        """Return the replicas at which most requests wait, with their mean number, if the fleet serves less
+        than it is asked for; none otherwise."""
+        if not self.all.summary()["starved"]:
+            return []
+        waiting = [(number, each.mean_waiting) for number, each in enumerate(self.replicas)]
+        return sorted(waiting, key=lambda each: -each[1])[:most]
+
     def timelines(self, num_intervals: int) -> list[Timeline]:
         """Return the requests of each replica that run and that wait, over the same intervals. A request that
         moved counts with the replica where it ended for all of its time."""

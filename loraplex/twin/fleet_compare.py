@@ -39,11 +39,13 @@ class FleetInputs:
 
 
 class PolicyRun(NamedTuple):
-    """One simulated run. `ttft_s`, `tpt_s`: 101 even quantiles over the requests that were served."""
+    """One simulated run. `ttft_s`, `tpt_s`: 101 even quantiles over the requests that were served.
+    `overloaded`: replicas at which most requests wait, if it serves less than it is asked for."""
 
     figures: PolicyFigures
     ttft_s: list[float]
     tpt_s: list[float]
+    overloaded: list[tuple[int, float]]
 
 
 class Capacity(NamedTuple):
@@ -140,7 +142,9 @@ def policy_run(runs: FleetRuns, policy: Policy, seed: int, slo: Slo) -> PolicyRu
     outcome = runs.run(policy, seed)
     served = [each for each in outcome.all.requests if each.is_served]
     ttft_s, tpt_s = (each.ttft_s for each in served), (each.tpt_s for each in served)
-    return PolicyRun(figures_of(outcome, slo), _quantiles(ttft_s), _quantiles(tpt_s))
+    return PolicyRun(
+        figures_of(outcome, slo), _quantiles(ttft_s), _quantiles(tpt_s), outcome.overloaded_replicas()
+    )
 
 
 def _quantiles(values: Iterable[float | None]) -> list[float]:

@@ -21,9 +21,9 @@ from loraplex.workload.jsonl import WorkloadRequest
 
 TTFT_S: Final = 10.0
 """LoRAServe's objective for the P95 of the time to the first token."""
-_DURATION_S: Final = 120.0
-"""How long requests come in each run. The longer, the less of a queue that only grows is within ten seconds:
-one that serves a tenth less than it is asked for is found out."""
+_DURATION_S: Final = 60.0
+"""How long requests come in each run. A queue that only grows is within ten seconds for a while, so that all
+points come out some per cent high, alike for all ranks; a placement takes their proportions."""
 _NUM_ADAPTERS: Final = 8
 _TOLERANCE: Final = 0.05
 _NEXT_RANK: Final = 1.1

@@ -308,14 +308,15 @@ class Outcome:
     def _is_starved(self) -> bool:
         """Tell whether less is served than 90% of what is asked for, by tokens over time: those of requests
         that had their first one, up to the last of these moments. How long answers take after that, and how
-        long a first token takes at the least, is no matter of being late. Requests that all come sooner than
-        one of them could be answered are no rate that anybody could keep up with."""
-        stays_s = (s - each.request.arrival_s for each in self.requests if (s := each.finish_s) is not None)
-        if self._offered_s < min(stays_s, default=self.duration_s):
-            return False
+        long a first token takes at the least, is no matter of being late. Nor is a run in which nobody waits
+        for as long as the quickest answer takes."""
         begun = [(s, each) for each in self.requests if (s := each.first_token_s) is not None]
         if not begun:
-            return bool(self.requests)
+            return bool(self.requests) and self._offered_s >= self.duration_s
+        stays_s = (s - each.request.arrival_s for each in self.requests if (s := each.finish_s) is not None)
+        most_wait_s = max(first_s - each.request.arrival_s for first_s, each in begun)
+        if most_wait_s < min(stays_s, default=self.duration_s) and len(begun) == len(self.requests):
+            return False
         num_begun = sum(each.num_tokens for _, each in begun)
         least_wait_s = min(first_s - each.request.arrival_s for first_s, each in begun)
         busy_s = max(max(first_s for first_s, _ in begun) - least_wait_s, self._offered_s)

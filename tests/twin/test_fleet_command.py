@@ -65,6 +65,22 @@ def test_a_fleet_is_simulated(profile: Path, workload: Path, tmp_path: Path) -> 
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_burst_beyond_all_capacity_is_called_an_overload(profile: Path, tmp_path: Path) -> None:
+    """However short it is: nobody would be answered in time."""
+    burst = tmp_path / "burst.jsonl"
+    write_workload(burst, random_workload(3, num_requests=400, num_adapters=9, rps=100_000.0))
+    result = fleet("simulate", profile, burst, "--replicas", "2", "--routing", "random")
+    assert "overloaded: it serves less than 90% of what is asked for; most wait at replica" in result.output
+    result = fleet("compare", profile, burst, "--replicas", "2", "--policies", "random", "--seeds", "1")
+    assert "overloaded under random+everywhere: it serves less than 90%" in result.output
+
+
+def test_requests_at_one_moment_have_no_rate(profile: Path, workload: Path) -> None:
+    write_workload(workload, [replace(each, arrival_s=1.0) for each in read_workload(workload)])
+    result = fleet("capacity", profile, workload, "--replicas", "2", "--policies", "random")
+    assert "all requests come at one moment, so that there is no rate to change" in str(result.exception)
+
+
 def later(workload: Path, seconds: float) -> Path:
     """Write the same workload, each request so many seconds later."""
     path = workload.with_name("later.jsonl")
@@ -285,7 +301,11 @@ def test_policies_are_listed() -> None:
             "there is no placement 'somewhere'; did you mean",
         ),
         (("--routing", "zzz"), "there is no routing 'zzz'; there are random, round-robin"),
-        (("--routing", "random", "--replicas", "0"), "must be at least 1, not 0"),
+        (("--routing", "random", "--replicas", "0"), "must be at least 1 and at most 10,000, not 0"),
+        (("--routing", "random", "--replicas", "1000000000"), "at most 10,000, not 1,000,000,000"),
+        (("--routing", "random", "--link", "100kB/s"), "an adapter takes minutes; give 1MB/s or more"),
+        (("--routing", "random", "--link", "25gb/s"), "is no speed; write it like 25GB/s, or 200Gb/s"),
+        (("--routing", "random", "--period", "nan"), "must be 0.1 seconds or more, and not nan"),
         (("--routing", "random", "--slo-tpt", "fast"), "'fast' is no objective; write 1.5x"),
         (("--routing", "random", "--slo-tpt", "0x"), "'0x' is no objective"),
         (("--routing", "random", "--slo-tpot", "nan"), "--slo-tpot: 'nan' is no objective; write 1.5x"),
@@ -301,7 +321,7 @@ def test_policies_are_listed() -> None:
             "--slo-ttft: '1.5x' is a multiple, which has no meaning here",
         ),
         (("--routing", "random", "--slo-ttft", "10s", "--slo-tpt", "0"), "--slo-tpt: '0' is no objective"),
-        (("--routing", "random", "--period", "0"), "must be more than 0"),
+        (("--routing", "random", "--period", "0"), "must be 0.1 seconds or more, and not 0"),
         (("--routing", "random", "--link", "0GB/s"), "nothing ever arrives at 0GB/s"),
         (("--routing", "random", "--link", "25GB"), "'25GB' is no speed; write it like 25GB/s"),
         (("--routing", "random", "--adapters", "3"), "there are 3, counted from 0"),
@@ -372,6 +392,6 @@ def test_slots_are_refused_for_an_engine_without(profile: Path, workload: Path) 
 def test_a_policy_that_is_named_twice_is_refused(profile: Path, workload: Path) -> None:
     args = ("--replicas", "2", "--policies", "random,random+everywhere")
     result = fleet("compare", profile, workload, *args)
-    assert "a policy is named twice" in str(result.exception)
+    assert "is named twice; leave one of them out" in str(result.exception)
     result = fleet("compare", profile, workload, "--replicas", "2", "--policies", "random+random+random")
     assert "is no policy; write ROUTING+PLACEMENT" in str(result.exception)
