@@ -66,8 +66,12 @@ def with_points(inputs: FleetInputs, policies: Iterable[Policy], progress: Repor
     named = [PLACEMENTS[policy.placement] for policy in policies]
     if not any(each is not None and each.needs_points for each in named):
         return inputs
-    progress("operating points of each rank", None)
-    points = operating_points(inputs.profile, inputs.workload, inputs.options.replay)
+    points = operating_points(
+        inputs.profile,
+        inputs.workload,
+        inputs.options.replay,
+        report=lambda rank: progress(f"what a replica sustains of rank {rank}", None),
+    )
     return replace(inputs, options=replace(inputs.options, points=points))
 
 

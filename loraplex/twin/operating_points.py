@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -36,8 +36,9 @@ def operating_points(
     options: ReplayOptions,
     *,
     ttft_s: float = TTFT_S,
+    report: Callable[[int], object] = lambda rank: None,
 ) -> dict[int, float]:
-    """Return tokens/s, of prompts and answers, by rank."""
+    """Return tokens/s, of prompts and answers, by rank. `report`: is told each rank before its turn."""
     tokens = sum(each.prompt_tokens + each.output_tokens for each in workload) / len(workload)
     points: dict[int, float] = {}
     guess, factor = 10.0, 2.0
@@ -45,6 +46,7 @@ def operating_points(
     if not isinstance(profile, CostModel):  # slots are as they are, whichever adapters are in them
         few = replace(few, num_slots=options.num_slots or options.num_adapters, slot_rank=max(options.ranks))
     for rank in sorted(set(options.ranks)):
+        report(rank)
         alone = replace(few, ranks=(rank,))
 
         def holds(rate: float, alone: ReplayOptions = alone) -> bool:
