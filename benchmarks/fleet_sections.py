@@ -19,8 +19,9 @@ KERNELS: Final = {"padded": PADDED, "rank-proportional": OWN_RANKS}
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What a fleet has to attain. `tpt` and `tpot`: times what the base model takes alone. `share`: of the
-    requests that must be within all limits; None if their mean time per token must be."""
+    """The goal that a fleet has to attain. `tpt` and `tpot`: multiples of what the base model takes
+    alone. `share`: the share of requests that must be within all limits; None if their mean time per token
+    must be."""
 
     tpt: float | None = None
     tpot: float | None = None
@@ -131,7 +132,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """By which its result is found."""
+        """Return the key that its result is found by."""
         return key_of(self.name, self.policy, self.fleet.seed, is_search=self.step is not None)
 
 
@@ -174,8 +175,8 @@ def sixty(size: Size) -> Iterator[list[Run]]:
 
 
 def capacities(size: Size, fleets: Mapping[str, Fleet], policies: Sequence[str]) -> Iterator[list[Run]]:
-    """What every policy sustains on each fleet: the first one is looked for from far, which tells where to
-    look for the others, and those tell it for other seeds."""
+    """Yield the searches for what every policy sustains. That of the first policy begins far away and tells
+    where to look for the others, and those tell it for other seeds."""
     first, *others = policies
     runs = {name: Run(name=name, fleet=fleet, policy=first, step=FAR) for name, fleet in fleets.items()}
     yield list(runs.values())
@@ -269,8 +270,8 @@ def auto(size: Size) -> Iterator[list[Run]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What a section is made with. `sixty`: the workload of the section of that name. `found`: the results of
-    runs so far, by their keys."""
+    """The sizes that a section is made with. `sixty`: the workload of the section of that name.
+    `found`: the results of runs so far, by their keys."""
 
     data: Path | None
     num_replicas: int | None

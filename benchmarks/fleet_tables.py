@@ -12,7 +12,7 @@ from loraplex.twin.fleet_figures import half_interval
 
 KERNELS: Final = ("padded", "rank-proportional")
 PAPERS: Final = ("rank-aware", "pending-time+burst-tolerance+migrate", "routing-table+loraserve")
-"""What the papers would choose."""
+"""The policies that the papers would choose."""
 AFTER_FIRST: Final = ", after the first token"
 """In the name of a fleet whose SLO is on the time per token after the first."""
 ORACLE, AUTO, AFFINITY = "oracle", "auto", "affinity"
@@ -20,7 +20,7 @@ NOT_YET: Final = "Not measured yet.\n"
 
 
 class Mean(NamedTuple):
-    """Of several seeds. `half`: of the width of its 95% confidence interval; None of one seed."""
+    """The mean over seeds. `half`: half the width of its 95% confidence interval; None for one seed."""
 
     mean: float
     half: float | None
@@ -181,7 +181,7 @@ def dlora_table(result: Result) -> str:
 
 
 def auto_table(result: Result) -> str:
-    """What `auto` sustains, beside the best of all others and the oracle."""
+    """Return a table of what `auto` sustains, beside the best of all others and the oracle."""
     lines = []
     for fleet, each in _with_auto(result).items():
         best = max(
@@ -230,7 +230,7 @@ def _auto_means(result: Result) -> list[Sequence[str]]:
 
 
 def auto_figures_table(result: Result) -> str:
-    """`auto` and `affinity` at the rate that `affinity` sustains."""
+    """Return a table of `auto` and `affinity` at the rate that `affinity` sustains."""
     runs = [run for run in runs_of(result, "auto") if "rate_rps" in run]
     names = ("adapter_loads", "busiest_over_mean", "worst_adapter_over_fleet", "held_over_everywhere")
     loads, busiest, worst, held = (figures(runs, name) for name in names)

@@ -188,7 +188,7 @@ class AdapterPins:
         return tuple(loads)
 
     def waits_for_any(self, versions: Iterable[str | None]) -> bool:
-        """Whether any of these is still on its way to the device."""
+        """Tell whether any of these is still on its way to the device."""
         return any(version in self._arriving for version in versions)
 
     def _bring_in_kept(self, running: Many[Sequence]) -> None:

@@ -92,7 +92,7 @@ def compare(outcome: Outcome, live: Any) -> dict[str, dict[str, float]]:
 
 
 def _output_tok_s(outcome: Outcome) -> float:
-    """From the first arrival to the last end, as a live run's report has it."""
+    """Return output tokens/s from the first arrival to the last end, as a live run's report has it."""
     served = [each for each in outcome.requests if each.is_served]
     arrivals_s = [each.request.arrival_s for each in outcome.requests]
     span_s = max((each.finish_s or 0.0 for each in served), default=0.0) - min(arrivals_s, default=0.0)

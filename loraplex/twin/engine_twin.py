@@ -24,11 +24,11 @@ class EngineTwin(Protocol):
     def now_s(self) -> float: ...
 
     def watch(self, requests: list[RequestEvent], adapters: list[AdapterEvent]) -> None:
-        """From now on, append to these what can be seen from outside."""
+        """Append to these lists, from now on, what can be seen from outside."""
         ...
 
     def fetch_by(self, read_end_s: Callable[[str], float]) -> None:
-        """From now on, ask this when a version is in host memory that is read now."""
+        """Ask this function, from now on, when a version is in host memory that is read now."""
         ...
 
     def is_idle(self) -> bool: ...

@@ -107,11 +107,11 @@ class Simulator:
     # ---- who looks from outside
 
     def watch(self, requests: list[RequestEvent], adapters: list[AdapterEvent]) -> None:
-        """From now on, append to these what can be seen from outside."""
+        """Append to these lists, from now on, what can be seen from outside."""
         self.recorder.events, self.adapter_events = requests, adapters
 
     def fetch_by(self, read_end_s: Callable[[str], float]) -> None:
-        """From now on, ask this when a version is in host memory that is read now."""
+        """Ask this function, from now on, when a version is in host memory that is read now."""
         self.read_end_s = read_end_s
 
     # ---- what comes

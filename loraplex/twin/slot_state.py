@@ -236,7 +236,7 @@ def enqueue(state, requests, request):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def take_arrivals(state, requests, num_requests, max_open, now_s):  # type: ignore[no-untyped-def]
-    """Those of so many requests that are there by now wait, or are lost."""
+    """Let the requests that have come by now wait, or count them as lost; look at the first so many."""
     counts = state.counts
     while counts[NUM_ARRIVED] < num_requests and requests.arrival_s[counts[NUM_ARRIVED]] <= now_s:
         request = counts[NUM_ARRIVED]

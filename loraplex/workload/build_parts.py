@@ -144,7 +144,7 @@ def _log_normal(median: _Tokens, most: _Tokens, sigma: float) -> TokenCounts:
 
 
 def speed_for(rate: float | None, times_s: Callable[[], Iterator[float]]) -> tuple[float, float]:
-    """By what to divide times so that they come at that rate, and the last of them as it is."""
+    """Return what to divide times by so that they come at that rate, and the last of them as it is."""
     count, last_s = 0, 0.0
     for count, last_s in enumerate(times_s(), start=1):  # noqa: B007
         pass

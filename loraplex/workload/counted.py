@@ -39,7 +39,7 @@ class CountedTrace:
         return totals
 
     def part(self, chosen: IntArray) -> CountedTrace:
-        """Of these sources alone, numbered anew in that order."""
+        """Return the trace of these sources alone, numbered anew in that order."""
         new = np.full(len(self.names), -1, dtype=np.int64)
         new[chosen] = np.arange(chosen.size)
         kept = new[self.sources] >= 0

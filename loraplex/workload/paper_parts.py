@@ -28,7 +28,8 @@ _ADAPTER_CV: Final = 4.0
 
 
 def maf_popularity(skew: float) -> Part:
-    """As skewed as the calls of MAF's functions. `skew`: of the Zipf law nearest to that curve."""
+    """Make adapters as skewed as the calls of MAF's functions. `skew`: the exponent of the Zipf law
+    nearest to that curve, for where there is no data."""
 
     def part(recipe: Recipe, data: Path | None) -> Recipe:
         if data is None:

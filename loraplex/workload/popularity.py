@@ -25,7 +25,7 @@ class Popularity(Protocol):
     def draw(self, rng: np.random.Generator, *, first: int, progress: FloatArray) -> IntArray: ...
 
     def mean_shares(self) -> FloatArray:
-        """Of each adapter, over the whole workload."""
+        """Return the share of each adapter over the whole workload."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ def shifting_skew(ranks: Sequence[int], hot_share: float = _HOT_SHARE) -> Shifti
 
 
 def shares_like(totals: Sequence[float], count: int) -> FloatArray:
-    """As skewed as these totals, for any number of adapters, the busiest first.
+    """Return shares as skewed as these totals, for any number of adapters, the busiest first.
 
     With another number than there are totals, shares lie on the curve of the totals in order of size (of
     their logarithms, which are spread over many powers of ten), at evenly spaced places.
