@@ -1,18 +1,26 @@
-"""The load of the HTTP comparison: one run of `vllm bench serve` against a server, and its figures.
+"""The load of the HTTP comparison: runs of `vllm bench serve` against a server, and their figures.
 
-The client is vLLM's own, for every server: nobody measures themselves.
+The client is vLLM's own, for every server: nobody measures themselves. vLLM is imported once for all runs,
+which takes longer than a run, and each run is a process of its own (`benchmarks.preloaded`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import selectors
+import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
+
+from benchmarks import preloaded
+
+VLLM: Final = "vllm.entrypoints.cli.main"
+"""The module that is vLLM's command line."""
 
 _KEPT: Final = {
     "completed": "completed",
@@ -71,54 +79,88 @@ class Lengths:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class BenchClient:
-    """`program`: what starts vLLM's command line. `env`: what is set for it beside this process's own."""
+    """vLLM's client, with vLLM imported; a context, whose end is its end."""
 
-    program: tuple[str, ...]
-    tokenizer: Path
-    lengths: Lengths
-    scratch: Path
-    env: Mapping[str, str]
-    timeout_s: float = 150.0
+    def __init__(
+        self,
+        *,
+        python: str,
+        tokenizer: Path,
+        lengths: Lengths,
+        scratch: Path,
+        env: Mapping[str, str],
+        timeout_s: float = 150.0,
+    ) -> None:
+        """`python`: the one that has vLLM. `env`: what is set for it beside this process's own."""
+        self._tokenizer = tokenizer
+        self._lengths = lengths
+        self._scratch = scratch
+        self._timeout_s = timeout_s
+        self._log = scratch / "client.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [python, preloaded.__file__, VLLM, "bench", "serve", "--help"],
+                env={**os.environ, **env},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,  # a process group of its own, which is what gets killed
+            )
+        self._is_ready = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
 
     def args(
         self, base_url: str, load: Load, adapters: Sequence[str], *, seed: int, result: Path
     ) -> list[str]:
-        """Return the command of one run; it writes `result`."""
+        """Return the arguments of one run; it writes `result`."""
         return [
-            *(*self.program, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
-            *("--base-url", base_url, "--model", str(self.tokenizer), "--served-model-name", "base"),
-            *("--tokenizer", str(self.tokenizer), "--dataset-name", "random", "--ignore-eos"),
+            *("bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
+            *("--base-url", base_url, "--model", str(self._tokenizer), "--served-model-name", "base"),
+            *("--tokenizer", str(self._tokenizer), "--dataset-name", "random", "--ignore-eos"),
             *("--seed", str(seed), "--disable-tqdm"),
             *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,95,99"),
             *("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name),
-            *self.lengths.args,
+            *self._lengths.args,
             *load.args,
             *(("--lora-modules", *adapters) if adapters else ()),
         ]
 
     def run(self, base_url: str, load: Load, adapters: Sequence[str], *, seed: int) -> dict[str, Any]:
         """Load the server with requests for these adapters at random, or for the base model."""
-        result = self.scratch / f"run-{seed}.json"
+        if not self._is_ready:
+            self._answer()
+            self._is_ready = True
+        result, self._log = self._scratch / f"run-{seed}.json", self._scratch / "client-run.log"
         result.unlink(missing_ok=True)
-        try:
-            done = subprocess.run(
-                self.args(base_url, load, adapters, seed=seed, result=result),
-                env={**os.environ, **self.env},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=self.timeout_s,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ClientFailedError(f"the client took more than {self.timeout_s:g} s") from error
-        if done.returncode or not result.is_file():
-            tail = "\n".join(done.stdout.splitlines()[-30:])
-            raise ClientFailedError(f"the client ended with code {done.returncode}\n{tail}")
+        args = self.args(base_url, load, adapters, seed=seed, result=result)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"args": args, "log": str(self._log)}) + "\n")
+        self._process.stdin.flush()
+        if (status := self._answer()) != "0" or not result.is_file():
+            raise ClientFailedError(f"the client ended with code {status}\n{self._tail()}")
         return figures(json.loads(result.read_text()), num_requests=load.num_requests)
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(self._timeout_s):
+                raise ClientFailedError(f"the client took more than {self._timeout_s:g} s\n{self._tail()}")
+        if not (line := self._process.stdout.readline()):
+            raise ClientFailedError(f"the client ended with code {self._process.wait()}\n{self._tail()}")
+        return line.strip()
+
+    def _tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
 
 
 def figures(saved: Mapping[str, Any], *, num_requests: int) -> dict[str, Any]:
@@ -127,8 +169,3 @@ def figures(saved: Mapping[str, Any], *, num_requests: int) -> dict[str, Any]:
     # Older clients do not count failures, and a request that failed is in none of the latencies.
     found["failed"] = num_requests - int(found["completed"])
     return {name: round(value, 3) for name, value in found.items()}
-
-
-def vllm_program() -> tuple[str, ...]:
-    """Return what starts vLLM's command line under this Python, with vLLM on its path."""
-    return (sys.executable, "-m", "vllm.entrypoints.cli.main")

@@ -223,15 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         state_dir=work_dir / "state",
         device=args.device,
         dtype=args.dtype,
+        vllm_python=args.vllm_python,
         vllm_site=args.vllm_site,
-        vllm=args.vllm,
-    )
-    client = BenchClient(
-        program=servers.client_program,
-        tokenizer=checkpoint.base,
-        lengths=plan.lengths,
-        scratch=work_dir,
-        env=servers.client_env,
     )
     parameters = {
         "shape": args.shape,
@@ -241,23 +234,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         "lengths": asdict(plan.lengths),
         "loads": {load.name: asdict(load) for load in plan.loads},
     }
-    comparison = Comparison(
-        servers=servers,
-        client=client,
-        plan=plan,
-        result=ResultFile(
-            args.out,
-            {
-                **_in_process(_here),
-                "versions": {"loraplex": __version__, "vllm": _vllm_version(servers)},
-                "parameters": parameters,
-            },
-        ),
-        work_dir=work_dir,
-        only_missing=args.missing,
-        deadline_s=started_s + (args.seconds or float("inf")),
-    )
-    return _run(comparison, args.sections)
+    here = {
+        **_in_process(_here),
+        "versions": {"loraplex": __version__, "vllm": _vllm_version(servers)},
+        "parameters": parameters,
+    }
+    with BenchClient(
+        python=servers.vllm_python,
+        tokenizer=checkpoint.base,
+        lengths=plan.lengths,
+        scratch=work_dir,
+        env=servers.vllm_env,
+    ) as client:
+        comparison = Comparison(
+            servers=servers,
+            client=client,
+            plan=plan,
+            result=ResultFile(args.out, here),
+            work_dir=work_dir,
+            only_missing=args.missing,
+            deadline_s=started_s + (args.seconds or float("inf")),
+        )
+        return _run(comparison, args.sections)
 
 
 def _run(comparison: Comparison, sections: Sequence[str]) -> int:
@@ -275,18 +273,18 @@ def _run(comparison: Comparison, sections: Sequence[str]) -> int:
 def _vllm_version(servers: Servers) -> str:
     """Return the version of the vLLM that is the client, and the peer."""
     done = subprocess.run(
-        [*servers.client_program, "--version"],
-        env={**os.environ, **servers.client_env},
+        [servers.vllm_python, "-c", "from importlib.metadata import version; print(version('vllm'))"],
+        env={**os.environ, **servers.vllm_env},
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode or not done.stdout.split():
+    if done.returncode:
         sys.exit(
-            f"vLLM does not start here:\n{done.stderr[-2000:]}\nGive the folder that holds it and its "
-            "dependencies with --vllm-site, or its program with --vllm"
+            f"vLLM is not installed here:\n{done.stderr[-2000:]}\nGive the folder that holds it and its "
+            "dependencies with --vllm-site, or the Python that has it with --vllm-python"
         )
-    return done.stdout.split()[-1]
+    return done.stdout.strip()
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -297,7 +295,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS / FILE)
     parser.add_argument("--work-dir", type=Path, default=Path("build/http"), help="checkpoint, logs")
     parser.add_argument("--vllm-site", type=Path, default=os.environ.get("VLLM_SITE"))
-    parser.add_argument("--vllm", type=Path, help="vLLM's program, if it is in an environment of its own")
+    parser.add_argument("--vllm-python", default=sys.executable, help="of vLLM's environment, if not this")
     parser.add_argument("--missing", action="store_true", help="only runs that the result file lacks")
     parser.add_argument("--seconds", type=float, help="stop before this command takes longer")
     parser.add_argument("--adapters", type=_numbers, default=(0, 1, 8, 32, 100), help="0,1,8,32,100")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.http_checkpoint import HttpCheckpoint
-from benchmarks.http_client import vllm_program
+from benchmarks.http_client import VLLM
 from benchmarks.servers import ServerCommand
 from benchmarks.sources import ROOT
 
@@ -31,15 +31,15 @@ _MAX_MODEL_LEN: Final = "4096"
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """The servers of one checkpoint. `vllm_site`: a folder with vLLM and its dependencies, None if this
-    Python has them. `vllm`: its program, None to start it as a module."""
+    """The servers of one checkpoint. `vllm_python`: the Python that runs vLLM. `vllm_site`: a folder with
+    vLLM and its dependencies, None if that Python has them."""
 
     checkpoint: HttpCheckpoint
     state_dir: Path
     device: str = "cuda"
     dtype: str = "bfloat16"
+    vllm_python: str = sys.executable
     vllm_site: Path | None = None
-    vllm: Path | None = None
 
     def command(self, name: str, *, home: Path | None = None) -> ServerCommand:
         """Return the start of a server; `home` gives loraplex caches of its own."""
@@ -48,11 +48,7 @@ class Servers:
         return self._vllm(lora=name == "vllm-lora")
 
     @property
-    def client_program(self) -> tuple[str, ...]:
-        return vllm_program() if self.vllm is None else (str(self.vllm),)
-
-    @property
-    def client_env(self) -> Mapping[str, str]:
+    def vllm_env(self) -> Mapping[str, str]:
         return {**_VLLM_ENV, **self._python_path(())}
 
     def _loraplex(self, home: Path | None) -> ServerCommand:
@@ -70,7 +66,8 @@ class Servers:
 
     def _vllm(self, *, lora: bool) -> ServerCommand:
         args = [
-            *(*self.client_program, "serve", str(self.checkpoint.base), "--served-model-name", "base"),
+            *(self.vllm_python, "-m", VLLM, "serve", str(self.checkpoint.base)),
+            *("--served-model-name", "base"),
             *("--port", "{port}", "--dtype", self.dtype, "--max-model-len", _MAX_MODEL_LEN),
             *("--gpu-memory-utilization", MEMORY_FRACTION, "--no-enable-prefix-caching"),
         ]
@@ -79,7 +76,7 @@ class Servers:
             args += ["--max-cpu-loras", "128", "--lora-target-modules", "qkv_proj", "--lora-modules"]
             names = self.checkpoint.adapter_names
             args += [f"{name}={self.checkpoint.adapters / name}" for name in names]
-        return ServerCommand(args=tuple(args), env=self.client_env)
+        return ServerCommand(args=tuple(args), env=self.vllm_env)
 
     def _python_path(self, first: tuple[Path, ...]) -> dict[str, str]:
         inherited = os.environ.get("PYTHONPATH")
@@ -108,6 +105,6 @@ def shown_command(command: ServerCommand) -> str:
         args = [*args[: args.index("--lora-modules") + 1], "..."]
     shown = [Path(arg).name if arg.startswith("/") else arg for arg in args]
     text = " ".join(shown)
-    for module, program in (("loraplex.cli.main", "loraplex"), ("vllm.entrypoints.cli.main", "vllm")):
-        text = text.replace(f"{Path(sys.executable).name} -m {module}", program)
+    for module, program in (("loraplex.cli.main", "loraplex"), (VLLM, "vllm")):
+        text = text.replace(f"{shown[0]} -m {module}", program)
     return text

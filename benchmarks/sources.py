@@ -59,7 +59,7 @@ _TIMED_ENGINE: Final = (*_ENGINE, "loraplex/bench/engine_scenarios.py")
 _COMMAND: Final = tuple(f"loraplex/cli/{name}.py" for name in ("main", "serve", "sizes"))
 """`loraplex serve`; the other commands are no part of a server."""
 _SERVER: Final = (*_ENGINE, "loraplex/server", *_COMMAND)
-_HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py")
+_HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py", "benchmarks/preloaded.py")
 """How the servers of the HTTP comparison are started and loaded: all that we decide of vLLM's figures."""
 _BESIDE_TWIN: Final = ("loraplex/scheduling", "loraplex/adapters", "loraplex/perf")
 _TWIN: Final = (*_BESIDE_TWIN, "loraplex/twin")

@@ -15,32 +15,31 @@ pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
 from benchmarks import http_compare, sources
 from benchmarks.http_checkpoint import HttpCheckpoint
-from benchmarks.http_client import BenchClient, ClientFailedError, Lengths, Load, figures
+from benchmarks.http_client import VLLM, BenchClient, ClientFailedError, Lengths, Load, figures
 from benchmarks.http_compare import Comparison, OutOfTimeError, Plan, ResultFile
 from benchmarks.http_servers import Servers, shown_command
 from benchmarks.servers import ServerCommand
 
-# Answers `--version`, and to `bench serve` sends one request for each model named and writes a result file as
-# `vllm bench serve` does. It fails where the server does.
-STAND_IN = """#!{python}
+# Answers `--help`, and to `bench serve` sends one request for each model named and writes a
+# result file as `vllm bench serve` does. It fails where the server does.
+STAND_IN = """
 import json, sys, urllib.request
 from pathlib import Path
-if sys.argv[1:] == ["--version"]:
-    print("9.9.9")
+if sys.argv[-1] == "--help":
     raise SystemExit
 def after(flag):
     return sys.argv[sys.argv.index(flag) + 1]
 models = sys.argv[sys.argv.index("--lora-modules") + 1:] if "--lora-modules" in sys.argv else ["base"]
 for model in models:
-    body = {{"model": model, "prompt": "w5 w6 w7", "max_tokens": 2, "ignore_eos": True}}
-    url, headers = after("--base-url") + after("--endpoint"), {{"Content-Type": "application/json"}}
+    body = {"model": model, "prompt": "w5 w6 w7", "max_tokens": 2, "ignore_eos": True}
+    url, headers = after("--base-url") + after("--endpoint"), {"Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
         assert json.load(response)["usage"]["completion_tokens"] == 2
 count = int(after("--num-prompts"))
-result = {{"completed": count, "failed": 0, "duration": 1.0, "output_throughput": 100.0 * len(models)}}
+result = {"completed": count, "failed": 0, "duration": 1.0, "output_throughput": 100.0 * len(models)}
 for name in ("ttft", "tpot", "itl", "e2el"):
     for kind in ("mean", "median", "p95", "p99"):
-        result[f"{{kind}}_{{name}}_ms"] = 5.0
+        result[f"{kind}_{name}_ms"] = 5.0
 Path(after("--result-dir"), after("--result-filename")).write_text(json.dumps(result))
 """
 
@@ -73,17 +72,25 @@ class StandIns(Servers):
 
 
 @pytest.fixture
-def vllm(tmp_path: Path) -> Path:
-    program = tmp_path / "vllm"
-    program.write_text(STAND_IN.format(python=sys.executable))
-    program.chmod(0o755)
-    return program
+def vllm_site(tmp_path: Path) -> Path:
+    return write_module(tmp_path / "site", STAND_IN)
+
+
+def write_module(site: Path, program: str) -> Path:
+    """Write a folder in which `program` is vLLM's command line."""
+    module = site.joinpath(*VLLM.split(".")).with_suffix(".py")
+    module.parent.mkdir(parents=True)
+    module.write_text(program)
+    metadata = site / "vllm-9.9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Name: vllm\nVersion: 9.9.9\n")
+    return site
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path, vllm: Path) -> StandIns:
+def stand_ins(tmp_path: Path, vllm_site: Path) -> StandIns:
     checkpoint = HttpCheckpoint(root=tmp_path / "ckpt", shape="tiny", num_adapters=2, rank=4)
-    return StandIns(checkpoint=checkpoint, state_dir=tmp_path / "state", vllm=vllm)
+    return StandIns(checkpoint=checkpoint, state_dir=tmp_path / "state", vllm_site=vllm_site)
 
 
 def compare(
@@ -99,22 +106,22 @@ def compare(
             Load(name="saturated", num_requests=8, concurrency=4),
         ),
     )
-    client = BenchClient(
-        program=servers.client_program,
+    with BenchClient(
+        python=servers.vllm_python,
         tokenizer=servers.checkpoint.base,
         lengths=plan.lengths,
         scratch=work_dir,
-        env=servers.client_env,
-    )
-    Comparison(
-        servers=servers,
-        client=client,
-        plan=plan,
-        result=ResultFile(out, {"machine": "m", "versions": {}, "parameters": {}}),
-        work_dir=work_dir,
-        only_missing=missing,
-        deadline_s=time.monotonic() + seconds,
-    ).run_section(section)
+        env=servers.vllm_env,
+    ) as client:
+        Comparison(
+            servers=servers,
+            client=client,
+            plan=plan,
+            result=ResultFile(out, {"machine": "m", "versions": {}, "parameters": {}}),
+            work_dir=work_dir,
+            only_missing=missing,
+            deadline_s=time.monotonic() + seconds,
+        ).run_section(section)
     found: dict[str, Any] = json.loads(out.read_text())[section]
     return found
 
@@ -123,12 +130,12 @@ def cells(section: dict[str, Any]) -> list[tuple[int, str]]:
     return [(run["adapters"], run["load"]) for run in section["runs"]]
 
 
-def test_our_server_is_measured_run_by_run(tmp_path: Path, vllm: Path) -> None:
+def test_our_server_is_measured_run_by_run(tmp_path: Path, vllm_site: Path) -> None:
     out = tmp_path / "out.json"
     status = http_compare.main(
         [
             *("loraplex", "--adapters", "0,2", "--num-adapters", "2", "--rank", "4", "--shape", "tiny"),
-            *("--device", "cpu", "--dtype", "float32", "--vllm", str(vllm), "--out", str(out)),
+            *("--device", "cpu", "--dtype", "float32", "--vllm-site", str(vllm_site), "--out", str(out)),
             *("--work-dir", str(tmp_path / "work"), "--steady-requests", "6", "--saturated-requests", "8"),
         ]
     )
@@ -218,13 +225,25 @@ def test_failed_requests_are_counted_whatever_the_client_says() -> None:
     assert found == {"completed": 290, "failed": 10, "output_tokens_per_s": 1.235}
 
 
-def test_a_client_that_fails_is_reported_with_its_output(tmp_path: Path) -> None:
-    client = BenchClient(
-        program=(sys.executable, "-c", "raise SystemExit('no such server')"),
-        tokenizer=tmp_path,
-        lengths=Lengths(),
-        scratch=tmp_path,
-        env={},
-    )
-    with pytest.raises(ClientFailedError, match="no such server"):
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import sys\nif sys.argv[-1] != '--help': raise SystemExit('no such server')", "no such server"),
+        ("raise ImportError('no such library')", "no such library"),
+        ("import sys, time\nif sys.argv[-1] != '--help': time.sleep(600)", "more than 5 s"),
+    ],
+)
+def test_a_client_that_fails_is_reported_with_its_output(tmp_path: Path, program: str, message: str) -> None:
+    site = write_module(tmp_path / "site", program)
+    with (
+        BenchClient(
+            python=sys.executable,
+            tokenizer=tmp_path,
+            lengths=Lengths(),
+            scratch=tmp_path,
+            env={"PYTHONPATH": str(site)},
+            timeout_s=5.0,
+        ) as client,
+        pytest.raises(ClientFailedError, match=message),
+    ):
         client.run("http://127.0.0.1:1", Load(name="x", num_requests=1, concurrency=1), [], seed=1)
