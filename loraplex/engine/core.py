@@ -142,6 +142,8 @@ class Engine:
         return self._executor.num_required
 
     def prepare(self) -> bool:
+        if not self._flights and not self._scheduler.request_ids and self._scheduler.has_work():
+            self.step()  # nobody is there to be served: it only goes on to read adapters meanwhile
         return self._executor.prepare()
 
     def get_ready(self) -> None:

@@ -7,6 +7,7 @@ pinned.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -14,13 +15,15 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final, Protocol
+from functools import lru_cache
+from typing import Any, Final, Protocol
 
 import torch
 
 from loraplex.core.errors import CapacityError
 from loraplex.engine.assist.shared_block import SharedBlock
 from loraplex.engine.cuda import driver
+from loraplex.engine.helper_threads import HelperThreads
 from loraplex.engine.machine import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,10 @@ _POPULATE: Final = 23
 _DEFAULT_SHARE: Final = 0.25
 _MAX_DEFAULT_BYTES: Final = 64 << 30
 _PIECE_BYTES: Final = 64 << 20
+_POPULATED_BYTES: Final = 8 << 20
+_MAX_POPULATING: Final = 8
+"""What one thread asks the system for at a time, and how many ask at once: pages that a virtual machine never
+used come slowly to one alone."""
 _PINNED_AHEAD_BYTES: Final = 1 << 30
 """How much is pinned before it is used: half a second of adapters off a fast disk."""
 
@@ -198,16 +205,32 @@ class _LargePages:
         # those any more that the device reads.
         pages.madvise(mmap.MADV_DONTFORK)
         self.memory = torch.frombuffer(pages, dtype=torch.uint8)
-        self._pages: mmap.mmap | None = pages
+        self._helpers = HelperThreads(min(os.cpu_count() or 1, _MAX_POPULATING))
 
     def allocate(self, begin: int, num_bytes: int) -> None:
-        assert self._pages is not None
-        try:
-            self._pages.madvise(_POPULATE, begin, num_bytes)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # older systems cannot; pages come as they are touched
-                raise
+        address, end = self.memory.data_ptr(), begin + num_bytes
+        parts = [
+            self._helpers.submit(_populate, address + part, min(_POPULATED_BYTES, end - part))
+            for part in range(begin, end, _POPULATED_BYTES)
+        ]
+        for part in parts:
+            part.result()
 
     def close(self) -> None:
         """The memory goes with the last tensor over it."""
-        self._pages = None
+        self._helpers.shutdown()
+
+
+def _populate(address: int, num_bytes: int) -> None:
+    """Have the system give the pages now. By ctypes, which lets other threads run meanwhile; `mmap.madvise`
+    holds the interpreter's lock, and every stream would wait."""
+    if _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE) == 0:
+        return
+    error = ctypes.get_errno()
+    if error != errno.EINVAL:  # older systems cannot; pages come as they are touched
+        raise OSError(error, os.strerror(error))
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)

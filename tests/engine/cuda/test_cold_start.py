@@ -104,6 +104,29 @@ def staged(cold_start: ColdStart) -> tuple[object, AdapterSpec]:
     return engine, COLD[0]
 
 
+def test_adapters_are_read_while_the_engine_prepares() -> None:
+    engine = interpreted(cold_start=ColdStart.OVERLAP)
+    for spec in COLD:
+        engine.add_adapter(spec)
+        engine.stage_adapter(spec.version)
+    while {adapter.tier for adapter in engine.stats().adapters} != {"host"}:
+        engine.prepare()
+    assert engine.stats().num_steps == 0
+    engine.close()
+
+
+def test_nobody_is_served_while_the_engine_prepares() -> None:
+    engine = interpreted(cold_start=ColdStart.OVERLAP)
+    engine.add_adapter(COLD[0])
+    engine.stage_adapter(COLD[0].version)
+    engine.add_request(greedy("a", COLD[0].version))
+    engine.prepare()
+    assert engine.stats().num_waiting == 1
+    assert [adapter.tier for adapter in engine.stats().adapters] == ["disk"]
+    run_to_end(engine)
+    engine.close()
+
+
 @pytest.mark.parametrize("cold_start", [ColdStart.PIPELINED, ColdStart.OVERLAP])
 def test_who_may_start_before_its_adapter_is_there(cold_start: ColdStart) -> None:
     engine, spec = staged(cold_start)

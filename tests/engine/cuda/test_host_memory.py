@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,50 @@ def test_memory_is_there_when_it_is_taken_and_gone_when_it_is_closed() -> None:
     assert resident_bytes() - before > 0.9 * size, "its pages come only as they are touched"
     memory.close()
     assert resident_bytes() - before < 0.1 * size
+
+
+def test_other_threads_run_while_the_system_looks_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the interpreter's lock held, this thread would never run before the memory is there. Without it, a
+    busy machine may still let the other one be faster a few times."""
+    size = 64 << 20
+    asked, there = threading.Event(), threading.Event()
+    populated = host_memory._populate
+
+    def populate(address: int, num_bytes: int) -> None:
+        asked.set()  # nobody takes turns before this thread lets go of the lock
+        populated(address, num_bytes)
+        there.set()
+
+    def runs_meanwhile() -> bool:
+        asked.clear()
+        there.clear()
+        memory = HostMemory(size, pinned=False, piece_bytes=size)
+        taking = threading.Thread(target=memory.take, args=(0, size))
+        taking.start()
+        assert asked.wait(60.0)
+        was_there = there.is_set()
+        taking.join()
+        memory.close()
+        return not was_there
+
+    monkeypatch.setattr(host_memory, "_POPULATED_BYTES", size)
+    monkeypatch.setattr(host_memory, "_populate", populate)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e3)
+    try:
+        assert any(runs_meanwhile() for _ in range(50))
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+def test_memory_that_is_refused_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(address: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    memory = HostMemory(1000, pinned=False, piece_bytes=256)
+    monkeypatch.setattr(host_memory, "_populate", none_left)
+    with pytest.raises(CapacityError, match="Cannot allocate memory"):
+        memory.take(200, 600)
 
 
 def test_memory_may_be_had_again_after_it_was_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
