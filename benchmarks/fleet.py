@@ -12,9 +12,9 @@ Sections:  decisions  seconds of one routing decision, of a placement and of a m
                       adapters at the rate that `affinity` sustains
 
 Every run is written to results/fleet.json when it ends, and a run that the file holds of the same code is not
-made again: sections can be made in several calls. `--data`: published traces (docs/workloads.md); without
-them the papers' workloads are synthetic. `--tiny` tries the script itself, and writes nothing unless --out
-says where.
+made again: sections can be made in several calls, and a change of our own policy repeats its runs alone.
+`--data`: published traces (docs/workloads.md); without them the papers' workloads are synthetic. `--tiny`
+tries the script itself, and writes nothing unless --out says where.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.fleet_decisions import measure_decisions
 from benchmarks.fleet_sections import RUNS, Fleet, Run, Size
 from loraplex.bench.environment import environment
 from loraplex.core.whole_file import write_whole
-from loraplex.fleet.policy import PLACEMENTS, Policy
+from loraplex.fleet.policy import AUTO, ORACLE, PLACEMENTS, Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.twin.fleet import FleetOutcome
@@ -178,6 +178,20 @@ def make_section(name: str, section: dict[str, Any], size: Size, save: Callable[
                 print(f"{name} {number}/{len(tasks)}: {run.key}: {found[run.key]}", flush=True)
 
 
+def kept(held: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+    """Return what the file holds of a section and still counts: what was measured with the same sizes and the
+    same code. Where only the code of our own policy has changed, the runs of others stay."""
+    recorded = held.get("sources", {})
+    changed = {path for path, digest in here["sources"].items() if recorded.get(path) != digest}
+    if held.get("parameters") != here["parameters"] or not changed <= {*sources.AUTO}:
+        return {}
+    if not changed:
+        return held
+    ours = (AUTO, ORACLE)
+    others = {key: run for key, run in held.get("runs", {}).items() if run["policy"] not in ours}
+    return {**held, "runs": others}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -212,10 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "sources": sources.fingerprints(FILE, name),
             "parameters": size.parameters,
         }
-        held = document.get(name, {})
-        if any(held.get(key) != here[key] for key in ("sources", "parameters")):
-            held = {}
-        section = document[name] = {**held, **here}
+        section = document[name] = {**kept(document.get(name, {}), here), **here}
         if name in ("decisions", "bounds"):
             section["results"] = (
                 measure_decisions(tiny=args.tiny) if name == "decisions" else measure_bounds(args.data)

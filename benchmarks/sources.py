@@ -28,6 +28,10 @@ _ENGINE: Final = (*_STEP, *_BESIDE_ENGINE, "loraplex/engine")
 _TOKEN_ENGINE: Final = "loraplex/engine without text"
 _UNASSISTED_ENGINE: Final = "loraplex/engine without text and CPU workers"
 _FLEET_TWIN: Final = "loraplex/twin without recorded runs and commands"
+_AUTO_MODULES: Final = ("routers/auto.py", "placements/rank_line.py")
+AUTO: Final = tuple(f"loraplex/fleet/{name}" for name in _AUTO_MODULES)
+"""The modules of our own policy: no run of another policy depends on them."""
+_OTHER_POLICIES: Final = "loraplex/fleet without auto"
 _TEXT_MODULES: Final = (
     *("detokenizer.py", "prompt_encoder.py", "prompt_offsets.py"),
     *("stop_strings.py", "text_engine.py", "tokenizer.py"),
@@ -49,6 +53,7 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
             *("recorded_runs.py", "run_workload.py", "scores.py", "validate.py", "worker_pool.py"),
         ),
     ),
+    _OTHER_POLICIES: ("loraplex/fleet", _AUTO_MODULES),
     # Only the section `cold` starts CPU workers.
     _UNASSISTED_ENGINE: ("loraplex/engine", (*_TEXT_MODULES, "assist")),
 }
@@ -63,7 +68,7 @@ _HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py", "benc
 """How the servers of the HTTP comparison are started and loaded: all that we decide of vLLM's figures."""
 _BESIDE_TWIN: Final = ("loraplex/scheduling", "loraplex/adapters", "loraplex/perf")
 _TWIN: Final = (*_BESIDE_TWIN, "loraplex/twin")
-_SIMULATED_FLEET: Final = (*_BESIDE_TWIN, _FLEET_TWIN, "loraplex/fleet", "loraplex/workload")
+_SIMULATED_FLEET: Final = (*_BESIDE_TWIN, _FLEET_TWIN, _OTHER_POLICIES, *AUTO, "loraplex/workload")
 
 
 def _engine_checks(*names: str, engine: str = _UNASSISTED_ENGINE) -> tuple[str, ...]:

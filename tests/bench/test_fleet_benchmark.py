@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 
-from benchmarks import draw_fleet, fleet, fleet_sections, fleet_tables
+from benchmarks import draw_fleet, fleet, fleet_sections, fleet_tables, sources
 from benchmarks.fleet_bounds import measure_bounds
 from benchmarks.fleet_decisions import measure_decisions
 from loraplex.fleet.policy import Policy
@@ -92,6 +92,22 @@ def test_a_section_makes_only_the_runs_that_it_lacks(monkeypatch: pytest.MonkeyP
     assert saved == [[lacking, made]]
     assert section["runs"][made] == {"policy": "kept"}
     assert section["runs"][lacking]["policy"] == "random"
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ("nothing", {"auto", "oracle", "random"}),
+        ("loraplex/fleet/routers/auto.py", {"random"}),
+        ("loraplex/scheduling", set()),
+    ],
+)
+def test_runs_stay_whose_code_has_not_changed(changed: str, expected: set[str]) -> None:
+    here = {"sources": sources.fingerprints(fleet.FILE, "auto"), "parameters": {"rate": 1}}
+    runs = {policy: {"policy": policy} for policy in ("auto", "oracle", "random")}
+    held = {**here, "sources": here["sources"] | {changed: "another"}, "runs": runs}
+    assert fleet.kept(held, here).get("runs", {}).keys() == expected
+    assert fleet.kept({**held, "parameters": {"rate": 2}}, here) == {}
 
 
 def test_every_section_names_runs_that_differ() -> None:

@@ -117,10 +117,27 @@ def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: Rout
     for homes in (on_device, on_host, planned):
         if surely_near & homes:
             assert chosen in near & homes
+            fewest = min(len(fleet.queue(each)) for each in surely_near & homes)
+            assert len(fleet.queue(chosen)) <= fewest
             return
         if near & homes:
             return
-    assert allowed[chosen] <= min(allowed.values()) * (1 + 1e-9)
+    surely_similar = [
+        each for each, cost in allowed.items() if cost <= min(allowed.values()) * 1.1 * (1 - 1e-9)
+    ]
+    assert allowed[chosen] <= min(allowed.values()) * 1.1 * (1 + 1e-9)
+    assert len(fleet.queue(chosen)) <= min(len(fleet.queue(each)) for each in surely_similar)
+
+
+def test_auto_takes_turns_where_replicas_are_about_as_good() -> None:
+    """The cheapest alone would be interrupted by all prompts."""
+    fleet, router = fleet_of(3, costs=COSTS["steps"]), AutoRouter()
+    for replica, number in enumerate((4, 5, 5)):
+        for _ in range(number):
+            fleet.send(request_of(None), replica, is_running=True)
+    assert sorted(router.choose(request_of(None), fleet.view) for _ in range(3)) == [0, 1, 2]
+    fleet.send(request_of(None), 0)
+    assert {router.choose(request_of(None), fleet.view) for _ in range(3)} == {1, 2}, "a prompt waits at 0"
 
 
 @FEW

@@ -10,6 +10,9 @@ Of those that cost little more than the cheapest, one that has the adapter on it
 that has it in host memory, then one that the plan names for it; but none whose steps are near the SLO. So a
 plan says where adapters live, and a request leaves home only if that pays: adapters are rarely loaded, and a
 burst still has all replicas to go to.
+
+Prompts are spread in time: of replicas that are about as good, one with the fewest prompts waiting is taken,
+then the one picked longest ago.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ TOLERANCE: Final = 0.25
 """How much more than the cheapest replica one that has the adapter may cost."""
 HEADROOM: Final = 0.9
 """The share of the SLO that its decode step may take."""
+SIMILAR: Final = 0.1
+"""How much more than the cheapest replica one may cost that counts as equally cheap."""
 # An array without dimensions: numpy takes half as long with it as with a Python number.
 _ZERO: Final = np.zeros(())
 
@@ -47,14 +52,17 @@ class AutoRouter:
         if len(candidates) == 1:
             return int(candidates[0])
         cost_s, decode_s = self._costs(request, view, candidates)
-        most_s = float(cost_s[cost_s.argmin()]) * (1 + self._tolerance)
+        cheapest_s = float(cost_s[cost_s.argmin()])
+        most_s = cheapest_s * (1 + self._tolerance)
+        num_waiting = view.load.waiting.num_requests
         longest_s = math.inf if view.slo_s is None else HEADROOM * view.slo_s
         for homes in _homes(request, view):
             # Homes are few: they are looked at one by one, and not all replicas for each kind of home.
             near = sorted(home for home in homes if cost_s[home] <= most_s and decode_s[home] <= longest_s)
             if near:
-                return self._turns.pick(np.array(near), cost_s[near])
-        return self._turns.pick(view.load.replicas, cost_s)
+                return self._turns.pick(np.array(near), num_waiting[near], cost_s[near])
+        similar: IntArray = (cost_s <= cheapest_s * (1 + SIMILAR)).nonzero()[0]
+        return self._turns.pick(similar, num_waiting[similar])
 
     def _costs(
         self, request: RoutedRequest, view: FleetView, candidates: IntArray
