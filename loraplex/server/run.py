@@ -51,6 +51,7 @@ from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
+from loraplex.server.supervised_engine import SupervisedEngine
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
@@ -169,7 +170,7 @@ async def _run(
     options: ServeOptions,
     announcer: Announcer,
     stack: AsyncExitStack,
-) -> EngineClient:
+) -> SupervisedEngine:
     """Start, then open the front to requests and leave them to it."""
     deps, client, num_skipped = await _start(options, announcer, front, stack)
     # What was made until now stays: a full collection would go through all of it and hold up every stream for
@@ -213,7 +214,7 @@ def _uvicorn_config(front: FrontApp, options: ServeOptions) -> uvicorn.Config:
 async def _end(
     stop: asyncio.Event,
     server: ListeningServer,
-    client: EngineClient,
+    client: SupervisedEngine,
     bodies: BodyReader,
     announcer: Announcer,
     grace_s: float,
@@ -243,7 +244,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 async def _start(
     options: ServeOptions, announcer: Announcer, front: FrontApp, stack: AsyncExitStack
-) -> tuple[ServerDeps, EngineClient, int]:
+) -> tuple[ServerDeps, SupervisedEngine, int]:
     """Start everything that requests need, prepared for the adapters to begin with. The number is that of
     adapters which were left out."""
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
@@ -256,7 +257,7 @@ async def _start(
     registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
-    client = EngineClient(options.engine, factory=options.engine_factory)
+    client: SupervisedEngine = EngineClient(options.engine, factory=options.engine_factory)
     stack.push_async_callback(client.close)
     service = AdapterService(
         base_model=base_model,

@@ -1,0 +1,46 @@
+"""An engine that a server starts, watches and ends: an engine process, a fleet, or a server elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from loraplex.engine.interface import AsyncEngine
+from loraplex.server.engine_status import EngineStatus
+from loraplex.server.protocol_ipc import Ready, StartProgress
+
+
+class SupervisedEngine(AsyncEngine, Protocol):
+    """An AsyncEngine with a life of its own. It starts once, may die and come back, and is closed at the end.
+
+    Adapters that were added are known again after a restart.
+    """
+
+    failed: asyncio.Event
+    """Set when a started engine has died too often and is not started again."""
+    info: Ready | None
+    """What the engine said of itself when it was last ready."""
+
+    @property
+    def healthy(self) -> bool:
+        """Tell whether it takes requests now."""
+        ...
+
+    @property
+    def status(self) -> EngineStatus: ...
+
+    async def start(
+        self,
+        on_progress: Callable[[StartProgress], None] | None = None,
+        add_adapters: Awaitable[object] | None = None,
+    ) -> None:
+        """Start it and wait until it is ready for the adapters that `add_adapters` adds meanwhile.
+
+        Raises LoraplexError if it cannot start; a first start is not tried again.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop it; requests in flight raise EngineClosedError. Idempotent."""
+        ...
