@@ -1,4 +1,4 @@
-"""Options without a value in --help.
+"""Options of commands: flags without a value in --help, and lists of options that commands have in common.
 
 Recent releases of typer show `<bool>` behind every flag that has no metavar, as if it took a value: behind
 `--help` and its own options for shell completion, too. All flags of all commands are given an empty one here.
@@ -7,7 +7,8 @@ Recent releases of typer show `<bool>` behind every flag that has no metavar, as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from inspect import Parameter, signature
+from typing import Any, Final, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -25,6 +26,33 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[F], F]:
         return super().command(name, cls=_Command, **options)
+
+
+def takes_options_of(source: Callable[..., Any]) -> Callable[[F], F]:
+    """Give a command the options of `source` before its own. It is called with all of them by name, and takes
+    those of `source` as `**options`."""
+
+    def decorate(command: F) -> F:
+        own = signature(command).parameters.values()
+        shared = signature(source).parameters.values()
+        parameters = [*shared, *(each for each in own if each.kind is not Parameter.VAR_KEYWORD)]
+        hints = _parameter_hints(source) | _parameter_hints(command)
+        # All by name: then one without a default may follow one with.
+        by_name = [
+            each.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[each.name]) for each in parameters
+        ]
+        command.__signature__ = signature(command).replace(parameters=by_name)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: hints[each.name] for each in by_name}
+        return command
+
+    return decorate
+
+
+def _parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a function's parameters. That of its result may be known to type checkers alone."""
+    annotations = {name: each for name, each in function.__annotations__.items() if name != "return"}
+    holder = type("Parameters", (), {"__annotations__": annotations})
+    return get_type_hints(holder, globalns=function.__globals__, include_extras=True)
 
 
 class _Command(TyperCommand):

@@ -1,4 +1,4 @@
-"""`loraplex fleet`: many replicas behind a router, simulated.
+"""`loraplex fleet`: many replicas behind a router, simulated and live.
 
 Imports wait until a command runs, so that `--help` answers at once.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from loraplex.cli import fleet_live
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.cli.sizes import parse_rate
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from loraplex.twin.fleet_compare import Capacity, FleetInputs
     from loraplex.twin.fleet_figures import PolicyFigures
 
-app = App(help="Many replicas behind a router: what a policy would do, simulated.", no_args_is_help=True)
+app = App(help="Many replicas behind a router: simulated, and serving.", no_args_is_help=True)
+app.command()(fleet_live.serve)
 
 _SHORTEST_PERIOD_S: Final = 0.1
 _SLOWEST_LINK: Final = 1e6

@@ -9,21 +9,24 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from loraplex.cli import serve_options as option
 from loraplex.cli.closed_pipe import outlive_the_reader
 from loraplex.cli.early_stop import exit_0_on_signal
+from loraplex.cli.flags import takes_options_of
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.logs import LogFormat, LogLevel, logging_to_stderr
 from loraplex.server.addresses import parse_allowed_host, parse_allowed_origin
+
+if TYPE_CHECKING:
+    from loraplex.server.run import ServeOptions
 
 _PROGRAM: Final = "loraplex"
 _DEMO_EXAMPLES: Final = ("pirate", "haiku")
 
 
-@exit_0_on_signal()
-def serve(
+def serve_options(
     model: option.Model,
     adapters: option.AdapterDirs = None,
     adapter: option.Adapters = None,
@@ -52,10 +55,8 @@ def serve(
     admin_key: option.AdminKeys = None,
     allowed_hosts: option.AllowedHosts = None,
     allowed_origins: option.AllowedOrigins = None,
-    log_level: option.Level = LogLevel.INFO,
-    log_format: option.Format = LogFormat.TEXT,
-) -> None:
-    """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""
+) -> ServeOptions:
+    """Return what is asked for. The parameters are the options that all commands have which serve."""
     kv_memory_bytes = option.parse_size_or_none(kv_memory, "--kv-memory")
     adapter_bytes = option.parse_size_or_none(host_adapter_memory, "--host-adapter-memory")
     api_keys = option.parse_keys(api_key, "--api-key")
@@ -69,7 +70,6 @@ def serve(
     from loraplex.server.adapter_startup import GivenAdapter
     from loraplex.server.connections import ConnectionLimits
     from loraplex.server.run import ServeOptions
-    from loraplex.server.run import serve as run_server
     from loraplex.server.waiting import WaitingLimits
 
     engine = EngineOptions(
@@ -86,7 +86,7 @@ def serve(
         cpu_workers=cpu_workers,
         loads_popular=load_popular,
     )
-    options = ServeOptions(
+    return ServeOptions(
         engine=engine,
         served_model_name=served_model_name,
         adapters=tuple(
@@ -106,13 +106,29 @@ def serve(
         connections=ConnectionLimits(max_connections=max_connections),
         shutdown_grace_s=shutdown_grace,
     )
+
+
+@exit_0_on_signal()
+@takes_options_of(serve_options)
+def serve(
+    log_level: option.Level = LogLevel.INFO, log_format: option.Format = LogFormat.TEXT, **options: Any
+) -> None:
+    """Serve a base model and its LoRA adapters over an OpenAI-compatible API."""
+    run_server(serve_options(**options), log_level, log_format)
+
+
+def run_server(options: ServeOptions, log_level: LogLevel, log_format: LogFormat) -> None:
+    """Serve until a signal."""
+    from loraplex.server.run import serve as run
+
     outlive_the_reader()
     with logging_to_stderr(log_level.number, log_format):
-        run_server(options)
+        run(options)
 
 
 def demo(
     port: option.Port = 8000,
+    replicas: option.DemoReplicas = 1,
     threads: option.Threads = None,
     log_level: option.Level = LogLevel.INFO,
     log_format: option.Format = LogFormat.TEXT,
@@ -124,7 +140,7 @@ def demo(
     from loraplex.server.banner import Announcer
     from loraplex.server.listening import AddressError
     from loraplex.server.run import ServeOptions
-    from loraplex.server.run import serve as run_server
+    from loraplex.server.run import serve as run
 
     outlive_the_reader()
     folder = ensure_demo_base()
@@ -140,10 +156,11 @@ def demo(
             engine=EngineOptions(model=str(folder), num_threads=threads),
             adapter_dirs=(DEMO_ADAPTERS_DIR,),
             port=port,
+            num_replicas=replicas,
             state_dir=Path(state_dir),
         )
         try:
-            run_server(options, Announcer(prompts))
+            run(options, Announcer(prompts))
         except AddressError as error:
             # `make demo` takes no options: the command that does is named as it was run.
             fix = f"run `{_command()} demo --port 0` for any free port, or name one"

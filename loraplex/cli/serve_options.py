@@ -31,6 +31,14 @@ Adapters = Annotated[
         "(owner/name or owner/name@revision); may be repeated.",
     ),
 ]
+Replicas = Annotated[
+    int, typer.Option(min=1, max=64, help="Engine processes, each with GPUs or cores of its own.")
+]
+DemoReplicas = Annotated[int, typer.Option(min=1, max=8, help="Engine processes behind the one address.")]
+Routing = Annotated[
+    str,
+    typer.Option(help="How replicas share requests: auto, most-idle, rank-aware, affinity, round-robin, ..."),
+]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")]
 Device = Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")]

@@ -28,6 +28,7 @@ from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
+from loraplex.core.shape import ModelShape
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
@@ -72,6 +73,7 @@ class ServeOptions:
     `adapter_dirs` are served and open for loading, the allowed ones only open.
     `adapters` are served and open nothing; `allow_adapter_repos` are patterns of hub repositories.
     `shutdown_grace_s`: how long requests in flight may go on after the signal to end.
+    `num_replicas`: engine processes; `routing`: by which router requests are shared among several.
     `engine_factory`: "module:name" of what builds the core in the engine process.
     """
 
@@ -92,6 +94,8 @@ class ServeOptions:
     waiting: WaitingLimits = field(default_factory=WaitingLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     shutdown_grace_s: float = 5.0
+    num_replicas: int = 1
+    routing: str = "auto"
     engine_factory: str = DEFAULT_FACTORY
 
 
@@ -257,7 +261,7 @@ async def _start(
     registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
-    client: SupervisedEngine = EngineClient(options.engine, factory=options.engine_factory)
+    client = _engine(options, config.shape)
     stack.push_async_callback(client.close)
     service = AdapterService(
         base_model=base_model,
@@ -319,6 +323,21 @@ async def _start(
     for note in notes:
         logger.warning("%s", note)
     return deps, client, report.num_skipped
+
+
+def _engine(options: ServeOptions, shape: ModelShape) -> SupervisedEngine:
+    """Return what computes, not started yet: one engine process, or a fleet of them."""
+    if options.num_replicas == 1:
+        return EngineClient(options.engine, factory=options.engine_factory)
+    from loraplex.server.fleet.local_replicas import local_fleet  # not needed by a single server
+
+    return local_fleet(
+        options.engine,
+        shape,
+        num_replicas=options.num_replicas,
+        routing=options.routing,
+        factory=options.engine_factory,
+    )
 
 
 def _web_access(options: ServeOptions) -> WebAccess:

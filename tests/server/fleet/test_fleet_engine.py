@@ -1,0 +1,228 @@
+"""A fleet of real engine processes around the fake core: who serves, what dies, and what is seen of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import fake_core
+import pytest
+from engine_client_harness import client_of, pid_of, run, until, wait_for_state
+from fake_core import FakeOptions, request_of, spec_of, tokens_of
+
+from loraplex.core import errors
+from loraplex.core.clock import MonotonicClock
+from loraplex.core.request import EngineRequest
+from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.fleet.load import ReplicaLimits
+from loraplex.fleet.routers.named import router_named
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import find_profile
+from loraplex.server.engine_client import EngineClient
+from loraplex.server.engine_status import EngineState
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.protocol_ipc import Ready
+from loraplex.server.restart_policy import RestartPolicy
+
+NEVER = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, max_crashes=0)
+
+
+def routing_of(infos: Sequence[Ready], routing: str = "round-robin") -> LiveRouting:
+    costs = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(costs, CostModel)
+    return LiveRouting(
+        [ReplicaLimits(max_running=8, kv_tokens=16 * info.num_kv_blocks) for info in infos],
+        router=router_named(routing),
+        costs=costs,
+        clock=MonotonicClock(),
+    )
+
+
+@asynccontextmanager
+async def fleet_of(
+    num_replicas: int = 3, *, restart: RestartPolicy | None = None
+) -> AsyncIterator[tuple[FleetEngine, list[EngineClient]]]:
+    options = {} if restart is None else {"restart": restart}
+    clients = [client_of(**options) for _ in range(num_replicas)]
+    fleet = FleetEngine(clients, routing_of)
+    await fleet.start()
+    try:
+        yield fleet, clients
+    finally:
+        await fleet.close()
+
+
+async def tokens(fleet: FleetEngine, request: EngineRequest) -> tuple[int, ...]:
+    return tuple([token async for output in fleet.generate(request) for token in output.token_ids])
+
+
+def kill(client: EngineClient) -> None:
+    os.kill(pid_of(client), signal.SIGKILL)
+
+
+def test_requests_are_shared_among_replicas() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3) as (fleet, _):
+            requests = [request_of(f"r{i}", prompt=i, max_tokens=4) for i in range(30)]
+            answers = await asyncio.gather(*(tokens(fleet, request) for request in requests))
+            assert answers == [tokens_of(request) for request in requests]
+            assert [replica.num_sent for replica in fleet.replicas] == [10, 10, 10]
+            assert [replica.num_in_flight for replica in fleet.replicas] == [0, 0, 0]
+            assert fleet.info is not None
+            assert (fleet.info.num_kv_blocks, fleet.info.max_model_len) == (3 * 77, 512)
+
+    run(scenario())
+
+
+def test_a_request_whose_replica_dies_before_its_first_token_is_served_elsewhere() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, clients):
+            silent = [
+                asyncio.create_task(tokens(fleet, request_of(f"s{i}", fake_core.SILENT))) for i in (0, 1)
+            ]
+
+            async def both_queued() -> bool:
+                return all([(await client.stats()).num_running == 1 for client in clients])
+
+            await until(both_queued)
+            kill(clients[0])
+
+            async def moved() -> bool:
+                return (await clients[1].stats()).num_running == 2
+
+            await until(moved)
+            assert [replica.num_in_flight for replica in fleet.replicas] == [0, 2]
+            for task in silent:
+                task.cancel()
+            await asyncio.gather(*silent, return_exceptions=True)
+            assert [replica.num_in_flight for replica in fleet.replicas] == [0, 0]
+
+    run(scenario())
+
+
+def test_a_request_that_kills_its_replicas_does_not_kill_the_fleet() -> None:
+    async def scenario() -> None:
+        async with fleet_of(5) as (fleet, clients):
+            with pytest.raises(errors.EngineDeadError, match="3 replicas died one after the other"):
+                await tokens(fleet, request_of("poison", fake_core.KILL))
+            assert sum(client.status.num_restarts == 0 and client.healthy for client in clients) >= 2
+            request = request_of("after", max_tokens=4)
+            assert await tokens(fleet, request) == tokens_of(request)
+
+    run(scenario())
+
+
+def test_a_broken_answer_is_reported_and_the_fleet_serves_on() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, clients):
+            stream = fleet.generate(request_of("long", fake_core.ENDLESS))
+            while not (await anext(stream)).token_ids:
+                pass
+            kill(clients[0])
+            with pytest.raises(errors.EngineDeadError, match="died while serving this request"):
+                async for _ in stream:
+                    pass
+            await wait_for_state(clients[0], EngineState.RESTARTING)
+            assert fleet.healthy
+            assert fleet.status.message == "1 of 2 replicas are ready"
+            for number in range(4):
+                request = request_of(f"r{number}", max_tokens=3)
+                assert await tokens(fleet, request) == tokens_of(request)
+
+    run(scenario())
+
+
+def test_requests_wait_for_the_first_replica_that_comes_back() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, clients):
+            for client in clients:
+                kill(client)
+                await wait_for_state(client, EngineState.RESTARTING)
+            request = request_of("patient", max_tokens=3)
+            assert await tokens(fleet, request) == tokens_of(request)
+            assert fleet.status.num_restarts >= 1
+
+    run(scenario())
+
+
+def test_a_fleet_has_failed_when_all_its_replicas_have() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, restart=NEVER) as (fleet, clients):
+            kill(clients[0])
+            await clients[0].failed.wait()
+            assert not fleet.failed.is_set()
+            request = request_of("served", max_tokens=3)
+            assert await tokens(fleet, request) == tokens_of(request)
+            kill(clients[1])
+            await fleet.failed.wait()
+            assert fleet.status.state is EngineState.FAILED
+            with pytest.raises(errors.EngineDeadError, match="died too often"):
+                await tokens(fleet, request_of("late"))
+
+    run(scenario())
+
+
+def test_a_fleet_starts_only_with_all_its_replicas() -> None:
+    async def scenario() -> None:
+        clients = [client_of(), client_of(FakeOptions(start_fault="model"))]
+        with pytest.raises(errors.ModelError, match="no layers"):
+            await FleetEngine(clients, routing_of).start()
+        assert {client.status.state for client in clients} <= {EngineState.CLOSED, EngineState.FAILED}
+
+    run(scenario())
+
+
+def test_an_adapter_is_known_to_all_replicas_or_to_none() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, clients):
+            await fleet.add_adapter(spec_of("v1"))
+            for number in range(4):
+                request = request_of(f"r{number}", max_tokens=2, adapter="v1")
+                assert await tokens(fleet, request) == tokens_of(request)
+            with pytest.raises(errors.AdapterFormatError):
+                await fleet.add_adapter(spec_of(fake_core.UNWANTED_VERSION))
+            with pytest.raises(errors.UnknownModelError):
+                await tokens(fleet, request_of("none", adapter="v9"))
+            kill(clients[0])
+            await wait_for_state(clients[0], EngineState.RESTARTING)
+            await wait_for_state(clients[0], EngineState.READY)
+            assert [row.version for row in (await clients[0].stats()).adapters] == ["v1"]
+            await fleet.remove_adapter("v1")
+            assert (await fleet.stats()).adapters == ()
+
+    run(scenario())
+
+
+def test_figures_of_replicas_add_up() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, _):
+            await fleet.add_adapter(spec_of("v1"))
+            streams = [fleet.generate(request_of(f"r{i}", fake_core.ENDLESS, adapter="v1")) for i in range(4)]
+            for stream in streams:
+                await anext(stream)
+            stats = await fleet.stats()
+            assert (stats.num_running, stats.num_kv_blocks) == (4, 2 * 77)
+            assert [(row.version, row.in_flight) for row in stats.adapters] == [("v1", 4)]
+            for stream in streams:
+                await stream.aclose()
+
+    run(scenario())
+
+
+def test_a_router_goes_by_what_replicas_say_to_hold() -> None:
+    info = Ready(num_kv_blocks=64, max_model_len=512, load_s=1.0)
+    routing = routing_of([info] * 3, "auto")
+    routing.add(spec_of("v1"))
+    held = AdapterStats(version="v1", tier="host", num_bytes=64, in_flight=0, loads=1)
+    unknown = AdapterStats(version="v9", tier="host", num_bytes=64, in_flight=0, loads=1)
+    routing.saw(2, EngineStats(adapters=(held, unknown)))
+    assert routing.route("a", "v1", 8) == 2
+    routing.ended("a", 3)
+    routing.saw(2, EngineStats(adapters=()))
+    routing.add(spec_of("v2"))
+    assert routing.route("b", "v1", 8) == 2, "adapters that are added leave the others where they are"
