@@ -5,10 +5,7 @@ Imports wait until a command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 import typer
 
 from loraplex.cli.flags import App
+from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, rows_of
 from loraplex.cli.sizes import format_size
 from loraplex.cli.table import Column, number_column, print_table, printable, text_column
-from loraplex.core.words import no_server, plural
+from loraplex.core.errors import UserError
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,10 +32,7 @@ app = App(help="Check LoRA adapters, and list those of a server.", no_args_is_he
 EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
 
-_SERVER_TIMEOUT_S: Final = 10.0
 _SHOWN_VERSION_CHARS: Final = 8
-
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
 @app.command()
@@ -48,7 +44,7 @@ def check(
         ),
     ],
     model: Annotated[str, typer.Option(help="The base model: a checkpoint folder or a Hugging Face id.")],
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tell what serving an adapter would honour, what has no effect, and all that is in the way.
 
@@ -61,17 +57,12 @@ def check(
 
 @app.command("list")
 def list_adapters(
-    base_url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="LORAPLEX_API_KEY", help="Sent as a bearer token; folders are shown for an admin key."
-        ),
-    ] = None,
+    base_url: BaseUrl = DEFAULT_URL,
+    api_key: ApiKey = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Read this state folder instead of asking a server.")
     ] = None,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the adapters of a running server, or those remembered in a state folder."""
     if state_dir is not None:
@@ -282,43 +273,10 @@ def _from_state_dir(state_dir: Path) -> tuple[list[dict[str, Any]], tuple[Column
 
 
 def _from_server(base_url: str, api_key: str | None) -> list[dict[str, Any]]:
-    url = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/adapters"
-    if not url.startswith(("http://", "https://")):
-        raise typer.BadParameter("must start with http:// or https://", param_hint="--base-url")
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
-        with urllib.request.urlopen(request, timeout=_SERVER_TIMEOUT_S) as response:
-            answer = json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            _fail(_explain_status(error.code, url, error.read()), EXIT_REFUSED)
-    except ValueError:
-        _fail(f"{url} did not answer with JSON; is it a loraplex server?", EXIT_REFUSED)
-    except (OSError, http.client.HTTPException) as error:
-        _fail(no_server(base_url, getattr(error, "reason", error)), EXIT_REFUSED)
-    rows = answer.get("data", answer.get("adapters")) if isinstance(answer, dict) else answer
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        _fail(f"{url} answered with something else than a list of adapters", EXIT_REFUSED)
-    return rows
-
-
-def _explain_status(status: int, url: str, body: bytes) -> str:
-    match status:
-        case 401:
-            return f"{url} wants an API key (status {status}); give it with --api-key"
-        case 403:
-            return f"{url} refuses this client (status {status}): {_error_message(body)}"
-        case 404:
-            return f"{url} does not exist there; is it a loraplex server?"
-        case _:
-            return f"{url} answered with status {status}; see the server's log"
-
-
-def _error_message(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return "it does not say why"
+        return rows_of(base_url, "/v1/adapters", api_key, kind="adapters")
+    except UserError as error:
+        _fail(str(error), EXIT_REFUSED)
 
 
 def _short_version(version: str) -> str:

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from loraplex.twin.fleet_figures import PolicyFigures
 
 app = App(help="Many replicas behind a router: simulated, and serving.", no_args_is_help=True)
-app.command()(fleet_live.serve)
+for _command in (fleet_live.serve, fleet_live.status, fleet_live.drain):
+    app.command()(_command)
 
 _SHORTEST_PERIOD_S: Final = 0.1
 _SLOWEST_LINK: Final = 1e6

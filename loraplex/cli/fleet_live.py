@@ -1,18 +1,35 @@
-"""`loraplex fleet serve` and `loraplex fleet status`: replicas that serve.
+"""`loraplex fleet serve`, `status` and `drain`: replicas that serve.
 
 Imports wait until a command runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Final
+
+import typer
 
 from loraplex.cli import serve_options as option
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import takes_options_of
 from loraplex.cli.serve import run_server, serve_options
+from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, rows_of
+from loraplex.cli.table import number_column, print_table, text_column
 from loraplex.core.logs import LogFormat, LogLevel
+
+_FLEET_PATH: Final = "/v1/fleet"
+# The most telling first: a narrow terminal leaves out the last ones.
+_COLUMNS: Final = (
+    number_column("replica"),
+    text_column("state"),
+    number_column("in_flight"),
+    number_column("sent"),
+    number_column("restarts"),
+    number_column("pid"),
+    text_column("message"),
+)
 
 
 @exit_0_on_signal()
@@ -30,3 +47,31 @@ def serve(
     router_named(routing)  # a name that does not exist should not cost a start to find out
     asked = replace(serve_options(**options), num_replicas=replicas, routing=routing)
     run_server(asked, log_level, log_format)
+
+
+def status(base_url: BaseUrl = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """Show the replicas of a fleet that serves."""
+    _show(rows_of(base_url, _FLEET_PATH, api_key, kind="replicas"), as_json=as_json)
+
+
+def drain(
+    replica: Annotated[int, typer.Argument(help="Its number, as `fleet status` shows it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Send it requests again.")] = False,
+    base_url: BaseUrl = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send a replica no more requests; it finishes those it has."""
+    path = f"{_FLEET_PATH}/{'undrain' if undo else 'drain'}"
+    rows = rows_of(base_url, path, api_key, kind="replicas", body={"replica": replica})
+    _show(rows, as_json=as_json)
+
+
+def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        if row.get("drained") and row.get("state") == "ready":
+            row["state"] = "drained"
+    print_table(rows, _COLUMNS)

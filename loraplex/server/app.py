@@ -6,9 +6,10 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import loraplex
-from loraplex.server.auth import ApiKeyMiddleware
+from loraplex.server.auth import Administrators, ApiKeyMiddleware
 from loraplex.server.deps import ServerDeps
 from loraplex.server.errors import install_error_handlers
+from loraplex.server.fleet_routes import fleet_router
 from loraplex.server.generation_routes import generation_router
 from loraplex.server.model_routes import model_router
 from loraplex.server.openapi import install_openapi
@@ -24,6 +25,8 @@ def create_app(deps: ServerDeps) -> FastAPI:
     app.include_router(generation_router(deps))
     app.include_router(model_router(deps))
     app.include_router(utility_router(deps))
+    if deps.fleet is not None:
+        app.include_router(fleet_router(deps.fleet, Administrators(deps.admin_keys), deps.bodies))
     install_error_handlers(app)
     install_openapi(app)
     # The last one added is the first to see a request.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.body import BodyLimits, BodyReader
-from loraplex.server.engine_status import EngineStatus
+from loraplex.server.engine_status import EngineStatus, Fleet
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.pacing import Pacer
 from loraplex.server.waiting import WaitingBook
@@ -17,7 +17,8 @@ from loraplex.server.web_guard import WebAccess
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDeps:
-    """`base_root` is where the base model comes from; its served name is the adapter service's."""
+    """`base_root` is where the base model comes from; its served name is the adapter service's. `fleet`: None
+    if there is but one engine."""
 
     text: TextEngine
     adapters: AdapterService
@@ -31,3 +32,4 @@ class ServerDeps:
     bodies: BodyReader = field(default_factory=lambda: BodyReader(BodyLimits()))
     pacer: Pacer = field(default_factory=Pacer)
     drain_timeout_s: float = 30.0
+    fleet: Fleet | None = None

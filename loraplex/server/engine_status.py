@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Protocol
 
 SHUTTING_DOWN: Final = "the server is shutting down; send the request again later"
 
@@ -39,6 +39,29 @@ class EngineStatus:
                 return f"{self.message}; see the log and restart the server"
             case _:
                 return self.message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaStatus:
+    """One replica of a fleet. `num_in_flight`: requests it was sent that have not ended; `num_sent`: all that
+    it was ever sent. `drained`: it is sent no more, by order."""
+
+    number: int
+    status: EngineStatus
+    num_in_flight: int
+    num_sent: int
+    drained: bool
+
+
+class Fleet(Protocol):
+    """Replicas that can be looked at, and taken out of service one by one."""
+
+    @property
+    def replicas(self) -> list[ReplicaStatus]: ...
+
+    def drain(self, number: int) -> None: ...
+
+    def undrain(self, number: int) -> None: ...
 
 
 def progress_words(phase: str | None, fraction: float | None) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -15,6 +15,7 @@ from loraplex.core.request import FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.server.adapter_metrics import render_adapters
 from loraplex.server.adapter_service import ServedAdapter
+from loraplex.server.engine_status import EngineState, ReplicaStatus
 from loraplex.server.metrics import Histogram, ServerMetrics
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,6 +37,7 @@ class MetricsSnapshot:
     num_restarts: int
     num_refused: int
     adapters: Sequence[ServedAdapter]
+    replicas: Sequence[ReplicaStatus] = ()
 
 
 def render_metrics(snapshot: MetricsSnapshot) -> bytes:
@@ -55,6 +57,7 @@ class _Page:
         self._num_restarts = snapshot.num_restarts
         self._num_refused = snapshot.num_refused
         self._adapters = snapshot.adapters
+        self._replicas = snapshot.replicas
 
     def describe(self) -> list[Metric]:
         return []
@@ -63,6 +66,8 @@ class _Page:
         yield from self._engine()
         yield from self._requests()
         yield self._lora_info()
+        if self._replicas:
+            yield from self._each_replica()
 
     def _engine(self) -> Iterator[Metric]:
         stats = self._stats
@@ -131,6 +136,25 @@ class _Page:
         family.add_metric([str(len(self._adapters)), ",".join(running), ",".join(waiting)], time.time())
         return family
 
+    def _each_replica(self) -> Iterator[Metric]:
+        families: tuple[tuple[Any, str, str, Callable[[ReplicaStatus], float]], ...] = (
+            (GaugeMetricFamily, "up", "1 if the replica is ready", _is_ready),
+            (GaugeMetricFamily, "drained", "1 if it is sent no requests, by order", lambda r: r.drained),
+            (
+                GaugeMetricFamily,
+                "in_flight",
+                "Requests it was sent and has not ended",
+                lambda r: r.num_in_flight,
+            ),
+            (CounterMetricFamily, "requests", "Requests it was sent", lambda r: r.num_sent),
+            (CounterMetricFamily, "restarts", "Restarts after it died", lambda r: r.status.num_restarts),
+        )
+        for kind, name, text, value in families:
+            family = kind(f"loraplex:replica_{name}", text, labels=["replica"])
+            for replica in self._replicas:
+                family.add_metric([str(replica.number)], value(replica))
+            yield family
+
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
@@ -146,3 +170,7 @@ class _Page:
         labels = list(self._labels.values())
         family.add_metric(labels, buckets=histogram.cumulative(), sum_value=histogram.total)
         return family
+
+
+def _is_ready(replica: ReplicaStatus) -> float:
+    return float(replica.status.state is EngineState.READY)

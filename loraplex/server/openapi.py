@@ -13,6 +13,7 @@ from loraplex.server.requests import (
     CompletionRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
+    ReplicaRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
 )
@@ -24,6 +25,7 @@ from loraplex.server.responses import (
     Health,
     Model,
     ModelList,
+    ReplicaList,
     Text,
     Tokens,
     Version,
@@ -49,7 +51,7 @@ BODY_ERRORS: Final = (400, 408, 413, 415, 503)
 _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, TokenizeRequest,
     DetokenizeRequest, ChatCompletion, Completion, Model, ModelList, AdapterList, Tokens, Text, Version,
-    Health, ErrorBody,
+    Health, ReplicaRequest, ReplicaList, ErrorBody,
 )  # fmt: skip
 
 

@@ -142,6 +142,10 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     lora_int_id: int | None = None  # vLLM's number for the adapter; the name is what counts
 
 
+class ReplicaRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    replica: int
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Either `prompt` or `messages`. Special tokens are added to a prompt, not to messages, by default."""
 

@@ -163,6 +163,25 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
+class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """`state`: new, starting, ready, restarting, failed or closed; `message` says why it is not ready.
+    `drained`: it is sent no more requests, by order."""
+
+    replica: int
+    state: str
+    message: str
+    drained: bool
+    in_flight: int
+    sent: int
+    restarts: int
+    pid: int | None
+
+
+class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ReplicaInfo]
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["ok"] = "ok"
 

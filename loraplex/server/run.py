@@ -46,6 +46,7 @@ from loraplex.server.connections import (
 )
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_client import DEFAULT_FACTORY, EngineClient
+from loraplex.server.engine_status import Fleet
 from loraplex.server.health import FrontApp
 from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.hub_adapters import HubAdapters
@@ -261,7 +262,7 @@ async def _start(
     registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
-    client = _engine(options, config.shape)
+    client, fleet = _engine(options, config.shape)
     stack.push_async_callback(client.close)
     service = AdapterService(
         base_model=base_model,
@@ -314,6 +315,7 @@ async def _start(
         web=_web_access(options),
         waiting=WaitingBook(options.waiting, clock),
         bodies=BodyReader(options.limits),
+        fleet=fleet,
     )
     notes = (
         *_context_notes(client.info.max_model_len, options.engine, config),
@@ -325,19 +327,20 @@ async def _start(
     return deps, client, report.num_skipped
 
 
-def _engine(options: ServeOptions, shape: ModelShape) -> SupervisedEngine:
+def _engine(options: ServeOptions, shape: ModelShape) -> tuple[SupervisedEngine, Fleet | None]:
     """Return what computes, not started yet: one engine process, or a fleet of them."""
     if options.num_replicas == 1:
-        return EngineClient(options.engine, factory=options.engine_factory)
+        return EngineClient(options.engine, factory=options.engine_factory), None
     from loraplex.server.fleet.local_replicas import local_fleet  # not needed by a single server
 
-    return local_fleet(
+    fleet = local_fleet(
         options.engine,
         shape,
         num_replicas=options.num_replicas,
         routing=options.routing,
         factory=options.engine_factory,
     )
+    return fleet, fleet
 
 
 def _web_access(options: ServeOptions) -> WebAccess:

@@ -100,6 +100,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             num_restarts=deps.engine_status().num_restarts,
             num_refused=deps.waiting.num_refused,
             adapters=deps.adapters.served(),
+            replicas=() if deps.fleet is None else deps.fleet.replicas,
         )
         # In a thread: streams go on while a page of thousands of adapters is written.
         page = await asyncio.to_thread(render_metrics, snapshot)

@@ -275,7 +275,7 @@ def test_a_list_shows_what_it_does_not_understand_as_it_came() -> None:
     ("status", "body", "message"),
     [
         (401, b"", "wants an API key (status 401); give it with --api-key"),
-        (404, b"", "is it a loraplex server?"),
+        (404, b"", "is it a loraplex server with adapters?"),
         (503, b"", "answered with status 503"),
         (200, b"<html>", "did not answer with JSON"),
         (200, b'{"data": 3}', "something else than a list of adapters"),

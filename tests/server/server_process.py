@@ -16,12 +16,12 @@ COMMAND = [sys.executable, "-m", "loraplex.cli.main"]
 
 @contextmanager
 def serving(
-    folder: Path, *options: str, environment: Mapping[str, str] = os.environ
+    folder: Path, *options: str, command: str = "serve", environment: Mapping[str, str] = os.environ
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """A server process; yields it, its URL and all it said until it was ready."""
-    command = [*COMMAND, "serve", "--model", str(folder), "--served-model-name", "tiny", "--port", "0"]
+    start = [*COMMAND, *command.split(), "--model", str(folder), "--served-model-name", "tiny", "--port", "0"]
     process = subprocess.Popen(
-        [*command, "--kv-memory", "4MiB", *options],
+        [*start, "--kv-memory", "4MiB", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

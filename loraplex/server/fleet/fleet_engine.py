@@ -11,14 +11,13 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Final, cast
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.errors import EngineClosedError, EngineDeadError
+from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.stats import AdapterStats, EngineStats
-from loraplex.server.engine_status import EngineState, EngineStatus
+from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.supervised_engine import SupervisedEngine
@@ -32,16 +31,6 @@ _LOOK_S: Final = 1.0
 _TIERS: Final = ("disk", "host", "loading", "device")
 """Where an adapter may be, the nearest to its use last."""
 _ON_ITS_WAY: Final = (EngineState.STARTING, EngineState.RESTARTING)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaStatus:
-    """One replica as the front sees it. `num_sent`: requests that it was ever sent."""
-
-    number: int
-    status: EngineStatus
-    num_in_flight: int
-    num_sent: int
 
 
 class FleetEngine:
@@ -58,6 +47,7 @@ class FleetEngine:
         self._routing: LiveRouting | None = None
         self._specs: dict[str, AdapterSpec] = {}  # by version
         self._num_sent: Counter[int] = Counter()
+        self._drained: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
         self.info: Ready | None = None
@@ -136,9 +126,35 @@ class FleetEngine:
                 status=replica.status,
                 num_in_flight=0 if routing is None else routing.num_in_flight(number),
                 num_sent=self._num_sent[number],
+                drained=number in self._drained,
             )
             for number, replica in enumerate(self._replicas)
         ]
+
+    def drain(self, number: int) -> None:
+        """Send a replica no more requests; it finishes those it has.
+
+        Raises InvalidRequestError for a replica that is not there, and for the last one that is not drained.
+        """
+        self._check_number(number)
+        if len(self._drained | {number}) == len(self._replicas):
+            raise InvalidRequestError(
+                f"replica {number} is the last one that takes requests; undrain another one first",
+                param="replica",
+            )
+        self._drained.add(number)
+
+    def undrain(self, number: int) -> None:
+        """Send a replica requests again. Raises InvalidRequestError for a replica that is not there."""
+        self._check_number(number)
+        self._drained.discard(number)
+
+    def _check_number(self, number: int) -> None:
+        if not 0 <= number < len(self._replicas):
+            last = len(self._replicas) - 1
+            raise InvalidRequestError(
+                f"there is no replica {number}; they have the numbers 0 to {last}", param="replica"
+            )
 
     async def _look(self) -> None:
         """Ask replicas again and again which adapters they hold."""
@@ -187,9 +203,15 @@ class FleetEngine:
         routing = self._routing
         if routing is None:
             raise EngineDeadError("the fleet is starting; send the request again")
-        accepts = [replica.healthy for replica in self._replicas]
+        open_to_all = [number not in self._drained for number in range(len(self._replicas))]
+        accepts = [
+            replica.healthy and is_open for replica, is_open in zip(self._replicas, open_to_all, strict=True)
+        ]
         if not any(accepts):  # whoever comes back first serves it
-            accepts = [replica.status.state in _ON_ITS_WAY for replica in self._replicas]
+            accepts = [
+                replica.status.state in _ON_ITS_WAY and is_open
+                for replica, is_open in zip(self._replicas, open_to_all, strict=True)
+            ]
         if not any(accepts):
             state = self.status
             error = EngineClosedError if state.state is EngineState.CLOSED else EngineDeadError

@@ -1,0 +1,80 @@
+"""Calls of a running server from the command line."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Annotated, Any, Final
+
+import typer
+
+from loraplex.core.errors import UserError
+from loraplex.core.words import no_server
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+_TIMEOUT_S: Final = 10.0
+
+BaseUrl = Annotated[str, typer.Option(help="The server.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="LORAPLEX_API_KEY",
+        help="Sent as a bearer token; what only administrators see and change takes an admin key.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def rows_of(
+    base_url: str, path: str, api_key: str | None, *, kind: str, body: object = None
+) -> list[dict[str, Any]]:
+    """Return the list that a route answers with, `kind` in words. With a body it is posted.
+
+    Raises UserError if there is no such server, or it refuses.
+    """
+    url = f"{base_url.rstrip('/').removesuffix('/v1')}{path}"
+    if not url.startswith(("http://", "https://")):
+        raise typer.BadParameter("must start with http:// or https://", param_hint="--base-url")
+    request = urllib.request.Request(
+        url,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"}
+        | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            answer = json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            raise UserError(_explain_status(error.code, url, error.read(), kind)) from None
+    except ValueError:
+        raise UserError(f"{url} did not answer with JSON; is it a loraplex server?") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(no_server(base_url, getattr(error, "reason", error))) from None
+    rows = answer.get("data") if isinstance(answer, dict) else answer
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{url} answered with something else than a list of {kind}")
+    return rows
+
+
+def _explain_status(status: int, url: str, body: bytes, kind: str) -> str:
+    match status:
+        case 400:
+            return _error_message(body)
+        case 401:
+            return f"{url} wants an API key (status {status}); give it with --api-key"
+        case 403:
+            return f"{url} refuses this client (status {status}): {_error_message(body)}"
+        case 404:
+            return f"{url} does not exist there; is it a loraplex server with {kind}?"
+        case _:
+            return f"{url} answered with status {status}; see the server's log"
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "it does not say why"

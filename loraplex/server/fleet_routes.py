@@ -1,0 +1,57 @@
+"""The replicas of a fleet: where they stand, and which of them take requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.server.auth import Administrators
+from loraplex.server.body import BodyReader
+from loraplex.server.engine_status import Fleet
+from loraplex.server.model_routes import json_response
+from loraplex.server.openapi import operation
+from loraplex.server.requests import ReplicaRequest
+from loraplex.server.responses import ReplicaInfo, ReplicaList
+
+
+def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReader) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/fleet", **operation(summary="List the replicas", answer=ReplicaList, errors=(401,)))
+    async def replicas() -> Response:
+        return json_response(_list(fleet))
+
+    def add(path: str, summary: str, change: Callable[[int], None]) -> None:
+        @router.post(
+            path, **operation(summary=summary, body=ReplicaRequest, answer=ReplicaList, errors=(401, 403))
+        )
+        async def changed(request: Request) -> Response:
+            administrators.require(request.scope)
+            async with bodies.read(request, ReplicaRequest) as body:
+                change(body.replica)
+            return json_response(_list(fleet))
+
+    add("/v1/fleet/drain", "Send a replica no more requests", fleet.drain)
+    add("/v1/fleet/undrain", "Send a replica requests again", fleet.undrain)
+    return router
+
+
+def _list(fleet: Fleet) -> ReplicaList:
+    return ReplicaList(
+        data=[
+            ReplicaInfo(
+                replica=each.number,
+                state=each.status.state.value,
+                message=each.status.message,
+                drained=each.drained,
+                in_flight=each.num_in_flight,
+                sent=each.num_sent,
+                restarts=each.status.num_restarts,
+                pid=each.status.pid,
+            )
+            for each in fleet.replicas
+        ]
+    )
