@@ -1,4 +1,4 @@
-"""`loraplex fleet serve`, `status` and `drain`: replicas that serve.
+"""`loraplex fleet serve`, `status`, `drain` and `explain`: replicas that serve.
 
 Imports wait until a command runs, so that `--help` answers at once.
 """
@@ -6,7 +6,9 @@ Imports wait until a command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -29,6 +31,17 @@ _COLUMNS: Final = (
     number_column("restarts"),
     number_column("pid"),
     text_column("message"),
+)
+_SEEN_COLUMNS: Final = (
+    number_column("replica"),
+    text_column("verdict"),
+    number_column("running"),
+    number_column("waiting"),
+    text_column("adapter"),
+    number_column("step_ms"),
+    number_column("queue_ms"),
+    number_column("load_ms"),
+    number_column("kv_tokens_left"),
 )
 
 
@@ -75,3 +88,39 @@ def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
         if row.get("drained") and row.get("state") == "ready":
             row["state"] = "drained"
     print_table(rows, _COLUMNS)
+
+
+def explain(
+    request: Annotated[str, typer.Argument(help="The `id` in the body of its answer.")],
+    state_dir: Annotated[
+        Path | None, typer.Option(help="The server's folder, if it was started with one of its own.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show why a request went where it went: the replicas as its router saw them."""
+    import msgspec
+
+    from loraplex.server.fleet.decision_log import logged_decisions
+    from loraplex.server.fleet.explain import explain as explained
+    from loraplex.server.run import default_state_dir
+
+    found = explained(request, logged_decisions(state_dir or default_state_dir()))
+    if as_json:
+        rows = [
+            {**msgspec.to_builtins(each.decision), "again": each.again, "routing": each.routing}
+            | {"replicas": [asdict(replica) for replica in each.replicas]}
+            for each in found
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for each in found:
+        decision = each.decision
+        when = datetime.fromtimestamp(decision.at_unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+        adapter = "the base model" if decision.version is None else f"version {decision.version[:12]}"
+        typer.echo(
+            f"{decision.request_id}: {decision.prompt_tokens:,} prompt tokens for {adapter}, sent to replica "
+            f"{decision.replica} at {when} UTC by {each.routing}"
+        )
+        if each.again != decision.replica:
+            typer.echo(f"replayed, it would be replica {each.again}: another version of loraplex decided it")
+        print_table([asdict(replica) for replica in each.replicas], _SEEN_COLUMNS)

@@ -262,7 +262,7 @@ async def _start(
     registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
-    client, fleet = _engine(options, config.shape)
+    client, fleet = _engine(options, config.shape, state_dir)
     stack.push_async_callback(client.close)
     service = AdapterService(
         base_model=base_model,
@@ -327,11 +327,15 @@ async def _start(
     return deps, client, report.num_skipped
 
 
-def _engine(options: ServeOptions, shape: ModelShape) -> tuple[SupervisedEngine, Fleet | None]:
+def _engine(
+    options: ServeOptions, shape: ModelShape, state_dir: Path
+) -> tuple[SupervisedEngine, Fleet | None]:
     """Return what computes, not started yet: one engine process, or a fleet of them."""
     if options.num_replicas == 1:
         return EngineClient(options.engine, factory=options.engine_factory), None
-    from loraplex.server.fleet.local_replicas import local_fleet  # not needed by a single server
+    # Not needed by a single server.
+    from loraplex.server.fleet.decision_log import DecisionLog
+    from loraplex.server.fleet.local_replicas import local_fleet
 
     fleet = local_fleet(
         options.engine,
@@ -339,6 +343,7 @@ def _engine(options: ServeOptions, shape: ModelShape) -> tuple[SupervisedEngine,
         num_replicas=options.num_replicas,
         routing=options.routing,
         factory=options.engine_factory,
+        log=DecisionLog(state_dir),
     )
     return fleet, fleet
 

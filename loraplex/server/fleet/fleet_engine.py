@@ -18,7 +18,9 @@ from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequ
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
+from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.fleet.routing_events import Began
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.supervised_engine import SupervisedEngine
 
@@ -39,11 +41,14 @@ class FleetEngine:
     def __init__(
         self,
         replicas: Sequence[SupervisedEngine],
-        make_routing: Callable[[Sequence[Ready]], LiveRouting],
+        begin: Callable[[Sequence[Ready]], Began],
+        log: DecisionLog | None = None,
     ) -> None:
-        """`make_routing`: called when all replicas are ready, with what each said of itself."""
+        """`begin`: called when all replicas are ready, with what each said of itself; returns what the
+        routing begins with. `log`: where its decisions are written."""
         self._replicas = replicas
-        self._make_routing = make_routing
+        self._begin = begin
+        self._log = log
         self._routing: LiveRouting | None = None
         self._specs: dict[str, AdapterSpec] = {}  # by version
         self._num_sent: Counter[int] = Counter()
@@ -83,7 +88,10 @@ class FleetEngine:
             max_model_len=min(info.max_model_len for info in infos),
             load_s=max(info.load_s for info in infos),
         )
-        self._routing = self._make_routing(infos)
+        began = self._begin(infos)
+        if self._log is not None:
+            self._log.begin([began])
+        self._routing = LiveRouting([began], None if self._log is None else self._log.record)
         for spec in self._specs.values():
             self._routing.add(spec)
         self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._watch_failures())]
@@ -93,6 +101,8 @@ class FleetEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(replica.close() for replica in self._replicas))
+        if self._log is not None:
+            await asyncio.to_thread(self._log.write, self._log.take())
 
     @property
     def healthy(self) -> bool:
@@ -157,13 +167,20 @@ class FleetEngine:
             )
 
     async def _look(self) -> None:
-        """Ask replicas again and again which adapters they hold."""
-        assert self._routing is not None
+        """Ask replicas again and again which adapters they hold, and write down what was decided."""
+        routing, log = self._routing, self._log
+        assert routing is not None
         while True:
             await asyncio.sleep(_LOOK_S)
             for number, replica in enumerate(self._replicas):
                 if replica.healthy:
-                    self._routing.saw(number, await replica.stats())
+                    routing.saw(number, await replica.stats())
+            if log is not None:
+                await asyncio.to_thread(log.write, log.take())
+                if log.is_full:
+                    events = list(routing.state())
+                    routing.begin(events)
+                    log.begin(events)
 
     async def _watch_failures(self) -> None:
         """The fleet has failed when all of its replicas have."""

@@ -8,20 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import UserError
 from loraplex.core.shape import ModelShape
 from loraplex.core.words import plural
 from loraplex.engine.machine import cpu_model, max_threads, num_cores
 from loraplex.engine.options import EngineOptions
-from loraplex.fleet.load import ReplicaLimits
+from loraplex.fleet.answer_length import FIRST_GUESS
 from loraplex.fleet.routers.named import router_named
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.profile_json import profile_to_json
 from loraplex.perf.subject import Subject, shape_key
 from loraplex.server.engine_client import ClientOptions, EngineClient
+from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine
-from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.fleet.routing_events import Began, Limits
 from loraplex.server.protocol_ipc import Ready
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -29,30 +30,34 @@ _GPUS: Final = Path("/proc/driver/nvidia/gpus")
 
 
 def local_fleet(
-    engine: EngineOptions, shape: ModelShape, *, num_replicas: int, routing: str, factory: str
+    engine: EngineOptions,
+    shape: ModelShape,
+    *,
+    num_replicas: int,
+    routing: str,
+    factory: str,
+    log: DecisionLog | None = None,
 ) -> FleetEngine:
     """Return a fleet of engine processes on this machine, which is not started yet.
 
     Raises UserError for a routing that does not exist, and where there are too few GPUs.
     """
-    router = router_named(routing)
+    router_named(routing)
     gpus = _gpus() if engine.device != "cpu" else ()
     env = _shares(gpus, num_replicas, engine.tensor_parallel) if gpus else [{}] * num_replicas
     if not gpus and engine.num_threads is None:
         engine = replace(engine, num_threads=max(max_threads() // num_replicas, 1))
     clients = [EngineClient(engine, factory=factory, options=ClientOptions(env=shown)) for shown in env]
 
-    def make_routing(infos: Sequence[Ready]) -> LiveRouting:
+    def begin(infos: Sequence[Ready]) -> Began:
         limits = [
-            ReplicaLimits(
-                max_running=engine.max_running, kv_tokens=max(info.num_kv_blocks * engine.block_size, 1)
-            )
+            Limits(max_running=engine.max_running, kv_tokens=max(info.num_kv_blocks * engine.block_size, 1))
             for info in infos
         ]
         costs = _guessed_costs(shape, "cuda" if gpus else "cpu", engine.num_threads)
-        return LiveRouting(limits, router=router, costs=costs, clock=MonotonicClock())
+        return Began(routing=routing, limits=limits, costs=profile_to_json(costs), mean_tokens=FIRST_GUESS)
 
-    return FleetEngine(clients, make_routing)
+    return FleetEngine(clients, begin, log)
 
 
 def _gpus() -> tuple[str, ...]:

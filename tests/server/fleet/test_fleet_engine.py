@@ -15,31 +15,30 @@ from engine_client_harness import client_of, pid_of, run, until, wait_for_state
 from fake_core import FakeOptions, request_of, spec_of, tokens_of
 
 from loraplex.core import errors
-from loraplex.core.clock import MonotonicClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.stats import AdapterStats, EngineStats
-from loraplex.fleet.load import ReplicaLimits
-from loraplex.fleet.routers.named import router_named
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
+from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.fleet_engine import FleetEngine
 from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.fleet.routing_events import Began, Limits
 from loraplex.server.protocol_ipc import Ready
 from loraplex.server.restart_policy import RestartPolicy
 
 NEVER = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, max_crashes=0)
 
 
-def routing_of(infos: Sequence[Ready], routing: str = "round-robin") -> LiveRouting:
+def began(infos: Sequence[Ready], routing: str = "round-robin") -> Began:
     costs = find_profile(Path("h200-llama-2-7b"))
     assert isinstance(costs, CostModel)
-    return LiveRouting(
-        [ReplicaLimits(max_running=8, kv_tokens=16 * info.num_kv_blocks) for info in infos],
-        router=router_named(routing),
-        costs=costs,
-        clock=MonotonicClock(),
+    return Began(
+        routing=routing,
+        limits=[Limits(max_running=8, kv_tokens=16 * info.num_kv_blocks) for info in infos],
+        costs=profile_to_json(costs),
+        mean_tokens=100.0,
     )
 
 
@@ -49,7 +48,7 @@ async def fleet_of(
 ) -> AsyncIterator[tuple[FleetEngine, list[EngineClient]]]:
     options = {} if restart is None else {"restart": restart}
     clients = [client_of(**options) for _ in range(num_replicas)]
-    fleet = FleetEngine(clients, routing_of)
+    fleet = FleetEngine(clients, began)
     await fleet.start()
     try:
         yield fleet, clients
@@ -171,7 +170,7 @@ def test_a_fleet_starts_only_with_all_its_replicas() -> None:
     async def scenario() -> None:
         clients = [client_of(), client_of(FakeOptions(start_fault="model"))]
         with pytest.raises(errors.ModelError, match="no layers"):
-            await FleetEngine(clients, routing_of).start()
+            await FleetEngine(clients, began).start()
         assert {client.status.state for client in clients} <= {EngineState.CLOSED, EngineState.FAILED}
 
     run(scenario())
@@ -216,7 +215,7 @@ def test_figures_of_replicas_add_up() -> None:
 
 def test_a_router_goes_by_what_replicas_say_to_hold() -> None:
     info = Ready(num_kv_blocks=64, max_model_len=512, load_s=1.0)
-    routing = routing_of([info] * 3, "auto")
+    routing = LiveRouting([began([info] * 3, "auto")])
     routing.add(spec_of("v1"))
     held = AdapterStats(version="v1", tier="host", num_bytes=64, in_flight=0, loads=1)
     unknown = AdapterStats(version="v9", tier="host", num_bytes=64, in_flight=0, loads=1)

@@ -34,8 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    state = tmp_path_factory.mktemp("state")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def fleet(folder: Path, state: Path) -> Iterator[str]:
     options = ("--adapters", str(folder / "adapters"), "--allow-adapter-dir", str(folder / "more"))
     with serving(folder, *options, "--state-dir", str(state), "--replicas", "2", command="fleet serve") as (
         _,
@@ -132,6 +136,26 @@ def test_a_drained_replica_is_sent_nothing_until_it_is_undrained(fleet: str) -> 
     assert "there is no replica 7; they have the numbers 0 to 1" in unknown.stderr
     rows = json.loads(fleet_command(fleet, "drain", "1", "--undo", "--json").stdout)
     assert [row["drained"] for row in rows] == [False, False]
+
+
+def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
+    asked = answer(fleet, "two", temperature=0)
+
+    def explained(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*COMMAND, "fleet", "explain", asked.id, "--state-dir", str(state), *options],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+            env={**os.environ, "COLUMNS": "140"},
+        )
+
+    wait_until(lambda: explained().returncode == 0, "the decision is not in the log")
+    assert "by auto" in explained().stdout
+    (decision,) = json.loads(explained("--json").stdout)
+    assert decision["again"] == decision["replica"]
+    assert decision["replicas"][decision["replica"]]["verdict"] == "chosen"
 
 
 def test_a_single_server_says_that_it_has_no_replicas(single: str) -> None:

@@ -1,0 +1,196 @@
+"""The routing of a fleet as events: the same events lead to the same decisions."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from fake_core import spec_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraplex.core.errors import CapacityError, UserError
+from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.fleet.routers.named import ROUTERS
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import find_profile
+from loraplex.perf.profile_json import profile_to_json
+from loraplex.server.fleet import decision_log
+from loraplex.server.fleet.decision_log import DecisionLog, logged_decisions
+from loraplex.server.fleet.explain import explain, replayed
+from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.fleet.routing_events import (
+    Began,
+    Limits,
+    RoutingEvent,
+    Sent,
+    decode_event,
+    encode_event,
+)
+
+VERSIONS = ("v0", "v1", "v2", "v3")
+NUM_REPLICAS = 3
+
+
+def began(routing: str = "auto") -> Began:
+    costs = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(costs, CostModel)
+    limits = [Limits(max_running=4, kv_tokens=2048, max_adapters=2)] * NUM_REPLICAS
+    return Began(routing=routing, limits=limits, costs=profile_to_json(costs), mean_tokens=50.0)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.none() | st.sampled_from(VERSIONS), st.integers(1, 900)),
+        st.tuples(st.just("first"), st.integers(0, 30), st.none()),
+        st.tuples(st.just("end"), st.integers(0, 30), st.none() | st.integers(0, 300)),
+        st.tuples(st.just("accept"), st.integers(1, NUM_REPLICAS - 1), st.booleans()),
+        st.tuples(
+            st.just("saw"), st.integers(0, NUM_REPLICAS - 1), st.sampled_from(("disk", "host", "device"))
+        ),
+        st.tuples(st.just("begin anew"), st.none(), st.none()),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(ROUTERS)), STEPS)
+def test_a_log_replayed_decides_the_same(routing_name: str, steps: list[tuple[str, object, object]]) -> None:
+    logs: list[list[RoutingEvent]] = [[began(routing_name)]]
+    routing = LiveRouting(logs[0], lambda event: logs[-1].append(event))
+    for version in VERSIONS[:2]:
+        routing.add(spec_of(version))
+    waiting: list[str] = []
+    num_sent = 0
+    for kind, one, two in steps:
+        match kind, one, two:
+            case "send", None | str(), int(prompt_tokens):
+                version = one if one is None else str(one)
+                if version is not None:
+                    routing.add(spec_of(version))
+                num_sent += 1
+                routing.route(f"r{num_sent}", version, prompt_tokens)
+                waiting.append(f"r{num_sent}")
+            case "first", int(place), _ if waiting:
+                routing.first_token(waiting[place % len(waiting)])
+            case "end", int(place), tokens if waiting:
+                assert tokens is None or isinstance(tokens, int)
+                routing.ended(waiting.pop(place % len(waiting)), tokens)
+            case "accept", int(replica), bool(accepts):
+                routing.accept(replica, accepts=accepts)
+            case "saw", int(replica), str(tier):
+                row = AdapterStats(version="v1", tier=tier, num_bytes=64, in_flight=0, loads=1)
+                routing.saw(replica, EngineStats(adapters=(row,), device_arena_bytes=1))
+            case "begin anew", _, _:
+                logs.append(list(routing.state()))
+                routing.begin(logs[-1])
+    routing.view.load.check_integrity()
+    decided = 0
+    for log in logs:
+        read = [decode_event(encode_event(event)) for event in log]
+        assert read == log
+        for sent, again in replayed(read):
+            assert again == sent.replica
+            decided += 1
+    assert decided == num_sent
+
+
+def test_no_replica_that_accepts_is_said() -> None:
+    routing = LiveRouting([began()])
+    for replica in range(NUM_REPLICAS):
+        routing.accept(replica, accepts=False)
+    with pytest.raises(CapacityError):
+        routing.route("a", None, 10)
+
+
+def logged(state_dir: Path, num_requests: int, *, max_events: int = 1000) -> list[Sent]:
+    """What a server would do with its log, and what it decided."""
+    log = DecisionLog(state_dir, max_events)
+    log.begin([began()])
+    sent: list[Sent] = []
+
+    def record(event: RoutingEvent) -> None:
+        log.record(event)
+        if isinstance(event, Sent):
+            sent.append(event)
+
+    routing = LiveRouting([began()], record)
+    routing.add(spec_of("v0"))
+    for number in range(num_requests):
+        routing.route(f"cmpl-{number}-0", "v0" if number % 2 else None, 10)
+        if number >= 3:
+            routing.ended(f"cmpl-{number - 3}-0", 20)
+        log.write(log.take())
+        if log.is_full:
+            events = list(routing.state())
+            routing.begin(events)
+            log.begin(events)
+    log.write(log.take())
+    return sent
+
+
+def test_the_latest_decisions_are_on_disk_and_the_same_again(tmp_path: Path) -> None:
+    sent = logged(tmp_path, 200, max_events=50)
+    files = list(logged_decisions(tmp_path))
+    assert len(files) == decision_log._MAX_FILES
+    found = [pair for events in reversed(files) for pair in replayed(events)]
+    assert [decision for decision, _ in found] == sent[-len(found) :]
+    assert all(decision.replica == again for decision, again in found)
+
+
+def test_a_decision_is_explained_with_the_replicas_as_they_were(tmp_path: Path) -> None:
+    sent = logged(tmp_path, 6)
+    (explanation,) = explain("cmpl-4", logged_decisions(tmp_path))
+    assert explanation.decision == sent[4]
+    assert explanation.again == sent[4].replica
+    assert [row.replica for row in explanation.replicas] == [0, 1, 2]
+    assert sum(row.running + row.waiting for row in explanation.replicas) == 3
+    assert [row.verdict for row in explanation.replicas].count("chosen") == 1
+    assert explain("cmpl-4-0", logged_decisions(tmp_path))[0].decision == sent[4]
+    with pytest.raises(UserError, match="no decision about 'cmpl-99'"):
+        explain("cmpl-99", logged_decisions(tmp_path))
+
+
+def test_a_replica_that_could_not_serve_is_said_to(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path)
+    log.begin([began()])
+    routing = LiveRouting([began()], log.record)
+    routing.accept(0, accepts=False)
+    routing.route("long", None, 1900)
+    routing.route("asked", None, 900)
+    log.write(log.take())
+    (explanation,) = explain("asked", logged_decisions(tmp_path))
+    verdicts = {row.replica: row.verdict for row in explanation.replicas}
+    assert verdicts[0] == "takes no requests"
+    assert sorted(verdicts.values()) == ["chosen", "its KV memory is taken", "takes no requests"]
+
+
+def test_a_line_that_is_just_being_written_is_left_out(tmp_path: Path) -> None:
+    logged(tmp_path, 4)
+    (path,) = (tmp_path / decision_log.FOLDER).iterdir()
+    with path.open("ab") as file:
+        file.write(b'{"event": "sen')
+    (events,) = logged_decisions(tmp_path)
+    assert sum(isinstance(event, Sent) for event in events) == 4
+    with path.open("ab") as file:
+        file.write(b'd"}\n')
+    with pytest.raises(UserError, match=r"line \d+ of .* is no decision of this version"):
+        list(logged_decisions(tmp_path))
+
+
+def test_a_folder_without_decisions_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--state-dir"):
+        list(logged_decisions(tmp_path))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / decision_log.FOLDER).mkdir()
+    (tmp_path / decision_log.FOLDER / f"{os.getpid()}-000001.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        assert len(logged(tmp_path, 4)) == 4
+    assert caplog.text.count("decisions are not logged any more") == 1
+    assert "No space left on device" in caplog.text
