@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     from loraplex.twin.fleet_figures import PolicyFigures
 
 app = App(help="Many replicas behind a router: simulated, and serving.", no_args_is_help=True)
-for _command in (fleet_live.serve, fleet_live.status, fleet_live.drain, fleet_live.explain):
+for _command in (
+    *(fleet_live.serve, fleet_live.status, fleet_live.explain),
+    *(fleet_live.drain, fleet_live.restart, fleet_live.scale),
+):
     app.command()(_command)
 
 _SHORTEST_PERIOD_S: Final = 0.1

@@ -1,4 +1,4 @@
-"""`loraplex fleet serve`, `status`, `drain` and `explain`: replicas that serve.
+"""`loraplex fleet serve`, `status`, `drain`, `restart`, `scale` and `explain`: replicas that serve.
 
 Imports wait until a command runs, so that `--help` answers at once.
 """
@@ -22,6 +22,8 @@ from loraplex.cli.table import number_column, print_table, text_column
 from loraplex.core.logs import LogFormat, LogLevel
 
 _FLEET_PATH: Final = "/v1/fleet"
+_CHANGE_S: Final = 3600.0
+"""Requests of a replica that leaves, and a start of a large model, may take long."""
 # The most telling first: a narrow terminal leaves out the last ones.
 _COLUMNS: Final = (
     number_column("replica"),
@@ -75,8 +77,34 @@ def drain(
     as_json: AsJson = False,
 ) -> None:
     """Send a replica no more requests; it finishes those it has."""
-    path = f"{_FLEET_PATH}/{'undrain' if undo else 'drain'}"
-    rows = rows_of(base_url, path, api_key, kind="replicas", body={"replica": replica})
+    _change("undrain" if undo else "drain", {"replica": replica}, base_url, api_key, as_json=as_json)
+
+
+def restart(
+    replica: Annotated[int, typer.Argument(help="Its number, as `fleet status` shows it.")],
+    base_url: BaseUrl = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace a replica by a new one, after the requests it has; the others serve meanwhile."""
+    _change("restart", {"replica": replica}, base_url, api_key, as_json=as_json)
+
+
+def scale(
+    replicas: Annotated[int, typer.Argument(help="How many there are to be.")],
+    base_url: BaseUrl = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have more replicas, or fewer; those that leave finish the requests they have."""
+    _change("scale", {"replicas": replicas}, base_url, api_key, as_json=as_json)
+
+
+def _change(what: str, body: dict[str, int], base_url: str, api_key: str | None, *, as_json: bool) -> None:
+    """Ask for a change that is answered when it is done, and show the replicas."""
+    rows = rows_of(
+        base_url, f"{_FLEET_PATH}/{what}", api_key, kind="replicas", body=body, timeout_s=_CHANGE_S
+    )
     _show(rows, as_json=as_json)
 
 

@@ -28,7 +28,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")
 
 
 def rows_of(
-    base_url: str, path: str, api_key: str | None, *, kind: str, body: object = None
+    base_url: str,
+    path: str,
+    api_key: str | None,
+    *,
+    kind: str,
+    body: object = None,
+    timeout_s: float = _TIMEOUT_S,
 ) -> list[dict[str, Any]]:
     """Return the list that a route answers with, `kind` in words. With a body it is posted.
 
@@ -44,7 +50,7 @@ def rows_of(
         | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
     )
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             answer = json.loads(response.read())
     except urllib.error.HTTPError as error:
         with error:

@@ -63,6 +63,10 @@ class Fleet(Protocol):
 
     def undrain(self, number: int) -> None: ...
 
+    async def restart(self, number: int) -> None: ...
+
+    async def scale(self, num_replicas: int) -> None: ...
+
 
 def progress_words(phase: str | None, fraction: float | None) -> str:
     """ " (reading weights, 40%)", or nothing where nothing is known."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -13,8 +14,10 @@ from loraplex.server.body import BodyReader
 from loraplex.server.engine_status import Fleet
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
-from loraplex.server.requests import ReplicaRequest
+from loraplex.server.requests import ReplicaRequest, ScaleRequest
 from loraplex.server.responses import ReplicaInfo, ReplicaList
+
+_ERRORS: Final = (401, 403, 503)
 
 
 def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReader) -> APIRouter:
@@ -24,18 +27,38 @@ def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReade
     async def replicas() -> Response:
         return json_response(_list(fleet))
 
-    def add(path: str, summary: str, change: Callable[[int], None]) -> None:
+    def add(path: str, summary: str, change: Callable[[int], Awaitable[None] | None]) -> None:
         @router.post(
-            path, **operation(summary=summary, body=ReplicaRequest, answer=ReplicaList, errors=(401, 403))
+            path, **operation(summary=summary, body=ReplicaRequest, answer=ReplicaList, errors=_ERRORS)
         )
         async def changed(request: Request) -> Response:
             administrators.require(request.scope)
             async with bodies.read(request, ReplicaRequest) as body:
-                change(body.replica)
+                pass
+            if (changing := change(body.replica)) is not None:
+                await changing
             return json_response(_list(fleet))
 
     add("/v1/fleet/drain", "Send a replica no more requests", fleet.drain)
     add("/v1/fleet/undrain", "Send a replica requests again", fleet.undrain)
+    add("/v1/fleet/restart", "Replace a replica by a new one, after its requests", fleet.restart)
+
+    @router.post(
+        "/v1/fleet/scale",
+        **operation(
+            summary="Have so many replicas; answered when they serve",
+            body=ScaleRequest,
+            answer=ReplicaList,
+            errors=_ERRORS,
+        ),
+    )
+    async def scale(request: Request) -> Response:
+        administrators.require(request.scope)
+        async with bodies.read(request, ScaleRequest) as body:
+            pass
+        await fleet.scale(body.replicas)
+        return json_response(_list(fleet))
+
     return router
 
 

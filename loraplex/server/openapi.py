@@ -14,6 +14,7 @@ from loraplex.server.requests import (
     DetokenizeRequest,
     LoadAdapterRequest,
     ReplicaRequest,
+    ScaleRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
 )
@@ -51,7 +52,7 @@ BODY_ERRORS: Final = (400, 408, 413, 415, 503)
 _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, TokenizeRequest,
     DetokenizeRequest, ChatCompletion, Completion, Model, ModelList, AdapterList, Tokens, Text, Version,
-    Health, ReplicaRequest, ReplicaList, ErrorBody,
+    Health, ReplicaRequest, ScaleRequest, ReplicaList, ErrorBody,
 )  # fmt: skip
 
 

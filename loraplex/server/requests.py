@@ -146,6 +146,12 @@ class ReplicaRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     replica: int
 
 
+class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`replicas`: how many there are to be."""
+
+    replicas: int
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Either `prompt` or `messages`. Special tokens are added to a prompt, not to messages, by default."""
 

@@ -1,7 +1,8 @@
 """Many engines as one: every request goes to the replica that the fleet's router chooses.
 
 A request whose replica dies before it has answered anything is sent to another one unseen. Adapters are
-known to all replicas; each holds in memory what it is asked for.
+known to all replicas; each holds in memory what it is asked for. Replicas join, leave and are replaced while
+others serve; a replica keeps its number, and one that has left may come back under it.
 """
 
 from __future__ import annotations
@@ -9,18 +10,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import aclosing
-from typing import Final, cast
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
-from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.core.stats import EngineStats
+from loraplex.fleet.answer_length import FIRST_GUESS
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.fleet.decision_log import DecisionLog
+from loraplex.server.fleet.fleet_stats import sum_of
 from loraplex.server.fleet.live_routing import LiveRouting
-from loraplex.server.fleet.routing_events import Began
+from loraplex.server.fleet.routing_events import Began, Limits, RoutingEvent
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.supervised_engine import SupervisedEngine
 
@@ -28,29 +36,37 @@ logger = logging.getLogger(__name__)
 
 _MAX_DEATHS: Final = 3
 """As many replicas may die with a request before it is given up: it may be what they die of."""
+_LEAVING_S: Final = 0.02
+"""How often it is looked whether a replica that leaves has requests left."""
 _LOOK_S: Final = 1.0
 """How often replicas are asked which adapters they hold."""
-_TIERS: Final = ("disk", "host", "loading", "device")
-"""Where an adapter may be, the nearest to its use last."""
 _ON_ITS_WAY: Final = (EngineState.STARTING, EngineState.RESTARTING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSetup:
+    """How the replicas of a fleet are made. `make`: the replica of this number, not started yet. `limits`: of
+    one that is ready. `costs`: of any of them, as a profile. `most`: how many there can be, and why."""
+
+    make: Callable[[int], SupervisedEngine]
+    limits: Callable[[Ready], Limits]
+    routing: str
+    costs: CostModel
+    most: tuple[int, str] | None = None
 
 
 class FleetEngine:
     """A SupervisedEngine made of replicas, which are SupervisedEngines themselves."""
 
-    def __init__(
-        self,
-        replicas: Sequence[SupervisedEngine],
-        begin: Callable[[Sequence[Ready]], Began],
-        log: DecisionLog | None = None,
-    ) -> None:
-        """`begin`: called when all replicas are ready, with what each said of itself; returns what the
-        routing begins with. `log`: where its decisions are written."""
-        self._replicas = replicas
-        self._begin = begin
+    def __init__(self, setup: FleetSetup, num_replicas: int, log: DecisionLog | None = None) -> None:
+        """`log`: where the decisions of the routing are written."""
+        self._setup = setup
+        self._replicas = [setup.make(number) for number in range(num_replicas)]
         self._log = log
         self._routing: LiveRouting | None = None
-        self._specs: dict[str, AdapterSpec] = {}  # by version
+        # By version and folder: a replica that joins must know every folder that holds a version.
+        self._specs: dict[str, dict[Path, AdapterSpec]] = {}
+        self._changing = asyncio.Lock()  # held while replicas join or leave
         self._num_sent: Counter[int] = Counter()
         self._drained: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -69,7 +85,8 @@ class FleetEngine:
         starts = [
             asyncio.create_task(
                 replica.start(
-                    on_progress if number == 0 else None, None if adding is None else _finished(adding)
+                    on_progress if number == 0 else None,
+                    None if adding is None else _Deferred(partial(_finished, adding)),
                 )
             )
             for number, replica in enumerate(self._replicas)
@@ -88,11 +105,17 @@ class FleetEngine:
             max_model_len=min(info.max_model_len for info in infos),
             load_s=max(info.load_s for info in infos),
         )
-        began = self._begin(infos)
+        setup = self._setup
+        began = Began(
+            routing=setup.routing,
+            limits=[setup.limits(info) for info in infos],
+            costs=profile_to_json(setup.costs),
+            mean_tokens=FIRST_GUESS,
+        )
         if self._log is not None:
             self._log.begin([began])
         self._routing = LiveRouting([began], None if self._log is None else self._log.record)
-        for spec in self._specs.values():
+        for spec in self._all_specs():
             self._routing.add(spec)
         self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._watch_failures())]
 
@@ -147,7 +170,8 @@ class FleetEngine:
         Raises InvalidRequestError for a replica that is not there, and for the last one that is not drained.
         """
         self._check_number(number)
-        if len(self._drained | {number}) == len(self._replicas):
+        open_ones = {n for n, replica in enumerate(self._replicas) if not _has_left(replica)} - self._drained
+        if open_ones <= {number}:
             raise InvalidRequestError(
                 f"replica {number} is the last one that takes requests; undrain another one first",
                 param="replica",
@@ -178,14 +202,116 @@ class FleetEngine:
             if log is not None:
                 await asyncio.to_thread(log.write, log.take())
                 if log.is_full:
-                    events = list(routing.state())
-                    routing.begin(events)
-                    log.begin(events)
+                    self._begin_anew(routing.state())
+
+    def _begin_anew(self, state: Iterable[RoutingEvent]) -> None:
+        """Let the routing begin anew with what is known."""
+        assert self._routing is not None
+        events = list(state)
+        self._routing.begin(events)
+        if self._log is not None:
+            self._log.begin(events)
 
     async def _watch_failures(self) -> None:
-        """The fleet has failed when all of its replicas have."""
-        await asyncio.gather(*(replica.failed.wait() for replica in self._replicas))
+        """The fleet has failed when every replica has, or has left."""
+        gone = (EngineState.FAILED, EngineState.CLOSED)
+        while any(replica.status.state not in gone for replica in self._replicas):
+            waits = [
+                asyncio.create_task(replica.failed.wait())
+                for replica in self._replicas
+                if replica.status.state not in gone
+            ]
+            try:
+                await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
         self.failed.set()
+
+    # ---- replicas that join and leave
+
+    async def scale(self, num_replicas: int) -> None:
+        """Have so many replicas; return when they serve. Those with the highest numbers leave, after the
+        requests they have.
+
+        Raises InvalidRequestError for a number that cannot be, and LoraplexError if a new one cannot start;
+        those that serve go on.
+        """
+        self._check_size(num_replicas)
+        async with self._changing:
+            serving = [n for n, replica in enumerate(self._replicas) if not _has_left(replica)]
+            missing = [n for n in range(num_replicas) if n not in serving]
+            for number in missing[: max(num_replicas - len(serving), 0)]:
+                await self._join(number)
+            leaving = serving[num_replicas:]
+            self._drained.update(leaving)
+            await asyncio.gather(*(self._leave(number) for number in leaving))
+
+    async def restart(self, number: int) -> None:
+        """Replace a replica by a new one, after the requests it has; the others serve meanwhile.
+
+        Raises as `drain` does, and LoraplexError if the new one cannot start.
+        """
+        async with self._changing:
+            was_drained = number in self._drained
+            self.drain(number)
+            await self._leave(number)
+            await self._join(number)
+            if was_drained:
+                self._drained.add(number)
+
+    async def _join(self, number: int) -> None:
+        """Start a replica with all adapters, and send it requests."""
+        routing = self._routing
+        assert routing is not None
+        replica = self._setup.make(number)
+        known: dict[str, set[Path]] = {}
+
+        async def catch_up() -> None:
+            """Until the replica knows what the others do, who may be told of more meanwhile."""
+            while True:
+                missing = [s for s in self._all_specs() if s.path not in known.get(s.version, ())]
+                gone = known.keys() - self._specs.keys()
+                if not missing and not gone:
+                    return
+                for spec in missing:
+                    await replica.add_adapter(spec)
+                    known.setdefault(spec.version, set()).add(spec.path)
+                for version in gone:
+                    await replica.remove_adapter(version)
+                    del known[version]
+
+        await replica.start(None, _Deferred(catch_up))
+        await catch_up()  # with what came while it got ready; nobody else has a turn before it is one of them
+        assert replica.info is not None
+        if number < len(self._replicas):
+            self._replicas[number] = replica
+        else:
+            self._replicas.append(replica)
+        self._drained.discard(number)
+        limits = self._setup.limits(replica.info)
+        self._begin_anew(routing.state(limits={number: limits}))
+
+    async def _leave(self, number: int) -> None:
+        """Close a replica that is drained, after its requests."""
+        assert self._routing is not None
+        while self._routing.num_in_flight(number):
+            await asyncio.sleep(_LEAVING_S)
+        await self._replicas[number].close()
+
+    def _check_size(self, num_replicas: int) -> None:
+        most = self._setup.most
+        if num_replicas < 1:
+            raise InvalidRequestError("a fleet has one replica at least", param="replicas")
+        if most is not None and num_replicas > most[0]:
+            raise InvalidRequestError(f"there can be {most[0]} replicas at most: {most[1]}", param="replicas")
+
+    def _present(self) -> list[SupervisedEngine]:
+        """Return the replicas that have not left."""
+        return [replica for replica in self._replicas if not _has_left(replica)]
+
+    def _all_specs(self) -> list[AdapterSpec]:
+        return [spec for sources in self._specs.values() for spec in sources.values()]
 
     # ---- requests
 
@@ -244,25 +370,25 @@ class FleetEngine:
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See AsyncEngine: on all replicas, or on none of them."""
         results = await asyncio.gather(
-            *(replica.add_adapter(spec) for replica in self._replicas), return_exceptions=True
+            *(replica.add_adapter(spec) for replica in self._present()), return_exceptions=True
         )
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
             if spec.version not in self._specs:
                 await asyncio.gather(
-                    *(replica.remove_adapter(spec.version) for replica in self._replicas),
+                    *(replica.remove_adapter(spec.version) for replica in self._present()),
                     return_exceptions=True,
                 )
             # What the adapter is refused for tells more than that a replica died meanwhile.
             raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
-        self._specs[spec.version] = spec
+        self._specs.setdefault(spec.version, {})[spec.path] = spec
         if self._routing is not None:
             self._routing.add(spec)
 
     async def remove_adapter(self, version: str) -> None:
         self._specs.pop(version, None)
         results = await asyncio.gather(
-            *(replica.remove_adapter(version) for replica in self._replicas), return_exceptions=True
+            *(replica.remove_adapter(version) for replica in self._present()), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException):
@@ -270,7 +396,7 @@ class FleetEngine:
 
     async def stats(self) -> EngineStats:
         """Return the sums over all replicas; an adapter is where it is nearest to its use."""
-        return _sum(await asyncio.gather(*(replica.stats() for replica in self._replicas)))
+        return sum_of(await asyncio.gather(*(replica.stats() for replica in self._present())))
 
 
 class _Answer:
@@ -297,31 +423,21 @@ class _Answer:
             self._routing.ended(self._request_id, served)
 
 
+def _has_left(replica: SupervisedEngine) -> bool:
+    return replica.status.state is EngineState.CLOSED
+
+
+class _Deferred:
+    """A coroutine that is made when it is awaited: a start that fails before that leaves none behind."""
+
+    def __init__(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._function = function
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._function().__await__()
+
+
 async def _finished(task: asyncio.Future[object]) -> None:
     """Wait for a task that others wait for as well: who stops waiting does not end it."""
     await asyncio.wait([task])
     task.result()
-
-
-def _sum(each: Sequence[EngineStats]) -> EngineStats:
-    adapters: dict[str, AdapterStats] = {}
-    for stats in each:
-        for adapter in stats.adapters:
-            adapters[adapter.version] = _merged(adapters.get(adapter.version), adapter)
-    numbers = [field for field in EngineStats.__dataclass_fields__ if field != "adapters"]
-    return EngineStats(
-        **{name: sum(getattr(stats, name) for stats in each) for name in numbers},
-        adapters=tuple(adapters.values()),
-    )
-
-
-def _merged(one: AdapterStats | None, other: AdapterStats) -> AdapterStats:
-    if one is None:
-        return other
-    return AdapterStats(
-        version=one.version,
-        tier=max(one.tier, other.tier, key=_TIERS.index),
-        num_bytes=one.num_bytes + other.num_bytes,
-        in_flight=one.in_flight + other.in_flight,
-        loads=one.loads + other.loads,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import msgspec
@@ -28,6 +28,7 @@ from loraplex.server.fleet.routing_events import (
     Ended,
     FirstToken,
     Holds,
+    Limits,
     Open,
     RoutingEvent,
     Sent,
@@ -86,10 +87,16 @@ class LiveRouting:
             self.apply(event)
         self._is_beginning = False
 
-    def state(self) -> Iterator[RoutingEvent]:
-        """Yield the events to begin with so as to know what is known now."""
+    def state(self, limits: Mapping[int, Limits] | None = None) -> Iterator[RoutingEvent]:
+        """Yield the events to begin with so as to know what is known now. `limits`: of replicas that join, by
+        their numbers, which go on from those there are or are those of replicas that left."""
         load = self.view.load
-        yield msgspec.structs.replace(self._began, mean_tokens=load.answers.mean_tokens)
+        known = dict(enumerate(self._began.limits)) | dict(limits or {})
+        yield msgspec.structs.replace(
+            self._began,
+            mean_tokens=load.answers.mean_tokens,
+            limits=[known[number] for number in range(len(known))],
+        )
         versions = list(self._numbers)
         for version, rank, num_bytes in zip(versions, self._ranks, self._bytes, strict=True):
             yield AdapterKnown(version=version, rank=rank, num_bytes=num_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,36 +22,53 @@ from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.engine_status import EngineState
-from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.routing_events import Began, Limits
-from loraplex.server.protocol_ipc import Ready
 from loraplex.server.restart_policy import RestartPolicy
 
 NEVER = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, max_crashes=0)
 
 
-def began(infos: Sequence[Ready], routing: str = "round-robin") -> Began:
-    costs = find_profile(Path("h200-llama-2-7b"))
-    assert isinstance(costs, CostModel)
-    return Began(
-        routing=routing,
-        limits=[Limits(max_running=8, kv_tokens=16 * info.num_kv_blocks) for info in infos],
-        costs=profile_to_json(costs),
-        mean_tokens=100.0,
-    )
+def costs() -> CostModel:
+    found = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(found, CostModel)
+    return found
+
+
+class Replicas:
+    """Makes the replicas of a fleet, and remembers the latest of each number."""
+
+    def __init__(self, *configs: FakeOptions | None, restart: RestartPolicy | None = None) -> None:
+        self._configs = configs
+        self._options = {} if restart is None else {"restart": restart}
+        self.clients: dict[int, EngineClient] = {}
+
+    def make(self, number: int) -> EngineClient:
+        config = self._configs[number] if number < len(self._configs) else None
+        self.clients[number] = client_of(config, **self._options)
+        return self.clients[number]
+
+    def fleet(self, num_replicas: int) -> FleetEngine:
+        setup = FleetSetup(
+            make=self.make,
+            limits=lambda info: Limits(max_running=8, kv_tokens=16 * info.num_kv_blocks),
+            routing="round-robin",
+            costs=costs(),
+            most=(6, "there are six of everything"),
+        )
+        return FleetEngine(setup, num_replicas)
 
 
 @asynccontextmanager
 async def fleet_of(
     num_replicas: int = 3, *, restart: RestartPolicy | None = None
-) -> AsyncIterator[tuple[FleetEngine, list[EngineClient]]]:
-    options = {} if restart is None else {"restart": restart}
-    clients = [client_of(**options) for _ in range(num_replicas)]
-    fleet = FleetEngine(clients, began)
+) -> AsyncIterator[tuple[FleetEngine, dict[int, EngineClient]]]:
+    replicas = Replicas(restart=restart)
+    fleet = replicas.fleet(num_replicas)
     await fleet.start()
     try:
-        yield fleet, clients
+        yield fleet, replicas.clients
     finally:
         await fleet.close()
 
@@ -86,7 +103,7 @@ def test_a_request_whose_replica_dies_before_its_first_token_is_served_elsewhere
             ]
 
             async def both_queued() -> bool:
-                return all([(await client.stats()).num_running == 1 for client in clients])
+                return all([(await client.stats()).num_running == 1 for client in clients.values()])
 
             await until(both_queued)
             kill(clients[0])
@@ -109,7 +126,7 @@ def test_a_request_that_kills_its_replicas_does_not_kill_the_fleet() -> None:
         async with fleet_of(5) as (fleet, clients):
             with pytest.raises(errors.EngineDeadError, match="3 replicas died one after the other"):
                 await tokens(fleet, request_of("poison", fake_core.KILL))
-            assert sum(client.status.num_restarts == 0 and client.healthy for client in clients) >= 2
+            assert sum(client.status.num_restarts == 0 and client.healthy for client in clients.values()) >= 2
             request = request_of("after", max_tokens=4)
             assert await tokens(fleet, request) == tokens_of(request)
 
@@ -139,7 +156,7 @@ def test_a_broken_answer_is_reported_and_the_fleet_serves_on() -> None:
 def test_requests_wait_for_the_first_replica_that_comes_back() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as (fleet, clients):
-            for client in clients:
+            for client in clients.values():
                 kill(client)
                 await wait_for_state(client, EngineState.RESTARTING)
             request = request_of("patient", max_tokens=3)
@@ -168,10 +185,13 @@ def test_a_fleet_has_failed_when_all_its_replicas_have() -> None:
 
 def test_a_fleet_starts_only_with_all_its_replicas() -> None:
     async def scenario() -> None:
-        clients = [client_of(), client_of(FakeOptions(start_fault="model"))]
+        replicas = Replicas(None, FakeOptions(start_fault="model"))
         with pytest.raises(errors.ModelError, match="no layers"):
-            await FleetEngine(clients, began).start()
-        assert {client.status.state for client in clients} <= {EngineState.CLOSED, EngineState.FAILED}
+            await replicas.fleet(2).start()
+        assert {client.status.state for client in replicas.clients.values()} <= {
+            EngineState.CLOSED,
+            EngineState.FAILED,
+        }
 
     run(scenario())
 
@@ -214,8 +234,9 @@ def test_figures_of_replicas_add_up() -> None:
 
 
 def test_a_router_goes_by_what_replicas_say_to_hold() -> None:
-    info = Ready(num_kv_blocks=64, max_model_len=512, load_s=1.0)
-    routing = LiveRouting([began([info] * 3, "auto")])
+    limits = [Limits(max_running=8, kv_tokens=1024)] * 3
+    began = Began(routing="auto", limits=limits, costs=profile_to_json(costs()), mean_tokens=100.0)
+    routing = LiveRouting([began])
     routing.add(spec_of("v1"))
     held = AdapterStats(version="v1", tier="host", num_bytes=64, in_flight=0, loads=1)
     unknown = AdapterStats(version="v9", tier="host", num_bytes=64, in_flight=0, loads=1)
@@ -225,3 +246,117 @@ def test_a_router_goes_by_what_replicas_say_to_hold() -> None:
     routing.saw(2, EngineStats(adapters=()))
     routing.add(spec_of("v2"))
     assert routing.route("b", "v1", 8) == 2, "adapters that are added leave the others where they are"
+
+
+# ---- replicas that join and leave
+
+
+async def served(fleet: FleetEngine, prefix: str, number: int = 12, adapter: str | None = None) -> list[int]:
+    """Serve some requests and return how many each replica was sent of them."""
+    before = [replica.num_sent for replica in fleet.replicas]
+    for place in range(number):
+        request = request_of(f"{prefix}{place}", max_tokens=2, adapter=adapter)
+        assert await tokens(fleet, request) == tokens_of(request)
+    return [after.num_sent - earlier for after, earlier in zip(fleet.replicas, before, strict=True)]
+
+
+def test_a_fleet_grows_and_shrinks_while_it_serves() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, clients):
+            await fleet.add_adapter(spec_of("v1"))
+            stream = fleet.generate(request_of("long", fake_core.ENDLESS))
+            await anext(stream)
+            await fleet.scale(4)
+            assert await served(fleet, "a", adapter="v1") == [3, 3, 3, 3]
+            await fleet.add_adapter(spec_of("v2"))
+            await fleet.scale(1)
+            assert await served(fleet, "b", adapter="v2") == [12, 0, 0, 0]
+            assert [replica.status.state for replica in fleet.replicas] == [
+                EngineState.READY, *[EngineState.CLOSED] * 3,
+            ]  # fmt: skip
+            assert (await anext(stream)).token_ids, "the stream of the replica that stayed went on"
+            await fleet.remove_adapter("v1")
+            await fleet.scale(2)
+            assert await served(fleet, "c", adapter="v2") == [6, 6, 0, 0]
+            assert [row.version for row in (await clients[1].stats()).adapters] == ["v2"]
+            assert fleet.replicas[0].num_in_flight == 1
+            await stream.aclose()
+
+    run(scenario())
+
+
+def test_a_replica_leaves_after_the_requests_it_has() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, clients):
+            streams = [fleet.generate(request_of(f"long{i}", fake_core.ENDLESS)) for i in range(2)]
+            for stream in streams:
+                await anext(stream)
+            leaving = asyncio.create_task(fleet.scale(1))
+
+            async def drained() -> bool:
+                return fleet.replicas[1].drained
+
+            await until(drained)
+            assert await served(fleet, "a", 4) == [4, 0]
+            assert (await anext(streams[1])).token_ids
+            assert clients[1].healthy
+            await streams[1].aclose()
+            await leaving
+            assert not clients[1].healthy
+            await streams[0].aclose()
+
+    run(scenario())
+
+
+def test_a_replica_is_replaced_while_the_others_serve() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, clients):
+            await fleet.add_adapter(spec_of("v1"))
+            before = pid_of(clients[0])
+            replacing = asyncio.create_task(fleet.restart(0))
+            num_served = 0
+            while not replacing.done():
+                num_served += sum(await served(fleet, f"r{num_served}-", 1, adapter="v1"))
+            await replacing
+            assert num_served > 0
+            assert pid_of(clients[0]) != before
+            assert await served(fleet, "after", adapter="v1") == [6, 6]
+
+    run(scenario())
+
+
+def test_a_replica_that_cannot_start_leaves_the_others_as_they_are() -> None:
+    async def scenario() -> None:
+        replicas = Replicas(None, None, FakeOptions(start_fault="model"))
+        fleet = replicas.fleet(2)
+        await fleet.start()
+        with pytest.raises(errors.ModelError, match="no layers"):
+            await fleet.scale(3)
+        assert await served(fleet, "a") == [6, 6]
+        await fleet.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(0, "one replica at least"), (7, "6 replicas at most: there are six")]
+)
+def test_a_size_that_cannot_be_is_refused(number: int, message: str) -> None:
+    async def scenario() -> None:
+        async with fleet_of(1) as (fleet, _):
+            with pytest.raises(errors.InvalidRequestError, match=message):
+                await fleet.scale(number)
+
+    run(scenario())
+
+
+def test_the_last_replica_is_neither_drained_nor_restarted() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, _):
+            await fleet.scale(1)
+            with pytest.raises(errors.InvalidRequestError, match="the last one that takes requests"):
+                fleet.drain(0)
+            with pytest.raises(errors.InvalidRequestError, match="the last one that takes requests"):
+                await fleet.restart(0)
+
+    run(scenario())

@@ -158,6 +158,22 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
     assert decision["replicas"][decision["replica"]]["verdict"] == "chosen"
 
 
+def test_replicas_are_added_and_replaced_by_commands(fleet: str) -> None:
+    assert [row["state"] for row in json.loads(fleet_command(fleet, "scale", "3", "--json").stdout)] == [
+        "ready"
+    ] * 3
+    before = replicas(fleet)[1]["pid"]
+    restarted = fleet_command(fleet, "restart", "1")
+    assert restarted.returncode == 0, restarted.stderr
+    assert replicas(fleet)[1]["pid"] != before
+    answer(fleet, "one", temperature=0)
+    rows = json.loads(fleet_command(fleet, "scale", "2", "--json").stdout)
+    assert [row["state"] for row in rows] == ["ready", "ready", "closed"]
+    refused = fleet_command(fleet, "scale", "0")
+    assert refused.returncode == 1
+    assert "a fleet has one replica at least" in refused.stderr
+
+
 def test_a_single_server_says_that_it_has_no_replicas(single: str) -> None:
     found = fleet_command(single, "status")
     assert found.returncode == 1
@@ -180,4 +196,4 @@ def test_bad_options_are_refused_before_anything_starts(folder: Path) -> None:
     assert "did you mean rank-aware?" in refused("--routing", "rank-awar")
     assert "greater than or equal to 1" in refused("--replicas", "0")
     told = refused("--replicas", "3", "--device", "cuda")
-    assert "need 3 GPUs, and this machine has 1; lower --replicas" in told
+    assert "1 replica at most: each has 1 GPU, and this machine has 1; lower --replicas" in told
