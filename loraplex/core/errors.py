@@ -12,6 +12,7 @@
     │   │   ├── AdapterFetchError      it could not be brought from the Hugging Face hub
     │   │   └── AdapterConflictError   the name is taken, or the adapter is being changed right now
     │   ├── HubError               the Hugging Face hub did not deliver
+    │   ├── BackendError           a server that a fleet is to use cannot be used as it is
     │   └── PathNotAllowedError    a path or repository that the operator did not open
     ├── CapacityError              it would never fit: memory budget or context length
     ├── StorageError               the state directory cannot be written
@@ -81,6 +82,10 @@ class AdapterConflictError(AdapterError):
 
 class HubError(UserError):
     """The Hugging Face hub, the network or the disk did not let a repository be fetched."""
+
+
+class BackendError(UserError):
+    """A server that a fleet is to use is not there, or cannot be used as it is."""
 
 
 class PathNotAllowedError(UserError):

@@ -1,0 +1,1 @@
+"""A fleet that serves: replicas, and the servers elsewhere that may be some of them."""
