@@ -173,6 +173,7 @@ class BackendAdapters:
             if version not in self._wanted:  # else it was added again meanwhile
                 self._loaded.discard(version)
                 await self._unload(version)
+                self._unwanted.discard(version)
             return
         if version in self._loaded:
             return

@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import Clock, MonotonicClock
@@ -35,6 +35,9 @@ from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.version_use import VersionUse
 
 logger = logging.getLogger(__name__)
+
+_LOOK_TIMEOUT_S: Final = 5.0
+"""How long the watch over a server waits for its list of models; nobody looks after its health meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +268,9 @@ class HttpReplica:
                 await self._look.wait()
         except TimeoutError:
             return False
-        if not self.healthy:  # it is known to be away: no reason to ask it more often
-            await asyncio.sleep(pause_s)
         self._look.clear()
+        # Many requests may fail one after the other, and a server that is away is not asked more often.
+        await asyncio.sleep(self._options.first_pause_s if self.healthy else pause_s)
         return True
 
     def _heard_lately(self) -> bool:
@@ -290,7 +293,8 @@ class HttpReplica:
 
     async def _bring_back(self) -> None:
         """Make sure that the server is the one that was there, with all adapters."""
-        backend = await identify(self._http, self._expected, timeout_s=self._options.call_timeout_s)
+        timeout_s = min(self._options.call_timeout_s, _LOOK_TIMEOUT_S)
+        backend = await identify(self._http, self._expected, timeout_s=timeout_s)
         self._meet(backend)
         await self._adapters.restore(backend.adapters)
         if self._state is EngineState.RESTARTING:
@@ -331,7 +335,11 @@ class HttpReplica:
             return None
         if answer.status != 200:
             return None
-        return parse_stats(answer.body.decode("utf-8", "replace"), self._in_flight)
+        try:
+            return parse_stats(answer.body.decode("utf-8", "replace"), self._in_flight)
+        except ValueError as error:
+            logger.warning("the metrics of %s cannot be read: %s", self.url, error)
+            return None
 
     async def _read_stats(self) -> None:
         era = self._liveness.era

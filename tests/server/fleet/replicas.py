@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import uvloop
+
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.interface import AsyncEngine
@@ -26,7 +28,8 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(WAIT_S):
             await scenario
 
-    asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a server
+        runner.run(bounded())
 
 
 def replica_of(
