@@ -21,6 +21,7 @@ from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, rows
 from loraplex.cli.table import number_column, print_table, text_column
 from loraplex.core.logs import LogFormat, LogLevel
 
+_DEFAULT_REPLICAS: Final = 2
 _FLEET_PATH: Final = "/v1/fleet"
 _CHANGE_S: Final = 3600.0
 """Requests of a replica that leaves, and a start of a large model, may take long."""
@@ -50,17 +51,38 @@ _SEEN_COLUMNS: Final = (
 @exit_0_on_signal()
 @takes_options_of(serve_options)
 def serve(
-    replicas: option.Replicas = 2,
+    replicas: option.Replicas = None,
     routing: option.Routing = "auto",
+    backend: option.BackendUrls = None,
+    backend_key: option.BackendKey = None,
+    backend_admin_key: option.BackendAdminKey = None,
+    backend_max_adapters: option.BackendMaxAdapters = None,
     log_level: option.Level = LogLevel.INFO,
     log_format: option.Format = LogFormat.TEXT,
     **options: Any,
 ) -> None:
-    """Serve a base model and its LoRA adapters by several engine processes behind one address."""
+    """Serve a base model and its LoRA adapters by several engine processes behind one address, or by servers
+    that run already."""
     from loraplex.fleet.routers.named import router_named
+    from loraplex.server.fleet.backend_replicas import Backends
 
     router_named(routing)  # a name that does not exist should not cost a start to find out
-    asked = replace(serve_options(**options), num_replicas=replicas, routing=routing)
+    if backend and replicas is not None:
+        raise typer.BadParameter(
+            "replicas are started here, backends run already; give one of both", param_hint="--replicas"
+        )
+    backends = Backends(
+        urls=tuple(backend or ()),
+        api_key=backend_key,
+        admin_key=backend_admin_key,
+        max_adapters=backend_max_adapters,
+    )
+    asked = replace(
+        serve_options(**options),
+        num_replicas=replicas or _DEFAULT_REPLICAS,
+        routing=routing,
+        backends=backends if backend else None,
+    )
     run_server(asked, log_level, log_format)
 
 

@@ -32,7 +32,30 @@ Adapters = Annotated[
     ),
 ]
 Replicas = Annotated[
-    int, typer.Option(min=1, max=64, help="Engine processes, each with GPUs or cores of its own.")
+    int | None,
+    typer.Option(min=1, max=64, help="Engine processes, each with GPUs or cores of its own; 2 by default."),
+]
+BackendUrls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        metavar="URL",
+        help="A server that runs already, vLLM or loraplex, instead of engine processes; may be repeated.",
+    ),
+]
+BackendKey = Annotated[
+    str | None,
+    typer.Option(envvar="LORAPLEX_BACKEND_KEY", help="The API key of the backends."),
+]
+BackendAdminKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="LORAPLEX_BACKEND_ADMIN_KEY", help="Their key for loading adapters, if it is another one."
+    ),
+]
+BackendMaxAdapters = Annotated[
+    int | None,
+    typer.Option(min=1, help="Adapters that a backend computes with at a time: vLLM's --max-loras."),
 ]
 DemoReplicas = Annotated[int, typer.Option(min=1, max=8, help="Engine processes behind the one address.")]
 Routing = Annotated[

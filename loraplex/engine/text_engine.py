@@ -58,9 +58,9 @@ class TextDelta:
     """What was added to one choice. The last delta of a choice has a `finish_reason`.
 
     `choice` counts through prompts × n: prompt `choice // n`. `num_sampled` is the number of tokens the model
-    generated for it: those in `token_ids`, and the stop token that is not part of the answer. `logprobs` may
-    come later than their tokens, with the text they belong to. `stop` is the stop string or token that
-    ended the choice. `prompt_logprobs` comes once, with the first delta, when it was asked for.
+    generated for it: those in `token_ids`, and the stop token that is not part of the answer, `end_token_id`.
+    `logprobs` may come later than their tokens, with the text they belong to. `stop` is the stop string or
+    token that ended the choice. `prompt_logprobs` comes once, with the first delta, when it was asked for.
     """
 
     choice: int
@@ -73,6 +73,12 @@ class TextDelta:
     adapter_hit: bool | None = None
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
+    end_token_id: int | None = None
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """All tokens that the model generated for it, a stop token at the end included."""
+        return self.token_ids if self.end_token_id is None else (*self.token_ids, self.end_token_id)
 
     @property
     def is_empty(self) -> bool:
@@ -241,7 +247,7 @@ class _Choice:
     def advance(self, output: EngineOutput) -> TextDelta:
         text, stop_string, num_tokens = self._text_of(output.token_ids)
         # A stop token behind a stop string was sampled after the end.
-        num_sampled = num_tokens + (output.stop_token_id is not None and stop_string is None)
+        end_token_id = output.stop_token_id if stop_string is None else None
         finish_reason = output.finish_reason
         # The end-of-sequence token is no news: only what the caller asked to stop at is reported.
         stop: str | int | None = output.stop_token_id
@@ -260,7 +266,7 @@ class _Choice:
             choice=self._index,
             text=text,
             token_ids=output.token_ids[:num_tokens],
-            num_sampled=num_sampled,
+            num_sampled=num_tokens + (end_token_id is not None),
             logprobs=self._logprobs(output.logprobs[:num_tokens], text, ended=finish_reason is not None)
             if self._with_logprobs
             else (),
@@ -269,6 +275,7 @@ class _Choice:
             adapter_hit=output.adapter_hit,
             finish_reason=finish_reason,
             stop=stop,
+            end_token_id=end_token_id,
         )
 
     def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, str | None, int]:

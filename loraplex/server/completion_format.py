@@ -31,7 +31,8 @@ class CompletionFormat:
     """The AnswerFormat of /v1/completions.
 
     `echo` holds each prompt when it is to be repeated, else it is None. `prompt_only` drops
-    what was generated: with echo and max_tokens 0 only the prompt is wanted.
+    what was generated: with echo and max_tokens 0 only the prompt is wanted. `prompt_ids` holds the prompts'
+    tokens if the answer is to have token ids, and `logprobs_by_id` names tokens by them.
     """
 
     def __init__(
@@ -45,12 +46,16 @@ class CompletionFormat:
         num_siblings: int,
         echo: Sequence[EchoedPrompt] | None,
         prompt_only: bool,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+        logprobs_by_id: bool = False,
     ) -> None:
         self._id, self._created, self._model = request_id, created, model
         self._with_logprobs = with_logprobs
         self._num_siblings = num_siblings
         self._echo = echo
         self._prompt_only = prompt_only
+        self._prompt_ids = prompt_ids
+        self._logprobs_by_id = logprobs_by_id
         self._head = head_bytes(
             {"id": request_id, "object": "text_completion", "created": created, "model": model}
         )
@@ -58,7 +63,7 @@ class CompletionFormat:
         self._begun: set[int] = set()
 
     def chunks(self, batch: Sequence[TextDelta]) -> bytes:
-        if self._echo is None and not self._with_logprobs:
+        if self._echo is None and not self._with_logprobs and self._prompt_ids is None:
             return b"".join([self._plain_chunk(d) for d in batch if d.text or d.finish_reason is not None])
         return b"".join([self._rich_chunk(delta) for delta in batch])
 
@@ -84,7 +89,16 @@ class CompletionFormat:
             logprobs=logprobs,
             finish_reason="length" if self._prompt_only else result.finish_reason,
             stop_reason=None if self._prompt_only else result.stop,
+            prompt_token_ids=msgspec.UNSET if self._prompt_ids is None else self._ids_of_prompt(index),
+            token_ids=msgspec.UNSET if self._prompt_ids is None else self._ids_of_answer(result.sampled_ids),
         )
+
+    def _ids_of_prompt(self, choice: int) -> list[int]:
+        assert self._prompt_ids is not None, "asked for only where the answer has token ids"
+        return list(self._prompt_ids[choice // self._num_siblings])
+
+    def _ids_of_answer(self, sampled_ids: Sequence[int]) -> list[int]:
+        return [] if self._prompt_only else list(sampled_ids)
 
     def _prompt(self, choice: int) -> EchoedPrompt:
         return _NO_PROMPT if self._echo is None else self._echo[choice // self._num_siblings]
@@ -97,37 +111,43 @@ class CompletionFormat:
         if self._prompt_only:
             entries = ()
         offsets += [len(prompt.text) + (entry.offset or 0) for entry in entries]
-        return completion_logprobs([*prompt_entries, *entries], offsets)
+        return completion_logprobs([*prompt_entries, *entries], offsets, by_token_id=self._logprobs_by_id)
 
     def _rich_chunk(self, delta: TextDelta) -> bytes:
         text = "" if self._prompt_only else delta.text
         prompt_logprobs: Sequence[LogprobText] = ()
+        ids = b""
+        if self._prompt_ids is not None:
+            ids = b',"token_ids":%b' % _encode(self._ids_of_answer(delta.sampled_ids))
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             text = self._prompt(delta.choice).text + text
             prompt_logprobs = delta.prompt_logprobs or ()
+            if self._prompt_ids is not None:
+                ids += b',"prompt_token_ids":%b' % _encode(self._ids_of_prompt(delta.choice))
         logprobs, num_entries = b"null", 0
         if self._with_logprobs:
             written = self._logprobs(delta.choice, prompt_logprobs, delta.logprobs)
             logprobs, num_entries = _encode(written), len(written.tokens)
-        if not (text or num_entries or delta.finish_reason is not None):
+        if not (text or num_entries or ids or delta.finish_reason is not None):
             return b""
-        return self._chunk(delta, text, logprobs)
+        return self._chunk(delta, text, logprobs, ids)
 
     def _plain_chunk(self, delta: TextDelta) -> bytes:
         return self._chunk(delta, delta.text, b"null")
 
-    def _chunk(self, delta: TextDelta, text: str, logprobs: bytes) -> bytes:
+    def _chunk(self, delta: TextDelta, text: str, logprobs: bytes, token_ids: bytes = b"") -> bytes:
         end = b',"finish_reason":null}'
         if delta.finish_reason is not None:
             reason = "length" if self._prompt_only else delta.finish_reason
             stop = None if self._prompt_only else delta.stop
             end = b',"finish_reason":"%b","stop_reason":%b}' % (reason.encode(), _encode(stop))
-        return b'%b{"index":%d,"text":%b,"logprobs":%b%b%b' % (
+        return b'%b{"index":%d,"text":%b,"logprobs":%b%b%b%b' % (
             self._head,
             delta.choice,
             _encode(text),
             logprobs,
+            token_ids,
             end,
             self._tail,
         )

@@ -42,6 +42,7 @@ class ChoiceResult:
     """One choice as it grows."""
 
     text_parts: list[str] = field(default_factory=list)
+    sampled_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobText] = field(default_factory=list)
     prompt_logprobs: tuple[LogprobText, ...] | None = None
     finish_reason: FinishReason = FinishReason.STOP
@@ -53,6 +54,7 @@ class ChoiceResult:
 
     def add(self, delta: TextDelta) -> None:
         self.text_parts.append(delta.text)
+        self.sampled_ids.extend(delta.sampled_ids)
         self.logprobs.extend(delta.logprobs)
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         if delta.finish_reason is not None:

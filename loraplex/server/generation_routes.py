@@ -132,6 +132,8 @@ async def _start_completion(
             num_siblings=params.n,
             echo=echoed,
             prompt_only=prompt_only,
+            prompt_ids=prompts if body.return_token_ids else None,
+            logprobs_by_id=bool(body.return_tokens_as_token_ids),
         )
         response = _response(deps, request, generation, completion_format, ticket)
         on_failure.pop_all()  # the response gives back what it uses

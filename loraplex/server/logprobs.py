@@ -30,14 +30,28 @@ def chat_logprobs(entries: Iterable[LogprobText]) -> ChatLogprobs:
     )
 
 
-def completion_logprobs(entries: Sequence[LogprobText], offsets: Sequence[int]) -> CompletionLogprobs:
+def completion_logprobs(
+    entries: Sequence[LogprobText], offsets: Sequence[int], *, by_token_id: bool = False
+) -> CompletionLogprobs:
     """Parallel lists; `offsets` are those of the tokens in the text of the answer."""
+    top = _top_by_token_id if by_token_id else _top_by_text
     return CompletionLogprobs(
-        tokens=[_unambiguous(entry.piece) for entry in entries],
+        tokens=[_token_id_name(e.token_id) if by_token_id else _unambiguous(e.piece) for e in entries],
         token_logprobs=[None if e.logprob is None else _finite(e.logprob) for e in entries],
-        top_logprobs=[None if e.logprob is None else _top_by_text(e, e.logprob) for e in entries],
+        top_logprobs=[None if e.logprob is None else top(e, e.logprob) for e in entries],
         text_offset=list(offsets),
     )
+
+
+def _top_by_token_id(entry: LogprobText, logprob: float) -> dict[str, float]:
+    """The likeliest tokens, best first, and the token of the answer, whether it is one of them or not."""
+    by_id = {_token_id_name(top.token_id): _finite(top.logprob) for top in entry.top}
+    by_id.setdefault(_token_id_name(entry.token_id), _finite(logprob))
+    return by_id
+
+
+def _token_id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _top_by_text(entry: LogprobText, logprob: float) -> dict[str, float]:

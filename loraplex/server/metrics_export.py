@@ -75,6 +75,11 @@ class _Page:
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled", stats.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache; 1 is full", usage)
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info", "1, with the size of the KV cache", labels=["num_gpu_blocks"]
+        )
+        cache.add_metric([str(stats.num_kv_blocks)], 1)
+        yield cache
         yield self._counter("vllm:num_preemptions", "Requests set back by preemption", stats.num_preemptions)
         queries, hits = stats.prefix_cache_queries, stats.prefix_cache_hits
         yield self._counter(

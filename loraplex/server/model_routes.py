@@ -17,6 +17,7 @@ from loraplex.server.audit import LOAD_PATH, UNLOAD_PATH, audited
 from loraplex.server.auth import Administrators
 from loraplex.server.deps import ServerDeps
 from loraplex.server.openapi import operation
+from loraplex.server.request_log import VERSION_HEADER
 from loraplex.server.requests import LoadAdapterRequest, UnloadAdapterRequest
 from loraplex.server.responses import AdapterInfo, AdapterList, Model, ModelList
 
@@ -86,7 +87,10 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
                     change.verb = "reload"
                 adapter = await deps.adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
             change.new_version = adapter.version
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{body.lora_name}' added successfully.",
+            headers={VERSION_HEADER.decode(): adapter.version},
+        )
 
     @router.post(
         UNLOAD_PATH,

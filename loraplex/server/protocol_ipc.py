@@ -152,9 +152,12 @@ class Loaded(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Everything that known adapters need is compiled and captured. `load_s`: since the start."""
+    """Everything that known adapters need is compiled and captured. `load_s`: since the start.
 
-    num_kv_blocks: int
+    `num_kv_blocks` is None for a server elsewhere that does not tell.
+    """
+
+    num_kv_blocks: int | None
     max_model_len: int
     load_s: float
 

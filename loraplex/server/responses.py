@@ -77,7 +77,10 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Parallel lists, one entry for each token; null for the first token of an echoed prompt."""
+    """Parallel lists, one entry for each token; null for the first token of an echoed prompt.
+
+    With `return_tokens_as_token_ids` tokens go by their ids (`token_id:42`) instead of their texts.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -86,13 +89,18 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Choices count through the prompts first: n for the first prompt, then n for the next."""
+    """Choices count through the prompts first: n for the first prompt, then n for the next.
+
+    The last two are there if `return_token_ids` asks for them; `token_ids` ends with the stop token, if any.
+    """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str
     stop_reason: str | int | None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

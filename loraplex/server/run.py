@@ -16,7 +16,7 @@ from importlib import import_module
 from math import ceil
 from pathlib import Path
 from types import ModuleType
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import uvicorn
 
@@ -57,6 +57,9 @@ from loraplex.server.supervised_engine import SupervisedEngine
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
+if TYPE_CHECKING:
+    from loraplex.server.fleet.backend_replicas import Backends
+
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S: Final = 30
@@ -74,7 +77,8 @@ class ServeOptions:
     `adapter_dirs` are served and open for loading, the allowed ones only open.
     `adapters` are served and open nothing; `allow_adapter_repos` are patterns of hub repositories.
     `shutdown_grace_s`: how long requests in flight may go on after the signal to end.
-    `num_replicas`: engine processes; `routing`: by which router requests are shared among several.
+    `num_replicas`: engine processes; `backends`: servers that compute instead of any; `routing`: by which
+    router requests are shared among several of either.
     `engine_factory`: "module:name" of what builds the core in the engine process.
     """
 
@@ -97,6 +101,7 @@ class ServeOptions:
     shutdown_grace_s: float = 5.0
     num_replicas: int = 1
     routing: str = "auto"
+    backends: Backends | None = None
     engine_factory: str = DEFAULT_FACTORY
 
 
@@ -262,7 +267,7 @@ async def _start(
     registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
-    client, fleet = _engine(options, config.shape, state_dir)
+    client, fleet = _engine(options, config.shape, base_model, state_dir)
     stack.push_async_callback(client.close)
     service = AdapterService(
         base_model=base_model,
@@ -328,13 +333,23 @@ async def _start(
 
 
 def _engine(
-    options: ServeOptions, shape: ModelShape, state_dir: Path
+    options: ServeOptions, shape: ModelShape, base_model: str, state_dir: Path
 ) -> tuple[SupervisedEngine, Fleet | None]:
-    """Return what computes, not started yet: one engine process, or a fleet of them."""
-    if options.num_replicas == 1:
+    """Return what computes, not started yet: one engine process, a fleet of them, or servers elsewhere."""
+    if options.backends is None and options.num_replicas == 1:
         return EngineClient(options.engine, factory=options.engine_factory), None
     # Not needed by a single server.
     from loraplex.server.fleet.decision_log import DecisionLog
+
+    log = DecisionLog(state_dir)
+    if options.backends is not None:
+        from loraplex.server.fleet.backend_replicas import backend_fleet
+
+        names = (options.engine.model.rstrip("/"), base_model)
+        behind = backend_fleet(
+            options.backends, base_names=names, shape=shape, routing=options.routing, log=log
+        )
+        return behind, behind
     from loraplex.server.fleet.local_replicas import local_fleet
 
     fleet = local_fleet(
@@ -343,7 +358,7 @@ def _engine(
         num_replicas=options.num_replicas,
         routing=options.routing,
         factory=options.engine_factory,
-        log=DecisionLog(state_dir),
+        log=log,
     )
     return fleet, fleet
 

@@ -47,7 +47,7 @@ def test_a_loaded_adapter_is_a_model_and_in_the_registry(api: Api, folder: Path)
     assert (model["root"], model["parent"]) == (str(folder / "one"), "base")
     entry = api.served.service.registry.get("new")
     assert entry is not None
-    assert entry.spec.version == version_of(api, "new")
+    assert entry.spec.version == version_of(api, "new") == response.headers["x-loraplex-adapter-version"]
     assert api.post("/v1/chat/completions", {"model": "new", "messages": USER}).status_code == 200
 
 

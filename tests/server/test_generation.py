@@ -163,6 +163,52 @@ def test_echo_repeats_the_prompt_with_its_logprobs(api: Api, stream: bool, promp
     assert choices[0]["logprobs"]["top_logprobs"][0] is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_token_ids_come_with_the_stop_token_and_the_prompts_ids(
+    api: Api, stream: bool, logprobs: int | None
+) -> None:
+    prompts = [tiny_tokenizer().encode("the quick"), tiny_tokenizer().encode("brown fox")]
+    body = completion(prompt=prompts, n=2, stream=stream, logprobs=logprobs, return_token_ids=True)
+    response = api.post("/v1/completions", body)
+    choices = [c for a in (events(response) if stream else [response.json()]) for c in a["choices"]]
+    expected = [*tiny_tokenizer().encode(TEXT, add_special_tokens=False), 2]
+    for index in range(4):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert [token for choice in mine for token in choice["token_ids"]] == expected
+        # The prompt's ids come once, with the first chunk.
+        assert [choice.get("prompt_token_ids") for choice in mine] == [
+            prompts[index // 2],
+            *[None] * (len(mine) - 1),
+        ]
+
+
+def test_no_token_ids_unless_asked_for(api: Api) -> None:
+    [choice] = api.post("/v1/completions", completion()).json()["choices"]
+    assert "token_ids" not in choice
+    assert "prompt_token_ids" not in choice
+
+
+def test_token_ids_end_where_a_stop_string_ends_the_text(api: Api) -> None:
+    [choice] = api.post("/v1/completions", completion(stop=" you", return_token_ids=True)).json()["choices"]
+    assert tiny_tokenizer().decode(choice["token_ids"]).endswith(" you")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_may_name_tokens_by_their_ids(api: Api, stream: bool) -> None:
+    body = completion(logprobs=2, stream=stream, return_tokens_as_token_ids=True)
+    response = api.post("/v1/completions", body)
+    choices = [c for a in (events(response) if stream else [response.json()]) for c in a["choices"]]
+    token_ids = tiny_tokenizer().encode(TEXT, add_special_tokens=False)
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    assert tokens == [f"token_id:{token_id}" for token_id in token_ids]
+    first = token_ids[0]
+    assert choices[0]["logprobs"]["top_logprobs"][0] == {
+        f"token_id:{first}": -0.5,
+        f"token_id:{first + 1}": -1.5,
+    }
+
+
 def test_parts_of_characters_go_by_their_bytes_and_impossible_tokens_have_a_finite_logprob() -> None:
     entries = [
         LogprobText(token_id=1, piece=b"<s>", logprob=None, special=True),

@@ -60,6 +60,7 @@ def test_requests_and_tokens_are_counted(api: Api) -> None:
 def test_the_page_shows_the_engine(api: Api) -> None:
     page = samples(api)
     assert page["vllm:kv_cache_usage_perc"] == 0.25
+    assert page["vllm:cache_config_info[100]"] == 1
     assert page["loraplex:host_adapter_budget_bytes"] == 1 << 20
     for name in (
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total",

@@ -101,7 +101,7 @@ class FleetEngine:
             raise
         infos = [replica.info for replica in self._replicas if replica.info is not None]
         self.info = Ready(
-            num_kv_blocks=sum(info.num_kv_blocks for info in infos),
+            num_kv_blocks=sum(info.num_kv_blocks or 0 for info in infos) or None,
             max_model_len=min(info.max_model_len for info in infos),
             load_s=max(info.load_s for info in infos),
         )

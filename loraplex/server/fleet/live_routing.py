@@ -167,10 +167,8 @@ class LiveRouting:
                 at_unix_s=round(time.time(), 3),
             )
         )
-        if version is not None:  # it will be there, for this request
-            self._place(
-                replica, version, self._places.get((replica, version), _Place())._replace(on_device=True)
-            )
+        if version is not None:
+            self._use(replica, version)
         return replica
 
     def first_token(self, request_id: str) -> None:
@@ -221,6 +219,18 @@ class LiveRouting:
         self._bytes.append(num_bytes)
         self._controller = None
         self._record(AdapterKnown(version=version, rank=rank, num_bytes=num_bytes))
+
+    def _use(self, replica: int, version: str) -> None:
+        """Record that a replica will compute with an adapter. Where only so many have a place, the one used
+        longest ago makes way: a server that does not tell what it holds is taken to do so."""
+        key, places = (replica, version), self._places
+        self._place(replica, version, places.get(key, _Place())._replace(on_device=True))
+        places[key] = places.pop(key)  # the latest is last
+        most = self._began.limits[replica].max_adapters
+        if most is not None:
+            held = [each for (where, each), place in places.items() if where == replica and place.on_device]
+            for oldest in held[: max(len(held) - most, 0)]:
+                self._place(replica, oldest, places[replica, oldest]._replace(on_device=False))
 
     def _place(self, replica: int, version: str, place: _Place) -> None:
         """Record where a replica has an adapter, if that is news."""

@@ -10,15 +10,13 @@ from typing import Final
 from loraplex.core.errors import UserError
 from loraplex.core.shape import ModelShape
 from loraplex.core.words import plural
-from loraplex.engine.machine import cpu_model, max_threads, num_cores
+from loraplex.engine.machine import max_threads
 from loraplex.engine.options import EngineOptions
 from loraplex.fleet.routers.named import router_named
-from loraplex.perf.cost_model import CostModel
-from loraplex.perf.default_model import default_cost_model
-from loraplex.perf.subject import Subject, shape_key
 from loraplex.server.engine_client import ClientOptions, EngineClient
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.guessed_costs import guessed_costs
 from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.protocol_ipc import Ready
 
@@ -61,6 +59,7 @@ def local_fleet(
         return EngineClient(engine, factory=factory, options=ClientOptions(env=env))
 
     def limits(info: Ready) -> Limits:
+        assert info.num_kv_blocks is not None, "an engine process tells it"
         return Limits(
             max_running=engine.max_running, kv_tokens=max(info.num_kv_blocks * engine.block_size, 1)
         )
@@ -69,7 +68,7 @@ def local_fleet(
         make=make,
         limits=limits,
         routing=routing,
-        costs=_guessed_costs(shape, "cuda" if gpus else "cpu", engine.num_threads),
+        costs=guessed_costs(shape, "cuda" if gpus else "cpu", engine.num_threads),
         most=most,
     )
     return FleetEngine(setup, num_replicas, log)
@@ -80,18 +79,3 @@ def _gpus() -> tuple[str, ...]:
     if (visible := os.environ.get(_VISIBLE)) is not None:
         return tuple(name.strip() for name in visible.split(",") if name.strip())
     return tuple(str(number) for number in range(len(list(_GPUS.iterdir())))) if _GPUS.is_dir() else ()
-
-
-def _guessed_costs(shape: ModelShape, device: str, num_threads: int | None) -> CostModel:
-    """Return costs in the right proportions; the replicas are alike, so that routers need no more."""
-    dtype, element_bytes = ("bfloat16", 2) if device == "cuda" else ("float32", 4)
-    subject = Subject(
-        machine=f"{num_cores()} cores of {cpu_model()}",
-        device=device,
-        model=shape_key(shape),
-        dtype=dtype,
-        num_layers=shape.num_layers,
-    )
-    return default_cost_model(
-        subject, shape, element_bytes=element_bytes, num_cores=num_threads or num_cores()
-    )

@@ -1,0 +1,277 @@
+"""The adapters of one server elsewhere: loaded under names that hold their content's version.
+
+A name stands for one content for ever, so that an answer is the promised version's whatever happens to the
+names that clients use. Loads and unloads of one version follow each other; those who ask for what is under
+way already wait for it together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from loraplex.adapters.fingerprint import files_unchanged
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.errors import (
+    AdapterConflictError,
+    AdapterError,
+    EngineClosedError,
+    EngineDeadError,
+    LoraplexError,
+    PathNotAllowedError,
+    UnknownModelError,
+)
+from loraplex.server.engine_status import SHUTTING_DOWN
+from loraplex.server.fleet.backend_errors import error_detail
+from loraplex.server.fleet.backend_http import Answer, BackendError, BackendHttp
+from loraplex.server.fleet.completion_body import BackendKind
+from loraplex.server.request_log import VERSION_HEADER
+
+logger = logging.getLogger(__name__)
+
+_PREFIX: Final = "lpx-"
+_BUSY_PAUSES_S: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+_GATEWAY_ERRORS: Final = (502, 503, 504)
+
+SeenPath = Callable[[AdapterSpec], str]
+"""Where the server finds the files of a version."""
+
+
+def adapter_name(version: str) -> str:
+    """What a version is called on the server."""
+    return _PREFIX + version
+
+
+@dataclass(kw_only=True)
+class _Change:
+    """The change of a version that was begun last."""
+
+    is_load: bool
+    task: asyncio.Task[None]
+
+
+class BackendAdapters:
+    """Which versions the server should have, and which it has. For use in one event loop."""
+
+    def __init__(
+        self, http: BackendHttp, *, timeout_s: float, num_at_once: int, seen_path: SeenPath | None
+    ) -> None:
+        self._http = http
+        self._timeout_s = timeout_s
+        self._num_at_once = num_at_once
+        self._seen_path = seen_path
+        self.kind = BackendKind.VLLM
+        # By version and folder, as any of them may be gone later.
+        self._wanted: dict[str, dict[Path, AdapterSpec]] = {}
+        self._loaded: set[str] = set()
+        self._unwanted: set[str] = set()  # not unloaded yet, as the server was away
+        self._changes: dict[str, _Change] = {}
+        self._end_reason = EngineDeadError("")  # why changes under way were ended
+
+    def note(self, spec: AdapterSpec) -> None:
+        """Have the server know a version when it is there again."""
+        self._wanted.setdefault(spec.version, {})[spec.path] = spec
+        self._unwanted.discard(spec.version)
+
+    def forget(self, version: str) -> None:
+        """Have the server without a version when it is there again."""
+        if self._wanted.pop(version, None) is not None or version in self._loaded:
+            self._unwanted.add(version)
+
+    def doubt(self, version: str) -> None:
+        """The server turned out not to have a version: load it again before it is used."""
+        self._loaded.discard(version)
+
+    def give_up(self, reason: str) -> None:
+        """The server is away: end what is under way with EngineDeadError, and doubt all that it has."""
+        self._end_reason = EngineDeadError(reason)
+        self._loaded.clear()
+        for change in self._changes.values():
+            change.task.cancel()
+        self._changes.clear()
+
+    async def load(self, version: str) -> None:
+        """Wait until the server has a noted version. A version that it refuses is not noted any more.
+
+        Raises UnknownModelError for one that was not noted, AdapterError or BackendError if the server
+        refuses it, EngineDeadError if it does not answer.
+        """
+        if version not in self._wanted:
+            raise UnknownModelError(f"the adapter version {version[:12]} was not added to {self._http.url}")
+        if version in self._loaded and version not in self._changes:
+            return
+        await self._change(version, is_load=True)
+
+    async def unload(self, version: str) -> None:
+        """Wait until the server has forgotten a version that is not noted any more."""
+        await self._change(version, is_load=False)
+
+    async def restore(self, served: Iterable[str]) -> None:
+        """Make the server have what it should, `served` being the names of what it has.
+
+        An adapter that it refuses now is logged and not noted any more. Raises EngineDeadError if the
+        server goes away meanwhile.
+        """
+        names = set(served)
+        self._loaded = {version for version in self._wanted if adapter_name(version) in names}
+        gate = asyncio.Semaphore(self._num_at_once)
+
+        async def bring(version: str) -> None:
+            async with gate:
+                try:
+                    await self.load(version)
+                except EngineDeadError:
+                    raise
+                except LoraplexError as error:
+                    logger.warning("adapter %s is gone from %s: %s", version[:12], self._http.url, error)
+
+        missing = [version for version in self._wanted if version not in self._loaded]
+        results = await asyncio.gather(*map(bring, missing), return_exceptions=True)
+        for problem in results:
+            if isinstance(problem, BaseException):
+                raise problem
+        for version in [version for version in self._unwanted if adapter_name(version) in names]:
+            await self.unload(version)
+        self._unwanted.clear()
+
+    async def close(self) -> None:
+        """End what is under way with EngineClosedError."""
+        tasks = [change.task for change in self._changes.values()]
+        self.give_up("")
+        self._end_reason = EngineClosedError(SHUTTING_DOWN)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _change(self, version: str, *, is_load: bool) -> None:
+        """Begin a change, behind one of the other kind, or join the one that is under way."""
+        last = self._changes.get(version)
+        if last is None or last.is_load is not is_load:
+            begun = self._run_change(version, is_load, None if last is None else last.task)
+            last = self._changes[version] = _Change(is_load=is_load, task=asyncio.create_task(begun))
+            last.task.add_done_callback(lambda task: self._end_change(version, task))
+        try:
+            await asyncio.shield(last.task)
+        except asyncio.CancelledError:
+            if last.task.cancelled():  # that, and not whoever waits here
+                raise type(self._end_reason)(str(self._end_reason)) from None
+            raise
+
+    def _end_change(self, version: str, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # those who asked have seen it, if they are still there
+        if (last := self._changes.get(version)) is not None and last.task is task:
+            del self._changes[version]
+
+    async def _run_change(self, version: str, is_load: bool, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        if not is_load:
+            if version not in self._wanted:  # else it was added again meanwhile
+                self._loaded.discard(version)
+                await self._unload(version)
+                self._unwanted.discard(version)
+            return
+        if version in self._loaded:
+            return
+        try:
+            await self._load_from_any(version)
+        except (AdapterError, PathNotAllowedError):
+            self._wanted.pop(version, None)
+            raise
+        self._loaded.add(version)
+
+    async def _load_from_any(self, version: str) -> None:
+        """Load a version from the first of its folders that does."""
+        problem: LoraplexError | None = None
+        for spec in list(self._wanted.get(version, {}).values()):
+            try:
+                return await self._load(spec)
+            except (AdapterError, PathNotAllowedError) as error:
+                problem = error
+        raise problem or UnknownModelError(f"the adapter version {version[:12]} was removed")
+
+    async def _load(self, spec: AdapterSpec) -> None:
+        path = str(spec.path.absolute()) if self._seen_path is None else self._seen_path(spec)
+        await self._check_files(spec)
+        # loraplex compares what it has; vLLM would read all of it again, so it is first asked without.
+        body = {"lora_name": adapter_name(spec.version), "lora_path": path}
+        in_place = body | {"load_inplace": True}
+        answer = await self._post("load", in_place if self.kind is BackendKind.LORAPLEX else body)
+        if _says_loaded(answer):  # by an earlier front, and perhaps from a folder that is gone
+            answer = await self._post("load", in_place)
+        if answer.status != 200 and not _says_loaded(answer):
+            raise self._refusal(answer, spec, path)
+        try:
+            self._check_version(answer, spec, path)
+            await self._check_files(spec)
+        except AdapterError:
+            await self._unload(spec.version)
+            raise
+
+    async def _unload(self, version: str) -> None:
+        answer = await self._post("unload", {"lora_name": adapter_name(version)})
+        if answer.status not in (200, 404):
+            message = error_detail(answer).message
+            raise BackendError(
+                f"the server at {self._http.url} does not unload an adapter (HTTP {answer.status}: {message})"
+            )
+
+    async def _post(self, verb: str, body: object) -> Answer:
+        """Ask for a change, again while the server is busy with another one of the same name."""
+        path = f"/v1/{verb}_lora_adapter"
+        for pause_s in (*_BUSY_PAUSES_S, None):
+            answer = await self._http.call("POST", path, body, timeout_s=self._timeout_s, admin=True)
+            if answer.status in _GATEWAY_ERRORS:
+                message = error_detail(answer).message
+                raise EngineDeadError(f"the server at {self._http.url} is not ready ({message})")
+            if answer.status != 409 or pause_s is None:
+                break
+            await asyncio.sleep(pause_s)
+        return answer
+
+    async def _check_files(self, spec: AdapterSpec) -> None:
+        """AdapterError if the files are no longer those whose hash is the version."""
+        if not spec.fingerprint or self._seen_path is not None:
+            return  # the server's files are others than those here
+        if not await asyncio.to_thread(files_unchanged, spec):
+            raise AdapterError(
+                f"the files in {spec.path} have changed since they were read; load the adapter again"
+            )
+
+    def _check_version(self, answer: Answer, spec: AdapterSpec, path: str) -> None:
+        header = VERSION_HEADER.decode()
+        found = next((value for name, value in answer.headers.items() if name.lower() == header), None)
+        if found is not None and found != spec.version:
+            raise AdapterError(
+                f"the server at {self._http.url} finds another adapter at {path} than there is here "
+                f"(version {found[:12]}, not {spec.version[:12]}); give both the same files"
+            )
+
+    def _refusal(self, answer: Answer, spec: AdapterSpec, path: str) -> LoraplexError:
+        detail, url = error_detail(answer), self._http.url
+        message = detail.message
+        if answer.status == 401 or (answer.status == 403 and detail.code != "path_not_allowed"):
+            return BackendError(
+                f"the server at {url} does not let the fleet change adapters ({message}); give its admin key"
+            )
+        if answer.status == 403:
+            return PathNotAllowedError(f"the server at {url}: {message}")
+        if answer.status == 409:
+            return AdapterConflictError(f"the server at {url}: {message}")
+        if answer.status == 404 or "No adapter found" in message:
+            return AdapterError(
+                f"the server at {url} finds no adapter at {path}; let it see the same folders as the fleet"
+            )
+        if "max_lora_rank" in message:
+            return AdapterError(
+                f"the server at {url} takes no adapter of rank {spec.max_rank} ({message}); start it with "
+                f"--max-lora-rank {spec.max_rank}"
+            )
+        return AdapterError(f"the server at {url} cannot load the adapter at {path}: {message}")
+
+
+def _says_loaded(answer: Answer) -> bool:
+    return answer.status == 400 and "already" in error_detail(answer).message

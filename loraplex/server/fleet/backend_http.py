@@ -1,0 +1,166 @@
+"""Calls of a server that already runs somewhere: its address, its keys, and what can go wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from loraplex.core.errors import EngineDeadError, UserError
+
+# Below the 5 s after which uvicorn closes an idle connection: a request must not be sent into that.
+_KEEP_ALIVE_S: Final = 2.0
+_CONNECT_TIMEOUT_S: Final = 3.0
+
+
+class BackendError(UserError):
+    """A server that a fleet is to use is not there, or cannot be used as it is."""
+
+
+class UnreachableError(EngineDeadError):
+    """The server did not answer. `nobody_listens`: not even the connection was accepted."""
+
+    def __init__(self, message: str, *, nobody_listens: bool = False) -> None:
+        super().__init__(message)
+        self.nobody_listens = nobody_listens
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendAddress:
+    """Where a server is, and the keys it asks for. `admin_key` is for changes of adapters, if another."""
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", _root_of(self.url))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A whole HTTP answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON; None if it is none."""
+        try:
+            return msgspec.json.decode(self.body)
+        except msgspec.DecodeError:
+            return None
+
+
+class BackendHttp:
+    """Connections to one server, kept alive and reused. For use in one event loop; close it at the end."""
+
+    def __init__(self, address: BackendAddress) -> None:
+        self.url = address.url
+        self.has_key = address.api_key is not None
+        self._headers = _authorization(address.api_key)
+        self._admin_headers = _authorization(address.admin_key or address.api_key)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(
+        self, method: str, path: str, body: object = None, *, timeout_s: float, admin: bool = False
+    ) -> Answer:
+        """Send one request and read the whole answer. Raises UnreachableError if none comes in time."""
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                await self._send(method, path, body, admin=admin) as response,
+            ):
+                return Answer(
+                    status=response.status, headers=dict(response.headers), body=await response.read()
+                )
+        except TimeoutError:
+            raise UnreachableError(f"{self.url} did not answer within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.unreachable(error) from error
+
+    async def open_stream(self, path: str, body: object) -> aiohttp.ClientResponse:
+        """Send one request and return when its headers are there. The caller closes the response.
+
+        Raises UnreachableError if the connection cannot be made or breaks; waits for the headers without
+        limit, as a server may queue the request.
+        """
+        try:
+            try:
+                return await self._send("POST", path, body)
+            except aiohttp.ServerDisconnectedError:
+                # A kept connection that the server closed as the request was sent says nothing about it.
+                return await self._send("POST", path, body)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.unreachable(error) from error
+
+    def unreachable(self, error: Exception) -> UnreachableError:
+        """The error of a connection in words."""
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return UnreachableError(
+                f"nothing answers at {self.url} ({_system_reason(error)})", nobody_listens=True
+            )
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            return UnreachableError(
+                f"{self.url} accepted no connection within {_CONNECT_TIMEOUT_S:g} s", nobody_listens=True
+            )
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return UnreachableError(f"the connection to {self.url} broke ({what})")
+
+    async def close(self) -> None:
+        """Close all connections, which cancels what still runs on them. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _send(
+        self, method: str, path: str, body: object, *, admin: bool = False
+    ) -> aiohttp.ClientResponse:
+        headers = dict(self._admin_headers if admin else self._headers)
+        data = None
+        if body is not None:
+            data, headers["Content-Type"] = msgspec.json.encode(body), "application/json"
+        return await self._open_session().request(method, self.url + path, data=data, headers=headers)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:  # it belongs to the event loop that is running when it is made
+            self._session = aiohttp.ClientSession(
+                # limit=0: how many requests are open at a time is decided elsewhere.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+                trust_env=False,
+                auto_decompress=True,
+            )
+        return self._session
+
+
+def _authorization(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _root_of(url: str) -> str:
+    """The address without what comes behind it; BackendError if it is none."""
+    root = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        parts = urlsplit(root)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment or any(char.isspace() for char in root):
+        raise BackendError(f"{url!r} is no address of a server; write it as http://HOST:PORT")
+    return root
+
+
+def _system_reason(error: aiohttp.ClientConnectorError) -> str:
+    """The system's own reason: asyncio replaces it by a list of the addresses it has tried."""
+    found, number = error.os_error, error.os_error.errno
+    if number is None or isinstance(found, socket.gaierror):  # names are not found by errors of their own
+        return str(found)
+    return os.strerror(number)

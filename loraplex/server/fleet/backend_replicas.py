@@ -1,0 +1,77 @@
+"""Replicas that are servers which run already: vLLM or loraplex, each behind a URL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from loraplex.core.shape import ModelShape
+from loraplex.fleet.routers.named import router_named
+from loraplex.server.fleet.backend_http import BackendAddress
+from loraplex.server.fleet.backend_identity import ExpectedBase
+from loraplex.server.fleet.decision_log import DecisionLog
+from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.guessed_costs import guessed_costs
+from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
+from loraplex.server.fleet.routing_events import Limits
+from loraplex.server.protocol_ipc import Ready
+
+_READY_TIMEOUT_S: Final = 60.0
+"""How long a request waits while no server of the fleet is there."""
+_MAX_RUNNING: Final = 256
+_BLOCK_TOKENS: Final = 16
+_UNKNOWN_KV_TOKENS: Final = 1 << 30
+"""For servers that do not tell: their KV memory decides nothing then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backends:
+    """Servers that a fleet uses. `keys`: of all of them; `max_adapters`: that each computes with at a time
+    (vLLM's --max-loras), None if that is not limited."""
+
+    urls: tuple[str, ...] = ()
+    api_key: str | None = None
+    admin_key: str | None = None
+    max_adapters: int | None = None
+
+
+def backend_fleet(
+    backends: Backends,
+    *,
+    base_names: Sequence[str],
+    shape: ModelShape,
+    routing: str,
+    log: DecisionLog | None = None,
+) -> FleetEngine:
+    """Return a fleet of these servers, which are asked who they are when it starts.
+
+    `base_names`: what they may call the base model, the first for messages. Raises UserError for a routing
+    that does not exist, and BackendError for an address that is none.
+    """
+    router_named(routing)
+    addresses = [
+        BackendAddress(url=url, api_key=backends.api_key, admin_key=backends.admin_key)
+        for url in backends.urls
+    ]
+    expected = ExpectedBase.of(*base_names)
+    options = HttpReplicaOptions(ready_timeout_s=_READY_TIMEOUT_S)
+
+    def limits(info: Ready) -> Limits:
+        blocks = info.num_kv_blocks
+        return Limits(
+            max_running=_MAX_RUNNING,
+            kv_tokens=_UNKNOWN_KV_TOKENS if blocks is None else blocks * _BLOCK_TOKENS,
+            max_adapters=backends.max_adapters,
+        )
+
+    number = len(addresses)
+    why = f"as many servers as were given with --backend, {number}"
+    setup = FleetSetup(
+        make=lambda place: HttpReplica(addresses[place], expected, options=options),
+        limits=limits,
+        routing=routing,
+        costs=guessed_costs(shape, "cuda"),
+        most=(number, why),
+    )
+    return FleetEngine(setup, number, log)

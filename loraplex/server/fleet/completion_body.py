@@ -1,0 +1,102 @@
+"""An engine request as the body of /v1/completions: token ids in, token ids out."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Final
+
+from loraplex.core.errors import InvalidRequestError
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling import SamplingParams
+
+_MAX_VLLM_TEMPERATURE: Final = 2.0
+
+
+class BackendKind(StrEnum):
+    """The servers whose API is known here, by what /v1/models says of who owns the models."""
+
+    VLLM = "vllm"
+    LORAPLEX = "loraplex"
+
+
+class Continuation(StrEnum):
+    """What comes of a request that is sent to a server with the tokens that another one has made so far.
+
+    SAME: what the first one would have made. RESAMPLED: as good an answer, but not the one of its seed, as
+    the server draws as for a first token. IMPOSSIBLE: a penalty would not count the tokens made so far,
+    which are a part of the prompt there.
+    """
+
+    SAME = "same"
+    RESAMPLED = "resampled"
+    IMPOSSIBLE = "impossible"
+
+
+def continuation(params: SamplingParams) -> Continuation:
+    """Tell how a begun request goes on behind /v1/completions, which has no words for tokens made elsewhere.
+
+    The repetition penalty counts the prompt as well, and so is the same wherever the tokens come from.
+    """
+    if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        return Continuation.IMPOSSIBLE
+    return Continuation.SAME if params.greedy else Continuation.RESAMPLED
+
+
+def asked_logprobs(params: SamplingParams) -> int | None:
+    """How many of the likeliest tokens are asked for at each place, of prompt or answer; None for none."""
+    wanted = [count for count in (params.logprobs, params.prompt_logprobs) if count is not None]
+    return max(wanted, default=None)
+
+
+def completion_body(
+    request: EngineRequest, *, model: str, kind: BackendKind, max_model_len: int
+) -> dict[str, Any]:
+    """The body that asks for the same tokens. Raises InvalidRequestError for what the server does not know.
+
+    All fields are sent: vLLM takes defaults for others from the model's generation_config.json. Stop strings
+    are looked for by the caller, who has the text, and `n` was expanded.
+    """
+    params = request.params
+    _refuse_unknown(params, kind)
+    logprobs, max_tokens = asked_logprobs(params), params.max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, max_model_len - len(request.prompt_token_ids))
+    stop_token_ids = list(params.stop_token_ids)
+    if not params.ignore_eos:  # those of the caller's tokenizer count, whatever the server's own says
+        stop_token_ids += [token for token in request.eos_token_ids if token not in stop_token_ids]
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": request.prompt_token_ids,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "max_tokens": max_tokens,
+        "min_tokens": params.min_tokens,
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "stop_token_ids": stop_token_ids,
+        "ignore_eos": params.ignore_eos,
+    }
+    if params.seed is not None:
+        body["seed"] = params.seed
+    if params.logit_bias:
+        body["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias}
+    if logprobs is not None:
+        body |= {"logprobs": logprobs, "return_tokens_as_token_ids": True}
+    if params.prompt_logprobs is not None:
+        body["echo"] = True  # the one way to get them in a stream
+    return body
+
+
+def _refuse_unknown(params: SamplingParams, kind: BackendKind) -> None:
+    if kind is BackendKind.VLLM and params.temperature > _MAX_VLLM_TEMPERATURE:
+        raise InvalidRequestError(
+            f"temperature is {params.temperature:g}; the vLLM servers behind this address take at most "
+            f"{_MAX_VLLM_TEMPERATURE:g}",
+            param="temperature",
+        )

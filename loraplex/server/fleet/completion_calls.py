@@ -1,0 +1,129 @@
+"""Requests to a server elsewhere, from the first byte sent to the last one read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Final
+
+import aiohttp
+
+from loraplex.core.errors import EngineDeadError, LoraplexError
+from loraplex.core.request import EngineOutput, EngineRequest
+from loraplex.server.fleet.backend_adapters import BackendAdapters
+from loraplex.server.fleet.backend_errors import request_error
+from loraplex.server.fleet.backend_http import Answer, BackendHttp
+from loraplex.server.fleet.completion_stream import CompletionReader, failed_output
+from loraplex.server.fleet.liveness import Liveness
+from loraplex.server.request_log import VERSION_HEADER
+
+_VERSION_HEADER: Final = VERSION_HEADER.decode()
+_REFUSAL_TIMEOUT_S: Final = 10.0
+_END_WAIT_S: Final = 0.1
+"""How long the end of a body is waited for after its last event, for the sake of the connection."""
+
+
+class CompletionCalls:
+    """Runs requests on one server. `on_trouble` hears of errors that may mean the end of it."""
+
+    def __init__(
+        self,
+        http: BackendHttp,
+        adapters: BackendAdapters,
+        liveness: Liveness,
+        *,
+        on_trouble: Callable[[EngineDeadError], None],
+    ) -> None:
+        self._http = http
+        self._adapters = adapters
+        self._liveness = liveness
+        self._on_trouble = on_trouble
+
+    async def run(self, request: EngineRequest, body: dict[str, Any]) -> AsyncGenerator[EngineOutput, None]:
+        """The outputs of one request; see AsyncEngine.generate."""
+        era = self._liveness.era
+        try:
+            response = await self._open(request, body, era)
+            try:
+                with self._liveness.reading(response.content, era):
+                    yield EngineOutput(request_id=request.request_id)  # it is queued
+                    reader, finished = CompletionReader(request, self._http.url), False
+                    while not finished:
+                        output = await self._next_output(request, response.content, reader)
+                        finished = output.finish_reason is not None
+                        yield output
+            finally:
+                # Hands the connection back for the next request if all of it was read, else it is closed,
+                # which cancels the request there.
+                (response.release if response.content.at_eof() else response.close)()
+        except EngineDeadError as error:
+            if era == self._liveness.era:  # else this is known
+                self._on_trouble(error)
+            raise
+
+    async def _open(self, request: EngineRequest, body: dict[str, Any], era: int) -> aiohttp.ClientResponse:
+        """Send a request. A server that turns out not to have the adapter gets it again, once."""
+        url, adapter = self._http.url, request.adapter
+        for is_last in (False, True):
+            async with self._liveness.waiting(era):
+                if adapter is not None:
+                    await self._adapters.load(adapter)
+                response = await self._http.open_stream("/v1/completions", body)
+            self._liveness.heard()
+            found = response.headers.get(_VERSION_HEADER)
+            if response.status == 200 and (found is None or found == adapter):
+                return response
+            if response.status == 200:
+                response.close()
+                problem: LoraplexError = EngineDeadError(
+                    f"the server at {url} answers with version {found} of an adapter, not with {adapter}"
+                )
+            else:
+                problem = request_error(await _whole(response), url)
+                if response.status != 404:
+                    raise problem
+            if is_last or adapter is None:
+                raise problem
+            self._adapters.doubt(adapter)
+        raise AssertionError("one of the two attempts has returned or raised")
+
+    async def _next_output(
+        self, request: EngineRequest, content: aiohttp.StreamReader, reader: CompletionReader
+    ) -> EngineOutput:
+        """Read until there is something to tell; all that came since the last call is in one output."""
+        try:
+            while True:
+                data = await content.readany()
+                self._liveness.heard()
+                reader.feed(data)
+                if reader.ended:
+                    await _read_to_end(content)
+                if (output := reader.take()) is not None:
+                    return output
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._http.unreachable(error) from error
+        except LoraplexError as error:
+            if (failed := failed_output(request, error)) is not None:
+                return failed
+            raise
+
+
+async def _whole(response: aiohttp.ClientResponse) -> Answer:
+    """An answer that is no stream."""
+    async with response:
+        try:
+            async with asyncio.timeout(_REFUSAL_TIMEOUT_S):
+                body = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            body = b""  # the status says enough
+    return Answer(status=response.status, headers=dict(response.headers), body=body)
+
+
+async def _read_to_end(content: aiohttp.StreamReader) -> None:
+    """Read what follows the last event, which is nothing but the end: then the connection can be reused."""
+    try:
+        async with asyncio.timeout(_END_WAIT_S):
+            while not content.at_eof():
+                await content.readany()
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        pass  # all that matters was read

@@ -1,0 +1,24 @@
+"""Costs for routers of replicas that nobody has measured."""
+
+from __future__ import annotations
+
+from loraplex.core.shape import ModelShape
+from loraplex.engine.machine import cpu_model, num_cores
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.default_model import default_cost_model
+from loraplex.perf.subject import Subject, shape_key
+
+
+def guessed_costs(shape: ModelShape, device: str, num_threads: int | None = None) -> CostModel:
+    """Return costs in the right proportions; the replicas are alike, so that routers need no more."""
+    dtype, element_bytes = ("bfloat16", 2) if device == "cuda" else ("float32", 4)
+    subject = Subject(
+        machine=f"{num_cores()} cores of {cpu_model()}",
+        device=device,
+        model=shape_key(shape),
+        dtype=dtype,
+        num_layers=shape.num_layers,
+    )
+    return default_cost_model(
+        subject, shape, element_bytes=element_bytes, num_cores=num_threads or num_cores()
+    )

@@ -1,0 +1,384 @@
+"""A replica that is a server which already runs somewhere, stock vLLM or loraplex, driven over HTTP.
+
+NEW ──start()──▶ STARTING ──▶ READY ◀──────────┐
+                    │           │ no answer,   │ well again, with the base model and
+                    ▼           ▼ or not well  │ all adapters
+                  FAILED     RESTARTING ───────┘      close() leads to CLOSED from everywhere
+
+Who started the server brings it back: it is asked for as long as it takes, so a replica never fails later on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.clock import Clock, MonotonicClock
+from loraplex.core.errors import EngineClosedError, EngineDeadError
+from loraplex.core.request import EngineOutput, EngineRequest
+from loraplex.core.stats import EngineStats
+from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
+from loraplex.server.fleet.backend_adapters import BackendAdapters, SeenPath, adapter_name
+from loraplex.server.fleet.backend_errors import error_detail
+from loraplex.server.fleet.backend_http import BackendAddress, BackendError, BackendHttp, UnreachableError
+from loraplex.server.fleet.backend_identity import Backend, ExpectedBase, check_usable, identify
+from loraplex.server.fleet.backend_metrics import parse_stats
+from loraplex.server.fleet.completion_body import Continuation, completion_body, continuation
+from loraplex.server.fleet.completion_calls import CompletionCalls
+from loraplex.server.fleet.liveness import Liveness
+from loraplex.server.protocol_ipc import Ready, StartProgress
+from loraplex.server.version_use import VersionUse
+
+logger = logging.getLogger(__name__)
+
+_LOOK_TIMEOUT_S: Final = 5.0
+"""How long the watch over a server waits for its list of models; nobody looks after its health meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpReplicaOptions:
+    """How patient a replica is.
+
+    `ready_timeout_s`: how long a request waits for a server that is away; not at all by default, as a fleet
+    has other replicas. A server that has sent nothing for `silence_s`, not even to a question after its
+    health, is taken for dead; it is asked every `busy_interval_s` while requests wait for it, else every
+    `idle_interval_s`. `seen_path` says where the server finds a version's files, if elsewhere than here.
+    """
+
+    call_timeout_s: float = 30.0
+    load_timeout_s: float = 300.0
+    ready_timeout_s: float = 0.0
+    busy_interval_s: float = 0.5
+    idle_interval_s: float = 1.0
+    silence_s: float = 1.5
+    first_pause_s: float = 0.1
+    max_pause_s: float = 3.0
+    stats_max_age_s: float = 0.5
+    stats_timeout_s: float = 2.0
+    num_loads_at_once: int = 4
+    seen_path: SeenPath | None = None
+
+
+class HttpReplica:
+    """A SupervisedEngine behind a URL. For use in one event loop.
+
+    Closing it leaves the server and its adapters as they are: the next fleet finds them loaded.
+    """
+
+    def __init__(
+        self,
+        address: BackendAddress,
+        expected: ExpectedBase,
+        *,
+        options: HttpReplicaOptions | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._options = options or HttpReplicaOptions()
+        self._expected = expected
+        self._clock = clock or MonotonicClock()
+        self._http = BackendHttp(address)
+        self._adapters = BackendAdapters(
+            self._http,
+            timeout_s=self._options.load_timeout_s,
+            num_at_once=self._options.num_loads_at_once,
+            seen_path=self._options.seen_path,
+        )
+        self._liveness = Liveness(self._clock)
+        self._calls = CompletionCalls(self._http, self._adapters, self._liveness, on_trouble=self._doubt)
+        self._state = EngineState.NEW
+        self._message = "the replica was not started"
+        self._num_restarts = 0
+        self._settled = asyncio.Event()  # set unless the server is on its way up
+        self._takes_adapters = asyncio.Event()
+        self._look = asyncio.Event()  # set when there is a reason to look after the server now
+        self._watcher: asyncio.Task[None] | None = None
+        self._uses: dict[str, VersionUse] = {}
+        self._in_flight: dict[str, int] = {}
+        self._num_in_flight = 0
+        self._stats = EngineStats()
+        self._stats_taken_s = float("-inf")
+        self._stats_call: asyncio.Task[None] | None = None
+        self.backend: Backend | None = None
+        """The server as it last described itself."""
+        self.failed = asyncio.Event()
+        """Never set: see above."""
+        self.info: Ready | None = None
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    @property
+    def healthy(self) -> bool:
+        return self._state is EngineState.READY
+
+    @property
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            state=self._state, message=self._message, num_restarts=self._num_restarts, pid=None
+        )
+
+    def continuation(self, request: EngineRequest) -> Continuation:
+        """Tell what comes of a request that is sent here with tokens that another replica has made."""
+        return continuation(request.params)
+
+    async def start(
+        self,
+        on_progress: Callable[[StartProgress], None] | None = None,
+        add_adapters: Awaitable[object] | None = None,
+    ) -> None:
+        """See SupervisedEngine. Raises BackendError, with the fix in it, if the server cannot be used."""
+        assert self._state is EngineState.NEW, "a replica is started once"
+        started_s = self._clock.now_s()
+        self._set_state(EngineState.STARTING, f"the server at {self.url} is being asked what it serves")
+        try:
+            if on_progress is not None:
+                on_progress(StartProgress(f"asking {self.url} what it serves"))
+            timeout_s = self._options.call_timeout_s
+            backend = await identify(self._http, self._expected, timeout_s=timeout_s)
+            await check_usable(self._http, backend, timeout_s=timeout_s)
+            self._meet(backend)
+            self._takes_adapters.set()
+            if add_adapters is not None:
+                await add_adapters
+            self.info = await self._ready(backend, started_s)
+            self._raise_if_gone()
+        except BaseException as error:
+            self._set_state(EngineState.FAILED, str(error) or "the start was cancelled")
+            await self._http.close()
+            raise
+        logger.info("%s: %s %s serves %r", self.url, backend.kind, backend.version, backend.base_model)
+        self._set_state(EngineState.READY, "")
+        self._watcher = asyncio.create_task(self._watch(), name=f"watch {self.url}")
+
+    async def close(self) -> None:
+        """See SupervisedEngine. What runs on the server for this replica is cancelled there."""
+        self._set_state(EngineState.CLOSED, SHUTTING_DOWN)
+        self._liveness.give_up(EngineClosedError(SHUTTING_DOWN))
+        tasks = [task for task in (self._watcher, self._stats_call) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._adapters.close()
+        await self._http.close()
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See AsyncEngine. Outputs that a slow consumer missed are merged."""
+        backend = await self._ready_backend()
+        model = backend.base_model if request.adapter is None else adapter_name(request.adapter)
+        body = completion_body(request, model=model, kind=backend.kind, max_model_len=backend.max_model_len)
+        self._begin(request.adapter)
+        try:
+            async with aclosing(self._calls.run(request, body)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._end(request.adapter)
+
+    async def add_adapter(self, spec: AdapterSpec) -> None:
+        """See AsyncEngine. While the server is away this only notes the adapter: it will be known again
+        before any request is."""
+        if self._state is EngineState.STARTING:
+            await self._takes_adapters.wait()
+        self._raise_if_gone()
+        self._adapters.note(spec)
+        if self._state is EngineState.RESTARTING:
+            return
+        try:
+            await self._adapters.load(spec.version)
+        except EngineClosedError:
+            raise
+        except EngineDeadError:
+            self._look.set()  # noted, and loaded when the server is there again
+
+    async def remove_adapter(self, version: str) -> None:
+        """See AsyncEngine. Also returns if the server goes away first; it then forgets the version when it is
+        there again."""
+        self._adapters.forget(version)
+        if (use := self._uses.get(version)) is not None:
+            await use.wait_idle()
+        if not self._takes_adapters.is_set() or self._state is not EngineState.READY:
+            return
+        try:
+            await self._adapters.unload(version)
+        except EngineDeadError:
+            self._look.set()
+
+    async def stats(self) -> EngineStats:
+        """See EngineClient.stats. All zero while the server is away."""
+        age_s = self._clock.now_s() - self._stats_taken_s
+        if self.healthy and age_s > self._options.stats_max_age_s:
+            if self._stats_call is None or self._stats_call.done():
+                self._stats_call = asyncio.create_task(self._read_stats())
+            await asyncio.wait([self._stats_call], timeout=self._options.stats_timeout_s)
+        return self._stats
+
+    def _doubt(self, error: EngineDeadError) -> None:
+        """A request went wrong in a way that may be the server's end."""
+        if isinstance(error, UnreachableError) and error.nobody_listens:
+            self._lose(str(error))
+        self._look.set()
+
+    def _begin(self, version: str | None) -> None:
+        self._num_in_flight += 1
+        if version is not None:
+            self._uses.setdefault(version, VersionUse()).acquire()
+            self._in_flight[version] = self._in_flight.get(version, 0) + 1
+
+    def _end(self, version: str | None) -> None:
+        self._num_in_flight -= 1
+        if version is None:
+            return
+        self._uses[version].release()
+        self._in_flight[version] -= 1
+        if self._uses[version].idle:
+            del self._uses[version], self._in_flight[version]
+
+    async def _watch(self) -> None:
+        """Look after the server until the replica is closed."""
+        pause_s = self._options.first_pause_s
+        while True:
+            is_urgent = await self._wait_to_look(pause_s)
+            try:
+                if is_urgent or not self._heard_lately():
+                    await self._check_health()
+                if self._state is EngineState.RESTARTING or is_urgent:
+                    # A server that broke a connection may have been started again since.
+                    await self._bring_back()
+                pause_s = self._options.first_pause_s
+            except (EngineDeadError, BackendError) as error:
+                self._lose(str(error))
+                pause_s = min(2 * pause_s, self._options.max_pause_s)
+            except Exception:
+                logger.exception("the watch over %s went wrong; it goes on", self.url)
+                self._lose(f"the watch over {self.url} went wrong")
+                pause_s = self._options.max_pause_s
+
+    async def _wait_to_look(self, pause_s: float) -> bool:
+        """Wait until it is time to look; returns whether there is a special reason to."""
+        if self.healthy:
+            pause_s = self._options.busy_interval_s if self._num_in_flight else self._options.idle_interval_s
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._look.wait()
+        except TimeoutError:
+            return False
+        self._look.clear()
+        # Many requests may fail one after the other, and a server that is away is not asked more often.
+        await asyncio.sleep(self._options.first_pause_s if self.healthy else pause_s)
+        return True
+
+    def _heard_lately(self) -> bool:
+        age_s = self._clock.now_s() - self._liveness.heard_s
+        return self.healthy and age_s < self._options.busy_interval_s
+
+    async def _check_health(self) -> None:
+        """EngineDeadError unless the server is well, or sends tokens and is too busy to say so."""
+        asked_s = self._clock.now_s()
+        try:
+            answer = await self._http.call("GET", "/health", timeout_s=self._options.silence_s)
+        except UnreachableError as error:
+            if not error.nobody_listens and self._liveness.heard_s > asked_s:
+                return
+            raise
+        if answer.status != 200:
+            message = error_detail(answer).message
+            raise EngineDeadError(f"the server at {self.url} is not well (HTTP {answer.status}: {message})")
+        self._liveness.heard()
+
+    async def _bring_back(self) -> None:
+        """Make sure that the server is the one that was there, with all adapters."""
+        timeout_s = min(self._options.call_timeout_s, _LOOK_TIMEOUT_S)
+        backend = await identify(self._http, self._expected, timeout_s=timeout_s)
+        self._meet(backend)
+        await self._adapters.restore(backend.adapters)
+        if self._state is EngineState.RESTARTING:
+            self._num_restarts += 1
+            self.info = await self._ready(backend, self._clock.now_s())
+            self._set_state(EngineState.READY, "")
+            logger.info("the server at %s is back", self.url)
+
+    def _meet(self, backend: Backend) -> None:
+        self.backend = backend
+        self._adapters.kind = backend.kind
+
+    async def _ready(self, backend: Backend, started_s: float) -> Ready:
+        stats = await self._fetch_stats()
+        return Ready(
+            num_kv_blocks=None if stats is None else stats.num_kv_blocks or None,
+            max_model_len=backend.max_model_len,
+            load_s=self._clock.now_s() - started_s,
+        )
+
+    def _lose(self, reason: str) -> None:
+        """The server is away. Its requests are lost, its adapters have to be looked for."""
+        if self._state is EngineState.READY:
+            logger.error("%s; looking for it until it is back", reason)
+            self._set_state(EngineState.RESTARTING, reason)
+            self._adapters.give_up(reason)
+            self._stats, self._stats_taken_s = EngineStats(), float("-inf")
+            self._liveness.give_up(EngineDeadError(f"{reason}; send the request again"))
+            self._look.set()
+        elif self._state is EngineState.RESTARTING and reason != self._message:
+            logger.warning("%s", reason)
+            self._message = reason
+
+    async def _fetch_stats(self) -> EngineStats | None:
+        try:
+            answer = await self._http.call("GET", "/metrics", timeout_s=self._options.stats_timeout_s)
+        except UnreachableError:
+            return None
+        if answer.status != 200:
+            return None
+        try:
+            return parse_stats(answer.body.decode("utf-8", "replace"), self._in_flight)
+        except ValueError as error:
+            logger.warning("the metrics of %s cannot be read: %s", self.url, error)
+            return None
+
+    async def _read_stats(self) -> None:
+        era = self._liveness.era
+        stats = await self._fetch_stats()
+        if era == self._liveness.era:
+            self._stats = stats or self._stats
+            self._stats_taken_s = self._clock.now_s()
+
+    async def _ready_backend(self) -> Backend:
+        """The server as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
+        on_its_way = (EngineState.STARTING, EngineState.RESTARTING)
+        if self._state in on_its_way:
+            try:
+                async with asyncio.timeout(self._options.ready_timeout_s):
+                    while self._state in on_its_way:
+                        await self._settled.wait()
+            except TimeoutError:
+                raise EngineDeadError(f"{self._message}; it is not ready yet, try again later") from None
+        self._raise_if_gone()
+        assert self.backend is not None
+        return self.backend
+
+    def _raise_if_gone(self) -> None:
+        if self._state in (EngineState.NEW, EngineState.FAILED, EngineState.CLOSED):
+            is_closed = self._state is EngineState.CLOSED
+            raise (EngineClosedError if is_closed else EngineDeadError)(self._message)
+
+    def _set_state(self, state: EngineState, message: str) -> None:
+        if self._state is EngineState.CLOSED:
+            return
+        self._state, self._message = state, message
+        if state in (EngineState.STARTING, EngineState.RESTARTING):
+            self._settled.clear()
+        else:
+            self._settled.set()
+            self._takes_adapters.set()  # or there will never be anything to take them, as `state` tells
+
+
+if TYPE_CHECKING:
+    from loraplex.server.supervised_engine import SupervisedEngine
+
+    _conforms: Callable[..., SupervisedEngine] = HttpReplica

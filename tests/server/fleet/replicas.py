@@ -1,0 +1,84 @@
+"""Replicas around servers of the tests, and how tests drive them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvloop
+
+from loraplex.core.request import EngineOutput, EngineRequest
+from loraplex.core.sampling import SamplingParams
+from loraplex.engine.interface import AsyncEngine
+from loraplex.engine.output_stream import merge_outputs
+from loraplex.server.fleet.backend_http import BackendAddress
+from loraplex.server.fleet.backend_identity import ExpectedBase
+from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
+
+WAIT_S = 120.0
+TINY = ExpectedBase.of("acme/tiny")
+_numbers = itertools.count()
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await scenario
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a server
+        runner.run(bounded())
+
+
+def replica_of(
+    url: str,
+    expected: ExpectedBase = TINY,
+    *,
+    key: str | None = None,
+    admin: str | None = None,
+    **options: Any,
+) -> HttpReplica:
+    quick = {"busy_interval_s": 0.02, "idle_interval_s": 0.05, "silence_s": 5.0, "stats_max_age_s": 0.0}
+    return HttpReplica(
+        BackendAddress(url=url, api_key=key, admin_key=admin),
+        expected,
+        options=HttpReplicaOptions(**{**quick, "max_pause_s": 0.1, **options}),
+    )
+
+
+@asynccontextmanager
+async def started(url: str, expected: ExpectedBase = TINY, **options: Any) -> AsyncIterator[HttpReplica]:
+    replica = replica_of(url, expected, **options)
+    await replica.start()
+    try:
+        yield replica
+    finally:
+        await replica.close()
+
+
+def request_for(
+    prompt: list[int], *, adapter: str | None = None, eos: tuple[int, ...] = (), **params: Any
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=f"request-{next(_numbers)}",
+        prompt_token_ids=prompt,
+        params=SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **params}),
+        adapter=adapter,
+        eos_token_ids=eos,
+    )
+
+
+async def answer(engine: AsyncEngine, request: EngineRequest) -> EngineOutput:
+    """All of it as one output."""
+    return merge_outputs([output async for output in engine.generate(request)])
+
+
+async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
+    """Poll for what another process does and nobody announces; `run` bounds it."""
+    while True:
+        found = condition()
+        if found if isinstance(found, bool) else await found:
+            return
+        await asyncio.sleep(0.01)

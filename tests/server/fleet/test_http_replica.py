@@ -1,0 +1,224 @@
+"""A replica in front of a real loraplex server: the same answers as an engine in this process gives."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny
+from replicas import answer, replica_of, request_for, run, started, until
+from server_process import serving
+from serving_fakes import hf_tokenizer
+
+from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.errors import (
+    AdapterError,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    PathNotAllowedError,
+)
+from loraplex.core.request import FinishReason
+from loraplex.engine.async_local import LocalAsyncEngine
+from loraplex.engine.build import EngineOptions, build_core
+from loraplex.model.config import load_config
+from loraplex.server.fleet.backend_adapters import adapter_name
+from loraplex.server.fleet.backend_http import BackendError
+from loraplex.server.fleet.backend_identity import ExpectedBase
+
+TINY = ExpectedBase.of("tiny")
+PROMPT = [11, 42, 7, 99, 150]
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("model")
+    base = tiny.save_model(root, vocab_size=400, max_position_embeddings=2048)
+    hf_tokenizer().save_pretrained(root)
+    for seed, name in enumerate(("one", "two")):
+        tiny.save_adapter(root / "open" / name, base, rank=4 * (seed + 1), seed=seed + 1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def specs(folder: Path) -> list[AdapterSpec]:
+    shape = load_config(folder).shape
+    return [read_adapter(folder / "open" / name, shape) for name in ("one", "two")]
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server for all tests that leave it as they found it."""
+    options = ["--state-dir", str(tmp_path_factory.mktemp("state"))]
+    options += ["--allow-adapter-dir", str(folder / "open")]
+    with serving(folder, *options) as (_, url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def local(folder: Path) -> Iterator[LocalAsyncEngine]:
+    options = EngineOptions(model=str(folder), device="cpu", kv_memory_bytes=4 << 20, num_threads=1)
+    engine = LocalAsyncEngine(build_core(options))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.8, "seed": 7},
+        {"temperature": 1.3, "seed": -1, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 3},
+        {"logprobs": 0, "prompt_logprobs": 2},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+        {"logit_bias": ((5, 50.0), (6, -100.0)), "max_tokens": 4},
+        {"stop_token_ids": tuple(range(100, 200)), "min_tokens": 3, "logprobs": 1},
+        {"ignore_eos": True, "logit_bias": ((EOS, 100.0),), "logprobs": 1},
+        {"logit_bias": ((EOS, 100.0),), "min_tokens": 5},
+    ],
+    ids=str,
+)
+def test_answers_are_those_of_an_engine_in_this_process(
+    url: str, local: LocalAsyncEngine, specs: list[AdapterSpec], params: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with started(url, TINY) as replica:
+            for spec in specs:
+                await local.add_adapter(spec)
+                await replica.add_adapter(spec)
+            for adapter in (None, *(spec.version for spec in specs)):
+                request = request_for(PROMPT, adapter=adapter, eos=(EOS,), **{"max_tokens": 24, **params})
+                expected, found = await answer(local, request), await answer(replica, request)
+                assert found.token_ids == expected.token_ids
+                assert found.logprobs == expected.logprobs
+                assert found.prompt_logprobs == expected.prompt_logprobs
+                assert found.finish_reason is expected.finish_reason
+                assert found.stop_token_id == expected.stop_token_id
+
+    run(scenario())
+
+
+def test_a_cancelled_request_is_freed_there(url: str, specs: list[AdapterSpec]) -> None:
+    async def scenario() -> None:
+        async with started(url, TINY) as replica:
+            await replica.add_adapter(specs[0])
+            request = request_for(
+                PROMPT, adapter=specs[0].version, ignore_eos=True, max_tokens=None, logprobs=1
+            )
+            async with aclosing(replica.generate(request)) as outputs:
+                async for output in outputs:
+                    if output.token_ids:
+                        break
+
+            async def is_free() -> bool:
+                stats = await replica.stats()
+                return stats.num_running == stats.num_waiting == stats.num_kv_blocks_used == 0
+
+            await until(is_free)
+            stats = await replica.stats()
+            assert stats.num_kv_blocks > 0
+            assert stats.num_steps > 0
+            assert [seen.tier for seen in stats.adapters if seen.version == specs[0].version] == ["host"]
+            # It ends there when the connection does, and its memory is free for the next.
+            await replica.remove_adapter(specs[0].version)
+
+    run(scenario())
+
+
+def test_what_the_server_refuses(url: str, folder: Path, specs: list[AdapterSpec], tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with started(url, TINY) as replica:
+            with pytest.raises(ContextLengthError):
+                await answer(replica, request_for([5] * 2048))
+            with pytest.raises(InvalidRequestError, match="vocabulary"):
+                await answer(replica, request_for([100_000]))
+            shutil.copytree(folder / "open" / "one", tmp_path / "one")
+            closed = read_adapter(tmp_path / "one", load_config(folder).shape)
+            with pytest.raises(PathNotAllowedError, match="--allow-adapter-dir"):
+                await replica.add_adapter(closed)
+        async with started(url, TINY, seen_path=lambda _: str(folder / "open" / "two")) as replica:
+            with pytest.raises(AdapterError, match=r"finds another adapter at .*give both the same files"):
+                await replica.add_adapter(specs[0])
+            names = {model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]}
+            assert adapter_name(specs[0].version) not in names
+        with pytest.raises(BackendError, match="serves the base model 'tiny', not 'acme/other'"):
+            await replica_of(url, ExpectedBase.of("acme/other")).start()
+
+    run(scenario())
+
+
+def test_the_api_key_does_not_change_adapters_where_an_admin_key_does(
+    folder: Path, specs: list[AdapterSpec], tmp_path: Path
+) -> None:
+    options = ["--api-key", "plain", "--admin-key", "chief", "--state-dir", str(tmp_path)]
+    options += ["--allow-adapter-dir", str(folder / "open")]
+
+    async def scenario(url: str) -> None:
+        with pytest.raises(BackendError, match=r"asks for an API key \(HTTP 401\)"):
+            await replica_of(url, TINY).start()
+        with pytest.raises(BackendError, match=r"does not let the fleet change adapters.*give its admin key"):
+            await replica_of(url, TINY, key="plain").start()
+        async with started(url, TINY, key="plain", admin="chief") as replica:
+            await replica.add_adapter(specs[0])
+            assert (await answer(replica, request_for(PROMPT, adapter=specs[0].version))).token_ids
+            assert (await replica.stats()).num_kv_blocks > 0
+
+    with serving(folder, *options) as (_, url, _):
+        run(scenario(url))
+
+
+def test_streams_end_and_adapters_come_back_when_the_server_does(
+    folder: Path, specs: list[AdapterSpec], tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    # Each life has a state folder of its own, so that the server knows nothing of the one before.
+    options = ["--allow-adapter-dir", str(folder / "open"), "--port", port, "--state-dir"]
+
+    async def scenario() -> None:
+        with serving(folder, *options, str(tmp_path / "first")) as (process, url, _):
+            replica = replica_of(url, TINY, silence_s=1.0)
+            await replica.start()
+            for spec in specs:
+                await replica.add_adapter(spec)
+            request = request_for(PROMPT, adapter=specs[0].version, ignore_eos=True)
+            expected = await answer(replica, request)
+            long = request_for(PROMPT, adapter=specs[1].version, ignore_eos=True, max_tokens=None)
+            async with aclosing(replica.generate(long)) as outputs:
+                async for output in outputs:
+                    if output.token_ids:
+                        break
+                process.send_signal(signal.SIGSTOP)
+                with pytest.raises(EngineDeadError):
+                    await _read(outputs)
+            assert not replica.healthy
+            process.send_signal(signal.SIGCONT)
+            await until(lambda: replica.healthy)
+            assert (await answer(replica, request)).token_ids == expected.token_ids
+        await until(lambda: not replica.healthy)
+        with serving(folder, *options, str(tmp_path / "second")):
+            await until(lambda: replica.healthy)
+            found = await answer(replica, request)
+            assert (found.token_ids, found.finish_reason) == (expected.token_ids, FinishReason.LENGTH)
+            await replica.close()
+
+    run(scenario())
+
+
+async def _read(outputs: Any) -> None:
+    while True:
+        await anext(outputs)
+        await asyncio.sleep(0)
