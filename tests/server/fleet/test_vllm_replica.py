@@ -18,7 +18,6 @@ from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
     AdapterError,
-    BackendError,
     CapacityError,
     ContextLengthError,
     EngineClosedError,
@@ -30,7 +29,7 @@ from loraplex.core.request import FinishReason, TokenLogprob
 from loraplex.server.engine_status import EngineState
 from loraplex.server.errors import describe
 from loraplex.server.fleet.backend_adapters import adapter_name
-from loraplex.server.fleet.backend_http import BackendAddress
+from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
 from loraplex.server.fleet.completion_body import Continuation
 
