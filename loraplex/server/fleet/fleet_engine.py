@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,16 +17,17 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError
+from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.answer_length import FIRST_GUESS
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
-from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
+from loraplex.server.engine_status import EngineStatus, ReplicaStatus
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_stats import sum_of
 from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.routing_events import Began, Limits, RoutingEvent
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.supervised_engine import SupervisedEngine
@@ -40,7 +40,6 @@ _LEAVING_S: Final = 0.02
 """How often it is looked whether a replica that leaves has requests left."""
 _LOOK_S: Final = 1.0
 """How often replicas are asked which adapters they hold."""
-_ON_ITS_WAY: Final = (EngineState.STARTING, EngineState.RESTARTING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +60,12 @@ class FleetEngine:
     def __init__(self, setup: FleetSetup, num_replicas: int, log: DecisionLog | None = None) -> None:
         """`log`: where the decisions of the routing are written."""
         self._setup = setup
-        self._replicas = [setup.make(number) for number in range(num_replicas)]
+        self._members = Members([setup.make(number) for number in range(num_replicas)])
         self._log = log
         self._routing: LiveRouting | None = None
         # By version and folder: a replica that joins must know every folder that holds a version.
         self._specs: dict[str, dict[Path, AdapterSpec]] = {}
         self._changing = asyncio.Lock()  # held while replicas join or leave
-        self._num_sent: Counter[int] = Counter()
-        self._drained: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
         self.info: Ready | None = None
@@ -89,7 +86,7 @@ class FleetEngine:
                     None if adding is None else _Deferred(partial(_finished, adding)),
                 )
             )
-            for number, replica in enumerate(self._replicas)
+            for number, replica in enumerate(self._members)
         ]
         try:
             await asyncio.gather(*starts)
@@ -99,7 +96,7 @@ class FleetEngine:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
-        infos = [replica.info for replica in self._replicas if replica.info is not None]
+        infos = [replica.info for replica in self._members if replica.info is not None]
         self.info = Ready(
             num_kv_blocks=sum(info.num_kv_blocks or 0 for info in infos) or None,
             max_model_len=min(info.max_model_len for info in infos),
@@ -123,72 +120,29 @@ class FleetEngine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(replica.close() for replica in self._replicas))
+        await asyncio.gather(*(replica.close() for replica in self._members))
         if self._log is not None:
             await asyncio.to_thread(self._log.write, self._log.take())
 
     @property
     def healthy(self) -> bool:
-        return any(replica.healthy for replica in self._replicas)
+        return any(replica.healthy for replica in self._members)
 
     @property
     def status(self) -> EngineStatus:
-        """Ready while any replica is; otherwise what is known of the one that is nearest to it."""
-        each = [replica.status for replica in self._replicas]
-        ready = [status for status in each if status.state is EngineState.READY]
-        on_its_way = [status for status in each if status.state in _ON_ITS_WAY]
-        shown = (ready or on_its_way or each)[0]
-        message = shown.message
-        if ready and len(ready) < len(each):
-            message = f"{len(ready)} of {len(each)} replicas are ready"
-        return EngineStatus(
-            state=shown.state,
-            message=message,
-            num_restarts=sum(status.num_restarts for status in each),
-            pid=None,
-            phase=shown.phase,
-            fraction=shown.fraction,
-        )
+        return self._members.status
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
         routing = self._routing
-        return [
-            ReplicaStatus(
-                number=number,
-                status=replica.status,
-                num_in_flight=0 if routing is None else routing.num_in_flight(number),
-                num_sent=self._num_sent[number],
-                drained=number in self._drained,
-            )
-            for number, replica in enumerate(self._replicas)
-        ]
+        return self._members.statuses(lambda number: 0 if routing is None else routing.num_in_flight(number))
 
     def drain(self, number: int) -> None:
-        """Send a replica no more requests; it finishes those it has.
-
-        Raises InvalidRequestError for a replica that is not there, and for the last one that is not drained.
-        """
-        self._check_number(number)
-        open_ones = {n for n, replica in enumerate(self._replicas) if not _has_left(replica)} - self._drained
-        if open_ones <= {number}:
-            raise InvalidRequestError(
-                f"replica {number} is the last one that takes requests; undrain another one first",
-                param="replica",
-            )
-        self._drained.add(number)
+        """See `Members.drain`. The replica finishes the requests it has."""
+        self._members.drain(number)
 
     def undrain(self, number: int) -> None:
-        """Send a replica requests again. Raises InvalidRequestError for a replica that is not there."""
-        self._check_number(number)
-        self._drained.discard(number)
-
-    def _check_number(self, number: int) -> None:
-        if not 0 <= number < len(self._replicas):
-            last = len(self._replicas) - 1
-            raise InvalidRequestError(
-                f"there is no replica {number}; they have the numbers 0 to {last}", param="replica"
-            )
+        self._members.undrain(number)
 
     async def _look(self) -> None:
         """Ask replicas again and again which adapters they hold, and write down what was decided."""
@@ -196,9 +150,12 @@ class FleetEngine:
         assert routing is not None
         while True:
             await asyncio.sleep(_LOOK_S)
-            for number, replica in enumerate(self._replicas):
+            for number, replica in enumerate(self._members):
                 if replica.healthy:
-                    routing.saw(number, await replica.stats())
+                    try:
+                        routing.saw(number, await replica.stats())
+                    except LoraplexError as error:
+                        logger.warning("replica %d does not say what it holds: %s", number, error)
             if log is not None:
                 await asyncio.to_thread(log.write, log.take())
                 if log.is_full:
@@ -214,15 +171,11 @@ class FleetEngine:
 
     async def _watch_failures(self) -> None:
         """The fleet has failed when every replica has, or has left."""
-        gone = (EngineState.FAILED, EngineState.CLOSED)
-        while any(replica.status.state not in gone for replica in self._replicas):
-            waits = [
-                asyncio.create_task(replica.failed.wait())
-                for replica in self._replicas
-                if replica.status.state not in gone
-            ]
+        while not self._members.is_gone:
+            waits = [asyncio.create_task(replica.failed.wait()) for replica in self._members]
             try:
-                await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                # Not for ever: others may join meanwhile.
+                await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.ALL_COMPLETED)
             finally:
                 for wait in waits:
                     wait.cancel()
@@ -239,13 +192,20 @@ class FleetEngine:
         """
         self._check_size(num_replicas)
         async with self._changing:
-            serving = [n for n, replica in enumerate(self._replicas) if not _has_left(replica)]
-            missing = [n for n in range(num_replicas) if n not in serving]
-            for number in missing[: max(num_replicas - len(serving), 0)]:
+            present = self._members.present
+            missing = [number for number in range(num_replicas) if number not in present]
+            for number in missing[: max(num_replicas - len(present), 0)]:
                 await self._join(number)
-            leaving = serving[num_replicas:]
-            self._drained.update(leaving)
-            await asyncio.gather(*(self._leave(number) for number in leaving))
+            leaving = present[num_replicas:]
+            was_drained = {number for number in leaving if self._members.is_drained(number)}
+            try:
+                for number in leaving:
+                    self._members.drain(number)
+                await asyncio.gather(*(self._leave(number) for number in leaving))
+            except BaseException:  # they stay: nobody waits any more, or all that would be left are drained
+                for number in set(leaving) - was_drained:
+                    self._members.undrain(number)
+                raise
 
     async def restart(self, number: int) -> None:
         """Replace a replica by a new one, after the requests it has; the others serve meanwhile.
@@ -253,12 +213,17 @@ class FleetEngine:
         Raises as `drain` does, and LoraplexError if the new one cannot start.
         """
         async with self._changing:
-            was_drained = number in self._drained
-            self.drain(number)
-            await self._leave(number)
+            was_drained = self._members.is_drained(number)
+            self._members.drain(number)
+            try:
+                await self._leave(number)
+            except BaseException:
+                if not was_drained:
+                    self._members.undrain(number)
+                raise
             await self._join(number)
             if was_drained:
-                self._drained.add(number)
+                self._members.drain(number)
 
     async def _join(self, number: int) -> None:
         """Start a replica with all adapters, and send it requests."""
@@ -281,14 +246,15 @@ class FleetEngine:
                     await replica.remove_adapter(version)
                     del known[version]
 
-        await replica.start(None, _Deferred(catch_up))
-        await catch_up()  # with what came while it got ready; nobody else has a turn before it is one of them
+        try:
+            await replica.start(None, _Deferred(catch_up))
+            await catch_up()  # with what came while it got ready
+        except BaseException:
+            await replica.close()
+            raise
+        # Nobody has had a turn since it was up to date.
         assert replica.info is not None
-        if number < len(self._replicas):
-            self._replicas[number] = replica
-        else:
-            self._replicas.append(replica)
-        self._drained.discard(number)
+        self._members.put(number, replica)
         limits = self._setup.limits(replica.info)
         self._begin_anew(routing.state(limits={number: limits}))
 
@@ -297,7 +263,7 @@ class FleetEngine:
         assert self._routing is not None
         while self._routing.num_in_flight(number):
             await asyncio.sleep(_LEAVING_S)
-        await self._replicas[number].close()
+        await self._members[number].close()
 
     def _check_size(self, num_replicas: int) -> None:
         most = self._setup.most
@@ -307,8 +273,7 @@ class FleetEngine:
             raise InvalidRequestError(f"there can be {most[0]} replicas at most: {most[1]}", param="replicas")
 
     def _present(self) -> list[SupervisedEngine]:
-        """Return the replicas that have not left."""
-        return [replica for replica in self._replicas if not _has_left(replica)]
+        return [self._members[number] for number in self._members.present]
 
     def _all_specs(self) -> list[AdapterSpec]:
         return [spec for sources in self._specs.values() for spec in sources.values()]
@@ -321,7 +286,7 @@ class FleetEngine:
         was_queued = False
         for num_deaths in range(1, _MAX_DEATHS + 1):
             routing, number = self._choose(request)
-            answer = _Answer(routing, request.request_id, self._replicas[number].generate(request))
+            answer = _Answer(routing, request.request_id, self._members[number].generate(request))
             try:
                 async with aclosing(answer.outputs()) as outputs:
                     async for output in outputs:
@@ -346,23 +311,11 @@ class FleetEngine:
         routing = self._routing
         if routing is None:
             raise EngineDeadError("the fleet is starting; send the request again")
-        open_to_all = [number not in self._drained for number in range(len(self._replicas))]
-        accepts = [
-            replica.healthy and is_open for replica, is_open in zip(self._replicas, open_to_all, strict=True)
-        ]
-        if not any(accepts):  # whoever comes back first serves it
-            accepts = [
-                replica.status.state in _ON_ITS_WAY and is_open
-                for replica, is_open in zip(self._replicas, open_to_all, strict=True)
-            ]
-        if not any(accepts):
-            state = self.status
-            error = EngineClosedError if state.state is EngineState.CLOSED else EngineDeadError
-            raise error(state.message)
+        accepts = self._members.accepting()
         for number, accepts_now in enumerate(accepts):
             routing.accept(number, accepts=accepts_now)
         number = routing.route(request.request_id, request.adapter, len(request.prompt_token_ids))
-        self._num_sent[number] += 1
+        self._members.num_sent[number] += 1
         return routing, number
 
     # ---- adapters
@@ -421,10 +374,6 @@ class _Answer:
                     yield output
         finally:
             self._routing.ended(self._request_id, served)
-
-
-def _has_left(replica: SupervisedEngine) -> bool:
-    return replica.status.state is EngineState.CLOSED
 
 
 class _Deferred:

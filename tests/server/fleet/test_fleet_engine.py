@@ -360,3 +360,38 @@ def test_the_last_replica_is_neither_drained_nor_restarted() -> None:
                 await fleet.restart(0)
 
     run(scenario())
+
+
+def test_a_fleet_does_not_shrink_to_replicas_that_are_drained() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, _):
+            fleet.drain(0)
+            with pytest.raises(errors.InvalidRequestError, match="the last one that takes requests"):
+                await fleet.scale(1)
+            assert [replica.drained for replica in fleet.replicas] == [True, False]
+            assert await served(fleet, "a", 4) == [0, 4]
+
+    run(scenario())
+
+
+def test_a_change_that_nobody_waits_for_any_more_is_undone() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, _):
+            streams = [fleet.generate(request_of(f"long{i}", fake_core.ENDLESS)) for i in range(2)]
+            for stream in streams:
+                await anext(stream)
+            for change in (fleet.scale(1), fleet.restart(1)):
+                changing = asyncio.create_task(change)
+
+                async def drained() -> bool:
+                    return fleet.replicas[1].drained
+
+                await until(drained)
+                changing.cancel()
+                await asyncio.gather(changing, return_exceptions=True)
+                assert not fleet.replicas[1].drained
+            for stream in streams:
+                await stream.aclose()
+            assert await served(fleet, "a", 4) == [2, 2]
+
+    run(scenario())

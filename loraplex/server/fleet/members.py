@@ -1,0 +1,135 @@
+"""The replicas of a fleet by number: which are there, which take requests, and how they stand together.
+
+A replica keeps its number. One that has left is closed; another may come back under its number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError
+from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
+from loraplex.server.supervised_engine import SupervisedEngine
+
+_ON_ITS_WAY: Final = (EngineState.STARTING, EngineState.RESTARTING)
+_GONE: Final = (EngineState.FAILED, EngineState.CLOSED)
+
+
+class Members:
+    """Replicas, and which of them are drained."""
+
+    def __init__(self, replicas: list[SupervisedEngine]) -> None:
+        self._replicas = replicas
+        self._drained: set[int] = set()
+        self.num_sent: Counter[int] = Counter()
+        """Requests that each was ever sent."""
+
+    def __getitem__(self, number: int) -> SupervisedEngine:
+        return self._replicas[number]
+
+    def __iter__(self) -> Iterator[SupervisedEngine]:
+        return iter(self._replicas)
+
+    def put(self, number: int, replica: SupervisedEngine) -> None:
+        """Let a replica take a number that is free, or the next one; it takes requests from now on."""
+        if number < len(self._replicas):
+            self._replicas[number] = replica
+        else:
+            assert number == len(self._replicas)
+            self._replicas.append(replica)
+        self._drained.discard(number)
+
+    @property
+    def present(self) -> list[int]:
+        """The numbers of those that have not left."""
+        return [n for n, each in enumerate(self._replicas) if each.status.state is not EngineState.CLOSED]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether every one has failed or left."""
+        return all(replica.status.state in _GONE for replica in self._replicas)
+
+    # ---- who takes requests
+
+    def accepting(self) -> list[bool]:
+        """Tell of each whether it takes requests now. If none is ready, those do that are on their way: who
+        comes back first serves what waits.
+
+        Raises EngineDeadError if there is none of either.
+        """
+        numbers = range(len(self._replicas))
+        accepts = [self._replicas[n].healthy and n not in self._drained for n in numbers]
+        if not any(accepts):
+            accepts = [
+                self._replicas[n].status.state in _ON_ITS_WAY and n not in self._drained for n in numbers
+            ]
+        if not any(accepts):
+            status = self.status
+            error = EngineClosedError if status.state is EngineState.CLOSED else EngineDeadError
+            raise error(status.message)
+        return accepts
+
+    def is_drained(self, number: int) -> bool:
+        return number in self._drained
+
+    def drain(self, number: int) -> None:
+        """Send a replica no more requests.
+
+        Raises InvalidRequestError for a replica that is not there, and for the last one that is not drained.
+        """
+        self._check_number(number)
+        if set(self.present) - self._drained <= {number}:
+            raise InvalidRequestError(
+                f"replica {number} is the last one that takes requests; undrain another one first",
+                param="replica",
+            )
+        self._drained.add(number)
+
+    def undrain(self, number: int) -> None:
+        """Send a replica requests again. Raises InvalidRequestError for a replica that is not there."""
+        self._check_number(number)
+        self._drained.discard(number)
+
+    def _check_number(self, number: int) -> None:
+        if not 0 <= number < len(self._replicas):
+            last = len(self._replicas) - 1
+            raise InvalidRequestError(
+                f"there is no replica {number}; they have the numbers 0 to {last}", param="replica"
+            )
+
+    # ---- how they stand
+
+    @property
+    def status(self) -> EngineStatus:
+        """Ready while any replica is; otherwise what is known of the one that is nearest to it."""
+        each = [self._replicas[number].status for number in self.present] or [
+            replica.status for replica in self._replicas
+        ]
+        ready = [status for status in each if status.state is EngineState.READY]
+        on_its_way = [status for status in each if status.state in _ON_ITS_WAY]
+        shown = (ready or on_its_way or each)[0]
+        message = shown.message
+        if ready and len(ready) < len(each):
+            message = f"{len(ready)} of {len(each)} replicas are ready"
+        return EngineStatus(
+            state=shown.state,
+            message=message,
+            num_restarts=sum(replica.status.num_restarts for replica in self._replicas),
+            pid=None,
+            phase=shown.phase,
+            fraction=shown.fraction,
+        )
+
+    def statuses(self, num_in_flight: Callable[[int], int]) -> list[ReplicaStatus]:
+        return [
+            ReplicaStatus(
+                number=number,
+                status=replica.status,
+                num_in_flight=num_in_flight(number),
+                num_sent=self.num_sent[number],
+                drained=number in self._drained,
+            )
+            for number, replica in enumerate(self._replicas)
+        ]
