@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.shape import ModelShape
 from loraplex.fleet.routers.named import router_named
-from loraplex.server.fleet.backend_http import BackendAddress
+from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
@@ -47,13 +48,16 @@ def backend_fleet(
     """Return a fleet of these servers, which are asked who they are when it starts.
 
     `base_names`: what they may call the base model, the first for messages. Raises UserError for a routing
-    that does not exist, and BackendError for an address that is none.
+    that does not exist, and BackendError for an address that is none, or is given twice.
     """
     router_named(routing)
     addresses = [
         BackendAddress(url=url, api_key=backends.api_key, admin_key=backends.admin_key)
         for url in backends.urls
     ]
+    repeated = [url for url, count in Counter(address.url for address in addresses).items() if count > 1]
+    if repeated:
+        raise BackendError(f"{repeated[0]} is given twice with --backend; name each server once")
     expected = ExpectedBase.of(*base_names)
     options = HttpReplicaOptions(ready_timeout_s=_READY_TIMEOUT_S)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -37,11 +38,13 @@ class DecisionLog:
         self._num_events = 0
         self._lines: list[bytes] = []
         self._is_broken = False
+        self._is_lost = False
+        self._is_beginning = True
 
     @property
     def is_full(self) -> bool:
-        """Tell whether the routing should begin anew, in the next file."""
-        return self._num_events >= self._max_events
+        """Tell whether the routing should begin anew, in the next file: this one is long, or was deleted."""
+        return self._num_events >= self._max_events or self._is_lost
 
     def record(self, event: RoutingEvent) -> None:
         if not self._is_broken:
@@ -51,6 +54,7 @@ class DecisionLog:
     def begin(self, events: Iterable[RoutingEvent]) -> None:
         """Begin the next file with the events that a routing begins with."""
         self.write(self.take())
+        self._is_beginning, self._is_lost = True, False
         self._number += 1
         self._num_events = 0
         for event in events:
@@ -70,8 +74,14 @@ class DecisionLog:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
+            begins = self._is_beginning
+            # Without its beginning a file says nothing: one that is gone is not made again but by the next.
+            self._is_lost = not begins and not self._path.exists()
+            if self._is_lost:
+                return
+            with self._path.open("wb" if begins else "ab") as file:
                 file.write(b"\n".join([*lines, b""]))
+            self._is_beginning = False
             for path in _files(self._folder)[_MAX_FILES:]:
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -100,6 +110,8 @@ def logged_decisions(state_dir: Path) -> Iterator[list[RoutingEvent]]:
     for path in files:
         try:
             yield list(_read(path))
+        except FileNotFoundError:
+            continue  # it made way for a newer one just now
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -119,6 +131,8 @@ def _read(path: Path) -> Iterator[RoutingEvent]:
 
 def _files(folder: Path) -> list[Path]:
     """Return the files of a folder, the latest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(folder.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    found = []
+    for path in folder.glob("*.jsonl") if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # another server has removed it just now
+            found.append((path.stat().st_mtime_ns, path.name, path))
+    return [path for _, _, path in sorted(found, reverse=True)]

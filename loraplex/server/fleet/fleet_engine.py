@@ -34,6 +34,7 @@ from loraplex.server.supervised_engine import SupervisedEngine
 
 logger = logging.getLogger(__name__)
 
+MAX_REPLICAS: Final = 64
 _MAX_DEATHS: Final = 3
 """As many replicas may die with a request before it is given up: it may be what they die of."""
 _LEAVING_S: Final = 0.02
@@ -45,7 +46,8 @@ _LOOK_S: Final = 1.0
 @dataclass(frozen=True, kw_only=True)
 class FleetSetup:
     """How the replicas of a fleet are made. `make`: the replica of this number, not started yet. `limits`: of
-    one that is ready. `costs`: of any of them, as a profile. `most`: how many there can be, and why."""
+    one that is ready. `costs`: of any of them, as a profile. `most`: how many there can be, and why (None if
+    nothing but good sense limits them)."""
 
     make: Callable[[int], SupervisedEngine]
     limits: Callable[[Ready], Limits]
@@ -196,16 +198,8 @@ class FleetEngine:
             missing = [number for number in range(num_replicas) if number not in present]
             for number in missing[: max(num_replicas - len(present), 0)]:
                 await self._join(number)
-            leaving = present[num_replicas:]
-            was_drained = {number for number in leaving if self._members.is_drained(number)}
-            try:
-                for number in leaving:
-                    self._members.drain(number)
+            with self._members.leaving(present[num_replicas:]) as leaving:
                 await asyncio.gather(*(self._leave(number) for number in leaving))
-            except BaseException:  # they stay: nobody waits any more, or all that would be left are drained
-                for number in set(leaving) - was_drained:
-                    self._members.undrain(number)
-                raise
 
     async def restart(self, number: int) -> None:
         """Replace a replica by a new one, after the requests it has; the others serve meanwhile.
@@ -214,13 +208,8 @@ class FleetEngine:
         """
         async with self._changing:
             was_drained = self._members.is_drained(number)
-            self._members.drain(number)
-            try:
+            with self._members.leaving([number]):
                 await self._leave(number)
-            except BaseException:
-                if not was_drained:
-                    self._members.undrain(number)
-                raise
             await self._join(number)
             if was_drained:
                 self._members.drain(number)
@@ -266,11 +255,11 @@ class FleetEngine:
         await self._members[number].close()
 
     def _check_size(self, num_replicas: int) -> None:
-        most = self._setup.most
+        most, why = self._setup.most or (MAX_REPLICAS, "more are not managed by one front")
         if num_replicas < 1:
             raise InvalidRequestError("a fleet has one replica at least", param="replicas")
-        if most is not None and num_replicas > most[0]:
-            raise InvalidRequestError(f"there can be {most[0]} replicas at most: {most[1]}", param="replicas")
+        if num_replicas > most:
+            raise InvalidRequestError(f"there can be {most} replicas at most: {why}", param="replicas")
 
     def _present(self) -> list[SupervisedEngine]:
         return [self._members[number] for number in self._members.present]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
 from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError
@@ -23,6 +25,7 @@ class Members:
     def __init__(self, replicas: list[SupervisedEngine]) -> None:
         self._replicas = replicas
         self._drained: set[int] = set()
+        self._leaving: set[int] = set()
         self.num_sent: Counter[int] = Counter()
         """Requests that each was ever sent."""
 
@@ -60,11 +63,10 @@ class Members:
         Raises EngineDeadError if there is none of either.
         """
         numbers = range(len(self._replicas))
-        accepts = [self._replicas[n].healthy and n not in self._drained for n in numbers]
+        closed = self._drained | self._leaving
+        accepts = [self._replicas[n].healthy and n not in closed for n in numbers]
         if not any(accepts):
-            accepts = [
-                self._replicas[n].status.state in _ON_ITS_WAY and n not in self._drained for n in numbers
-            ]
+            accepts = [self._replicas[n].status.state in _ON_ITS_WAY and n not in closed for n in numbers]
         if not any(accepts):
             status = self.status
             error = EngineClosedError if status.state is EngineState.CLOSED else EngineDeadError
@@ -79,18 +81,44 @@ class Members:
 
         Raises InvalidRequestError for a replica that is not there, and for the last one that is not drained.
         """
-        self._check_number(number)
-        if set(self.present) - self._drained <= {number}:
-            raise InvalidRequestError(
-                f"replica {number} is the last one that takes requests; undrain another one first",
-                param="replica",
-            )
+        self._check_there(number)
+        self._check_not_last([number])
         self._drained.add(number)
 
     def undrain(self, number: int) -> None:
         """Send a replica requests again. Raises InvalidRequestError for a replica that is not there."""
-        self._check_number(number)
+        self._check_there(number)
         self._drained.discard(number)
+
+    @contextmanager
+    def leaving(self, numbers: list[int]) -> Iterator[list[int]]:
+        """Send these replicas no more requests while the block lasts; they are closed at its end, or stay if
+        it fails. Raises InvalidRequestError if no other one takes requests."""
+        for number in numbers:
+            self._check_number(number)
+        if numbers:
+            self._check_not_last(numbers)
+        self._leaving.update(numbers)
+        try:
+            yield numbers
+        finally:
+            self._leaving.difference_update(numbers)
+
+    def _check_not_last(self, numbers: list[int]) -> None:
+        if not set(self.present) - self._drained - self._leaving - set(numbers):
+            last = ", ".join(map(str, numbers))
+            raise InvalidRequestError(
+                f"replica {last} is the last one that takes requests; undrain another one first",
+                param="replica",
+            )
+
+    def _check_there(self, number: int) -> None:
+        self._check_number(number)
+        if number in self._leaving or number not in self.present:
+            raise InvalidRequestError(
+                f"replica {number} is leaving or has left; `fleet scale` brings replicas back",
+                param="replica",
+            )
 
     def _check_number(self, number: int) -> None:
         if not 0 <= number < len(self._replicas):
@@ -126,10 +154,16 @@ class Members:
         return [
             ReplicaStatus(
                 number=number,
-                status=replica.status,
+                status=_status(replica),
                 num_in_flight=num_in_flight(number),
                 num_sent=self.num_sent[number],
-                drained=number in self._drained,
+                drained=number in self._drained | self._leaving,
             )
             for number, replica in enumerate(self._replicas)
         ]
+
+
+def _status(replica: SupervisedEngine) -> EngineStatus:
+    """Return its status; of one that has left, in words that are about it and not about the server."""
+    status = replica.status
+    return replace(status, message="it has left") if status.state is EngineState.CLOSED else status

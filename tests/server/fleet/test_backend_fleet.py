@@ -102,6 +102,8 @@ def test_bad_backends_are_refused_in_words(
     assert "is no address of a server" in refused("--backend", "somewhere")
     assert "nothing answers at http://127.0.0.1:9" in refused("--backend", "http://127.0.0.1:9")
     assert "serves the base model 'tiny'" in refused("--backend", servers[0][1])
+    twice = refused("--backend", servers[0][1], "--backend", f"{servers[0][1]}/")
+    assert "is given twice with --backend" in twice
     assert "give one of both" in refused("--backend", servers[0][1], "--replicas", "2")
 
 

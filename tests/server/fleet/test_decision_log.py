@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,29 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytes
         assert len(logged(tmp_path, 4)) == 4
     assert caplog.text.count("decisions are not logged any more") == 1
     assert "No space left on device" in caplog.text
+
+
+def test_a_log_that_is_deleted_begins_anew(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path)
+    log.begin([began()])
+    routing = LiveRouting([began()], log.record)
+    routing.route("before", None, 10)
+    log.write(log.take())
+    shutil.rmtree(tmp_path / decision_log.FOLDER)
+    routing.route("meanwhile", None, 10)
+    log.write(log.take())
+    assert log.is_full, "it is to begin anew"
+    events = list(routing.state())
+    routing.begin(events)
+    log.begin(events)
+    routing.route("after", None, 10)
+    log.write(log.take())
+    (found,) = logged_decisions(tmp_path)
+    assert [sent.request_id for sent, again in replayed(found)] == ["after"]
+
+
+def test_a_file_of_a_process_that_had_the_same_number_is_replaced(tmp_path: Path) -> None:
+    for _ in range(2):
+        logged(tmp_path, 4)
+    (events,) = logged_decisions(tmp_path)
+    assert len(list(replayed(events))) == 4

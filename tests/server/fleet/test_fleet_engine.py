@@ -339,7 +339,12 @@ def test_a_replica_that_cannot_start_leaves_the_others_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "message"), [(0, "one replica at least"), (7, "6 replicas at most: there are six")]
+    ("number", "message"),
+    [
+        (0, "one replica at least"),
+        (7, "6 replicas at most: there are six"),
+        (10**12, "6 replicas at most"),
+    ],
 )
 def test_a_size_that_cannot_be_is_refused(number: int, message: str) -> None:
     async def scenario() -> None:
@@ -393,5 +398,32 @@ def test_a_change_that_nobody_waits_for_any_more_is_undone() -> None:
             for stream in streams:
                 await stream.aclose()
             assert await served(fleet, "a", 4) == [2, 2]
+
+    run(scenario())
+
+
+def test_a_replica_that_leaves_is_not_called_back() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, _):
+            streams = [fleet.generate(request_of(f"long{i}", fake_core.ENDLESS)) for i in range(2)]
+            for stream in streams:
+                await anext(stream)
+            leaving = asyncio.create_task(fleet.scale(1))
+
+            async def drained() -> bool:
+                return fleet.replicas[1].drained
+
+            await until(drained)
+            for change in (fleet.undrain, fleet.drain):
+                with pytest.raises(errors.InvalidRequestError, match="is leaving or has left"):
+                    change(1)
+            with pytest.raises(errors.InvalidRequestError, match="the last one that takes requests"):
+                fleet.drain(0)
+            for stream in streams:
+                await stream.aclose()
+            await leaving
+            with pytest.raises(errors.InvalidRequestError, match="is leaving or has left"):
+                fleet.undrain(1)
+            assert fleet.replicas[1].status.message == "it has left"
 
     run(scenario())
