@@ -109,8 +109,10 @@ def test_adapters_are_read_while_the_engine_prepares() -> None:
     for spec in COLD:
         engine.add_adapter(spec)
         engine.stage_adapter(spec.version)
-    while {adapter.tier for adapter in engine.stats().adapters} != {"host"}:
+    while engine._scheduler.adapters.has_work():  # until the last read has begun
         engine.prepare()
+    run_to_end(engine)
+    assert {adapter.tier for adapter in engine.stats().adapters} == {"host"}
     assert engine.stats().num_steps == 0
     engine.close()
 
