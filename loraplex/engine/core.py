@@ -134,7 +134,7 @@ class Engine:
         self._executor.expect(spec)
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
-        """For adapters that are loaded from now on."""
+        """Choose the policy for adapters that are loaded from now on."""
         self._scheduler.adapters.choose_cold_start(cold_start)
 
     @property

@@ -82,7 +82,7 @@ class TextDelta:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was generated yet: the engine has queued the choice, and that is all."""
+        """Tell whether nothing was generated yet: the engine has queued the choice, and that is all."""
         return not self.token_ids and self.finish_reason is None
 
 

@@ -18,11 +18,12 @@ from typing import Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import EngineClosedError, EngineDeadError, LoraplexError
+from loraplex.core.errors import EngineDeadError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.output_stream import OutputStream
 from loraplex.server.engine_child import EngineChild
+from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
 from loraplex.server.protocol_ipc import (
     AdapterAdded,
@@ -85,13 +86,10 @@ class EngineClient:
         self._crashes = CrashHistory(self._options.restart, self._clock)
         self._on_progress: Callable[[StartProgress], None] | None = None
 
-        self._state = EngineState.NEW
-        self._message = "the engine was not started"
+        self._life = EngineLife("the engine was not started")
         self._num_restarts = 0
-        self._settled = asyncio.Event()  # set unless the engine is on its way up
         self.failed = asyncio.Event()
         """Set when a started engine has died too often and is not started again."""
-        self._takes_adapters = asyncio.Event()  # set from when the core is built, and when there will be none
         self._progress: StartProgress | None = None
         self._child: EngineChild | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -110,14 +108,14 @@ class EngineClient:
 
     @property
     def healthy(self) -> bool:
-        return self._state is EngineState.READY
+        return self._life.is_ready
 
     @property
     def status(self) -> EngineStatus:
         pid = self._child.pid if self._child is not None and self.healthy else None
         return EngineStatus(
-            state=self._state,
-            message=self._message,
+            state=self._life.state,
+            message=self._life.message,
             num_restarts=self._num_restarts,
             pid=pid,
             phase=None if self._progress is None else self._progress.phase,
@@ -135,13 +133,13 @@ class EngineClient:
         hears of this start only, not of restarts. `add_adapters` ends when those adapters were added that the
         engine is to be ready for.
         """
-        assert self._state is EngineState.NEW, "an EngineClient is started once"
+        assert self._life.state is EngineState.NEW, "an EngineClient is started once"
         self._on_progress = on_progress
-        self._set_state(EngineState.STARTING, "the engine is starting")
+        self._life.set(EngineState.STARTING, "the engine is starting")
         try:
             child = await self._start_child(add_adapters)
         except BaseException as error:
-            self._set_state(EngineState.FAILED, str(error) or "the start was cancelled")
+            self._life.set(EngineState.FAILED, str(error) or "the start was cancelled")
             raise
         finally:
             self._on_progress = None
@@ -149,11 +147,11 @@ class EngineClient:
 
     async def close(self) -> None:
         """Stop the engine process; requests in flight raise EngineClosedError. Idempotent."""
-        self._set_state(EngineState.CLOSED, SHUTTING_DOWN)
+        self._life.set(EngineState.CLOSED, SHUTTING_DOWN)
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait([self._supervisor])
-        self._drop_in_flight(self._message)
+        self._drop_in_flight(self._life.message)
         if self._child is not None:
             await self._child.stop(grace_s=self._options.stop_grace_s)
 
@@ -180,11 +178,11 @@ class EngineClient:
 
         While the engine restarts this only notes the adapter: it will be known before any request is.
         """
-        if self._state is EngineState.STARTING:
-            await self._takes_adapters.wait()
-        self._raise_if_gone()
+        if self._life.state is EngineState.STARTING:
+            await self._life.takes_adapters.wait()
+        self._life.raise_if_gone()
         self._adapters.setdefault(spec.version, {})[spec.path] = spec
-        if self._child is None or not self._takes_adapters.is_set():
+        if self._child is None or not self._life.takes_adapters.is_set():
             return
         reply = self._additions.get(spec.version)
         if reply is None:
@@ -196,7 +194,7 @@ class EngineClient:
     async def remove_adapter(self, version: str) -> None:
         """See AsyncEngine. Also returns if the engine dies first: its successor never knew the version."""
         self._adapters.pop(version, None)
-        if self._child is None or not self._takes_adapters.is_set() or self._is_gone:
+        if self._child is None or not self._life.takes_adapters.is_set() or self._life.is_gone:
             return
         reply = self._removals.get(version)
         if reply is None:
@@ -281,24 +279,24 @@ class EngineClient:
         self._child = child
         try:
             await child.loaded
-            self._raise_if_gone()  # closed meanwhile
+            self._life.raise_if_gone()  # closed meanwhile
             for sources in self._adapters.values():
                 for spec in sources.values():
                     child.send(AddAdapter(spec))
-            self._takes_adapters.set()
+            self._life.takes_adapters.set()
             if add_adapters is not None:
                 await _unless_exited(add_adapters, child)
             child.send(Prepare())
             self.info = await child.ready
-            self._raise_if_gone()
+            self._life.raise_if_gone()
         except BaseException:
-            self._takes_adapters.clear()
+            self._life.takes_adapters.clear()
             self._drop_in_flight("the engine process could not start")
             await child.stop(grace_s=self._options.stop_grace_s)
             raise
         self._crashes.started()
         self._progress = None
-        self._set_state(EngineState.READY, "")
+        self._life.set(EngineState.READY, "")
         return child
 
     async def _supervise(self, child: EngineChild) -> None:
@@ -306,20 +304,20 @@ class EngineClient:
         try:
             while True:
                 await child.exited.wait()
-                self._takes_adapters.clear()
-                self._set_state(EngineState.RESTARTING, f"the engine process died ({child.exit_reason})")
+                self._life.takes_adapters.clear()
+                self._life.set(EngineState.RESTARTING, f"the engine process died ({child.exit_reason})")
                 self._drop_in_flight(
                     f"the engine process died while serving this request ({child.exit_reason}); "
                     "it is being restarted, send the request again"
                 )
                 child = await self._restart(child.exit_reason)
         except LoraplexError as error:
-            self._set_state(EngineState.FAILED, str(error))
+            self._life.set(EngineState.FAILED, str(error))
             logger.critical("%s", error)
             self.failed.set()
         except Exception:
-            self._set_state(EngineState.FAILED, "the supervision of the engine process failed")
-            logger.exception("%s", self._message)
+            self._life.set(EngineState.FAILED, "the supervision of the engine process failed")
+            logger.exception("%s", self._life.message)
             self.failed.set()
 
     async def _restart(self, reason: str) -> EngineChild:
@@ -337,39 +335,10 @@ class EngineClient:
         raise EngineDeadError(f"the engine process died too often and is not started again ({reason})")
 
     async def _ready_child(self) -> EngineChild:
-        """The child as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
-        on_its_way = (EngineState.STARTING, EngineState.RESTARTING)
-        if self._state in on_its_way:
-            try:
-                async with asyncio.timeout(self._options.ready_timeout_s):
-                    while self._state in on_its_way:
-                        await self._settled.wait()
-            except TimeoutError:
-                raise EngineDeadError(f"{self._message}; it is not ready yet, try again later") from None
-        self._raise_if_gone()
+        """Return the child as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
+        await self._life.wait_ready(self._options.ready_timeout_s)
         assert self._child is not None
         return self._child
-
-    @property
-    def _is_gone(self) -> bool:
-        return self._state in (EngineState.NEW, EngineState.FAILED, EngineState.CLOSED)
-
-    def _raise_if_gone(self) -> None:
-        if self._is_gone:
-            raise self._gone(self._message)
-
-    def _gone(self, reason: str) -> EngineDeadError:
-        return (EngineClosedError if self._state is EngineState.CLOSED else EngineDeadError)(reason)
-
-    def _set_state(self, state: EngineState, message: str) -> None:
-        if self._state is EngineState.CLOSED:
-            return
-        self._state, self._message = state, message
-        if state in (EngineState.STARTING, EngineState.RESTARTING):
-            self._settled.clear()
-        else:
-            self._settled.set()
-            self._takes_adapters.set()  # or there will never be anything to take them, as `state` tells
 
     def _drop_in_flight(self, reason: str) -> None:
         """Answer everyone who waits for a child that is gone.
@@ -379,7 +348,7 @@ class EngineClient:
         """
         self._push(len(self._undelivered))  # an answer that is complete is no error
         for stream in self._streams.values():
-            stream.fail(self._gone(reason))
+            stream.fail(self._life.gone(reason))
         for reply in (*self._additions.values(), *self._removals.values(), self._stats_reply):
             _settle(reply)
         self._additions.clear()

@@ -31,7 +31,7 @@ class EngineStatus:
     fraction: float | None = None
 
     def explain(self) -> str:
-        """What a person should know, and do, when the engine is not ready."""
+        """Return what a person should know, and do, when the engine is not ready."""
         match self.state:
             case EngineState.RESTARTING:
                 return f"{self.message}; it is being restarted{progress_words(self.phase, self.fraction)}"

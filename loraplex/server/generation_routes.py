@@ -234,7 +234,7 @@ async def _prompts(
 
 
 def _refuse_empty(texts: Sequence[str]) -> None:
-    """Of the text and not of its tokens: many tokenizers make a beginning-of-text token of nothing."""
+    """Refuse empty texts, by the text itself: many tokenizers make a beginning-of-text token of nothing."""
     if "" in texts:
         raise InvalidRequestError("prompt is empty; give at least one character", param="prompt")
 
@@ -242,7 +242,7 @@ def _refuse_empty(texts: Sequence[str]) -> None:
 async def _echoed(
     text_engine: TextEngine, body: CompletionRequest, prompts: Sequence[Sequence[int]]
 ) -> list[EchoedPrompt]:
-    """What `echo` repeats: the texts as they were sent, or the texts of the tokens."""
+    """Return what `echo` repeats: the texts as they were sent, or the texts of the tokens."""
     tokenizer, given = text_engine.tokenizer, body.prompt
 
     def echo() -> list[EchoedPrompt]:

@@ -50,7 +50,7 @@ def endpoint(socket_dir: str, name: str) -> str:
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether `recv` would return at once. Cheaper than the exception a refused `recv` raises."""
+    """Tell whether `recv` would return at once. Cheaper than the exception a refused `recv` raises."""
     return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
 
 

@@ -74,7 +74,7 @@ class HostMemory:
 
     @property
     def block(self) -> SharedBlock:
-        """What other processes map."""
+        """The block that other processes map."""
         assert isinstance(self._pages, _SharedPages)
         return self._pages.block
 

@@ -42,7 +42,7 @@ SeenPath = Callable[[AdapterSpec], str]
 
 
 def adapter_name(version: str) -> str:
-    """What a version is called on the server."""
+    """Return the name that a version has on the server."""
     return _PREFIX + version
 
 

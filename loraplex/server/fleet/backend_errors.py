@@ -40,7 +40,7 @@ class _ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def error_detail(answer: Answer) -> ErrorDetail:
-    """What the body says; its first characters if it is of no known shape."""
+    """Return the error of a body; its first characters if it is of no known shape."""
     try:
         error = msgspec.json.decode(answer.body, type=_ErrorBody).error
     except msgspec.DecodeError:

@@ -32,7 +32,7 @@ _WANTED: Final = (
 
 
 def parse_stats(page: str, in_flight: Mapping[str, int]) -> EngineStats:
-    """What the page says, summed over the engines of one server.
+    """Return the figures of a page, summed over the engines of one server.
 
     `in_flight` has the caller's own requests by adapter version. Adapters are listed as far as the server
     tells where their weights are, which vLLM does not; their bytes are not told by any.

@@ -91,7 +91,7 @@ class CompletionReader:
 
     @property
     def ended(self) -> bool:
-        """Whether the stream has said that nothing comes any more."""
+        """Tell whether the stream has said that nothing comes any more."""
         return self._ended
 
     def feed(self, data: bytes) -> None:

@@ -22,6 +22,7 @@ from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.errors import EngineClosedError, EngineDeadError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
 from loraplex.server.fleet.backend_adapters import BackendAdapters, SeenPath, adapter_name
 from loraplex.server.fleet.backend_errors import error_detail
@@ -90,11 +91,8 @@ class HttpReplica:
         )
         self._liveness = Liveness(self._clock)
         self._calls = CompletionCalls(self._http, self._adapters, self._liveness, on_trouble=self._doubt)
-        self._state = EngineState.NEW
-        self._message = "the replica was not started"
+        self._life = EngineLife("the replica was not started")
         self._num_restarts = 0
-        self._settled = asyncio.Event()  # set unless the server is on its way up
-        self._takes_adapters = asyncio.Event()
         self._look = asyncio.Event()  # set when there is a reason to look after the server now
         self._watcher: asyncio.Task[None] | None = None
         self._uses: dict[str, VersionUse] = {}
@@ -115,12 +113,12 @@ class HttpReplica:
 
     @property
     def healthy(self) -> bool:
-        return self._state is EngineState.READY
+        return self._life.is_ready
 
     @property
     def status(self) -> EngineStatus:
         return EngineStatus(
-            state=self._state, message=self._message, num_restarts=self._num_restarts, pid=None
+            state=self._life.state, message=self._life.message, num_restarts=self._num_restarts, pid=None
         )
 
     def continuation(self, request: EngineRequest) -> Continuation:
@@ -133,9 +131,9 @@ class HttpReplica:
         add_adapters: Awaitable[object] | None = None,
     ) -> None:
         """See SupervisedEngine. Raises BackendError, with the fix in it, if the server cannot be used."""
-        assert self._state is EngineState.NEW, "a replica is started once"
+        assert self._life.state is EngineState.NEW, "a replica is started once"
         started_s = self._clock.now_s()
-        self._set_state(EngineState.STARTING, f"the server at {self.url} is being asked what it serves")
+        self._life.set(EngineState.STARTING, f"the server at {self.url} is being asked what it serves")
         try:
             if on_progress is not None:
                 on_progress(StartProgress(f"asking {self.url} what it serves"))
@@ -143,22 +141,22 @@ class HttpReplica:
             backend = await identify(self._http, self._expected, timeout_s=timeout_s)
             await check_usable(self._http, backend, timeout_s=timeout_s)
             self._meet(backend)
-            self._takes_adapters.set()
+            self._life.takes_adapters.set()
             if add_adapters is not None:
                 await add_adapters
             self.info = await self._ready(backend, started_s)
-            self._raise_if_gone()
+            self._life.raise_if_gone()
         except BaseException as error:
-            self._set_state(EngineState.FAILED, str(error) or "the start was cancelled")
+            self._life.set(EngineState.FAILED, str(error) or "the start was cancelled")
             await self._http.close()
             raise
         logger.info("%s: %s %s serves %r", self.url, backend.kind, backend.version, backend.base_model)
-        self._set_state(EngineState.READY, "")
+        self._life.set(EngineState.READY, "")
         self._watcher = asyncio.create_task(self._watch(), name=f"watch {self.url}")
 
     async def close(self) -> None:
         """See SupervisedEngine. What runs on the server for this replica is cancelled there."""
-        self._set_state(EngineState.CLOSED, SHUTTING_DOWN)
+        self._life.set(EngineState.CLOSED, SHUTTING_DOWN)
         self._liveness.give_up(EngineClosedError(SHUTTING_DOWN))
         tasks = [task for task in (self._watcher, self._stats_call) if task is not None]
         for task in tasks:
@@ -183,11 +181,11 @@ class HttpReplica:
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See AsyncEngine. While the server is away this only notes the adapter: it will be known again
         before any request is."""
-        if self._state is EngineState.STARTING:
-            await self._takes_adapters.wait()
-        self._raise_if_gone()
+        if self._life.state is EngineState.STARTING:
+            await self._life.takes_adapters.wait()
+        self._life.raise_if_gone()
         self._adapters.note(spec)
-        if self._state is EngineState.RESTARTING:
+        if self._life.state is EngineState.RESTARTING:
             return
         try:
             await self._adapters.load(spec.version)
@@ -202,7 +200,7 @@ class HttpReplica:
         self._adapters.forget(version)
         if (use := self._uses.get(version)) is not None:
             await use.wait_idle()
-        if not self._takes_adapters.is_set() or self._state is not EngineState.READY:
+        if not self._life.takes_adapters.is_set() or self._life.state is not EngineState.READY:
             return
         try:
             await self._adapters.unload(version)
@@ -247,7 +245,7 @@ class HttpReplica:
             try:
                 if is_urgent or not self._heard_lately():
                     await self._check_health()
-                if self._state is EngineState.RESTARTING or is_urgent:
+                if self._life.state is EngineState.RESTARTING or is_urgent:
                     # A server that broke a connection may have been started again since.
                     await self._bring_back()
                 pause_s = self._options.first_pause_s
@@ -297,10 +295,10 @@ class HttpReplica:
         backend = await identify(self._http, self._expected, timeout_s=timeout_s)
         self._meet(backend)
         await self._adapters.restore(backend.adapters)
-        if self._state is EngineState.RESTARTING:
+        if self._life.state is EngineState.RESTARTING:
             self._num_restarts += 1
             self.info = await self._ready(backend, self._clock.now_s())
-            self._set_state(EngineState.READY, "")
+            self._life.set(EngineState.READY, "")
             logger.info("the server at %s is back", self.url)
 
     def _meet(self, backend: Backend) -> None:
@@ -317,16 +315,16 @@ class HttpReplica:
 
     def _lose(self, reason: str) -> None:
         """The server is away. Its requests are lost, its adapters have to be looked for."""
-        if self._state is EngineState.READY:
+        if self._life.state is EngineState.READY:
             logger.error("%s; looking for it until it is back", reason)
-            self._set_state(EngineState.RESTARTING, reason)
+            self._life.set(EngineState.RESTARTING, reason)
             self._adapters.give_up(reason)
             self._stats, self._stats_taken_s = EngineStats(), float("-inf")
             self._liveness.give_up(EngineDeadError(f"{reason}; send the request again"))
             self._look.set()
-        elif self._state is EngineState.RESTARTING and reason != self._message:
+        elif self._life.state is EngineState.RESTARTING and reason != self._life.message:
             logger.warning("%s", reason)
-            self._message = reason
+            self._life.message = reason
 
     async def _fetch_stats(self) -> EngineStats | None:
         try:
@@ -349,33 +347,10 @@ class HttpReplica:
             self._stats_taken_s = self._clock.now_s()
 
     async def _ready_backend(self) -> Backend:
-        """The server as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
-        on_its_way = (EngineState.STARTING, EngineState.RESTARTING)
-        if self._state in on_its_way:
-            try:
-                async with asyncio.timeout(self._options.ready_timeout_s):
-                    while self._state in on_its_way:
-                        await self._settled.wait()
-            except TimeoutError:
-                raise EngineDeadError(f"{self._message}; it is not ready yet, try again later") from None
-        self._raise_if_gone()
+        """Return the server as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
+        await self._life.wait_ready(self._options.ready_timeout_s)
         assert self.backend is not None
         return self.backend
-
-    def _raise_if_gone(self) -> None:
-        if self._state in (EngineState.NEW, EngineState.FAILED, EngineState.CLOSED):
-            is_closed = self._state is EngineState.CLOSED
-            raise (EngineClosedError if is_closed else EngineDeadError)(self._message)
-
-    def _set_state(self, state: EngineState, message: str) -> None:
-        if self._state is EngineState.CLOSED:
-            return
-        self._state, self._message = state, message
-        if state in (EngineState.STARTING, EngineState.RESTARTING):
-            self._settled.clear()
-        else:
-            self._settled.set()
-            self._takes_adapters.set()  # or there will never be anything to take them, as `state` tells
 
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Final
 
 from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError
+from loraplex.server.engine_life import ON_ITS_WAY
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.supervised_engine import SupervisedEngine
 
-_ON_ITS_WAY: Final = (EngineState.STARTING, EngineState.RESTARTING)
 _GONE: Final = (EngineState.FAILED, EngineState.CLOSED)
 
 
@@ -51,7 +51,7 @@ class Members:
 
     @property
     def is_gone(self) -> bool:
-        """Whether every one has failed or left."""
+        """Tell whether every one has failed or left."""
         return all(replica.status.state in _GONE for replica in self._replicas)
 
     # ---- who takes requests
@@ -66,7 +66,7 @@ class Members:
         closed = self._drained | self._leaving
         accepts = [self._replicas[n].healthy and n not in closed for n in numbers]
         if not any(accepts):
-            accepts = [self._replicas[n].status.state in _ON_ITS_WAY and n not in closed for n in numbers]
+            accepts = [self._replicas[n].status.state in ON_ITS_WAY and n not in closed for n in numbers]
         if not any(accepts):
             status = self.status
             error = EngineClosedError if status.state is EngineState.CLOSED else EngineDeadError
@@ -136,7 +136,7 @@ class Members:
             replica.status for replica in self._replicas
         ]
         ready = [status for status in each if status.state is EngineState.READY]
-        on_its_way = [status for status in each if status.state in _ON_ITS_WAY]
+        on_its_way = [status for status in each if status.state in ON_ITS_WAY]
         shown = (ready or on_its_way or each)[0]
         message = shown.message
         if ready and len(ready) < len(each):

@@ -1,0 +1,61 @@
+"""The life of a supervised engine: its state, and who waits for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from loraplex.core.errors import EngineClosedError, EngineDeadError
+from loraplex.server.engine_status import EngineState
+
+ON_ITS_WAY = (EngineState.STARTING, EngineState.RESTARTING)
+GONE = (EngineState.NEW, EngineState.FAILED, EngineState.CLOSED)
+
+
+class EngineLife:
+    """The state of an engine and the reason for it. Once closed, it stays so. For use in one event loop."""
+
+    def __init__(self, message: str) -> None:
+        self.state = EngineState.NEW
+        self.message = message
+        self._settled = asyncio.Event()  # set unless the engine is on its way up
+        self.takes_adapters = asyncio.Event()
+        """Set when the engine takes adapters, and when there will be none to take them."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is EngineState.READY
+
+    @property
+    def is_gone(self) -> bool:
+        """Tell whether nothing can be asked of the engine, now and later."""
+        return self.state in GONE
+
+    def set(self, state: EngineState, message: str) -> None:
+        """Enter a state, unless the engine is closed."""
+        if self.state is EngineState.CLOSED:
+            return
+        self.state, self.message = state, message
+        if state in ON_ITS_WAY:
+            self._settled.clear()
+        else:
+            self._settled.set()
+            self.takes_adapters.set()  # or there will never be anything to take them, as `state` tells
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the engine is ready. Raises EngineDeadError if that takes too long or is hopeless."""
+        if self.state in ON_ITS_WAY:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while self.state in ON_ITS_WAY:
+                        await self._settled.wait()
+            except TimeoutError:
+                raise EngineDeadError(f"{self.message}; it is not ready yet, try again later") from None
+        self.raise_if_gone()
+
+    def raise_if_gone(self) -> None:
+        if self.is_gone:
+            raise self.gone(self.message)
+
+    def gone(self, reason: str) -> EngineDeadError:
+        """Return the error for those whose engine is gone: of its own kind if it was closed on purpose."""
+        return (EngineClosedError if self.state is EngineState.CLOSED else EngineDeadError)(reason)
