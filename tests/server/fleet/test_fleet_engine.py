@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from engine_client_harness import client_of, pid_of, run, until, wait_for_state
 from fake_core import FakeOptions, request_of, spec_of, tokens_of
 
 from loraplex.core import errors
-from loraplex.core.request import EngineRequest
+from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
@@ -260,6 +260,21 @@ async def served(fleet: FleetEngine, prefix: str, number: int = 12, adapter: str
     return [after.num_sent - earlier for after, earlier in zip(fleet.replicas, before, strict=True)]
 
 
+async def endless_streams(fleet: FleetEngine, number: int) -> list[AsyncGenerator[EngineOutput, None]]:
+    """Open streams that go on until they are closed; all of them are queued."""
+    streams = [fleet.generate(request_of(f"long{i}", fake_core.ENDLESS)) for i in range(number)]
+    for stream in streams:
+        await anext(stream)
+    return streams
+
+
+async def until_drained(fleet: FleetEngine, number: int) -> None:
+    async def drained() -> bool:
+        return fleet.replicas[number].drained
+
+    await until(drained)
+
+
 def test_a_fleet_grows_and_shrinks_while_it_serves() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as (fleet, clients):
@@ -288,15 +303,9 @@ def test_a_fleet_grows_and_shrinks_while_it_serves() -> None:
 def test_a_replica_leaves_after_the_requests_it_has() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as (fleet, clients):
-            streams = [fleet.generate(request_of(f"long{i}", fake_core.ENDLESS)) for i in range(2)]
-            for stream in streams:
-                await anext(stream)
+            streams = await endless_streams(fleet, 2)
             leaving = asyncio.create_task(fleet.scale(1))
-
-            async def drained() -> bool:
-                return fleet.replicas[1].drained
-
-            await until(drained)
+            await until_drained(fleet, 1)
             assert await served(fleet, "a", 4) == [4, 0]
             assert (await anext(streams[1])).token_ids
             assert clients[1].healthy
@@ -382,16 +391,10 @@ def test_a_fleet_does_not_shrink_to_replicas_that_are_drained() -> None:
 def test_a_change_that_nobody_waits_for_any_more_is_undone() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as (fleet, _):
-            streams = [fleet.generate(request_of(f"long{i}", fake_core.ENDLESS)) for i in range(2)]
-            for stream in streams:
-                await anext(stream)
+            streams = await endless_streams(fleet, 2)
             for change in (fleet.scale(1), fleet.restart(1)):
                 changing = asyncio.create_task(change)
-
-                async def drained() -> bool:
-                    return fleet.replicas[1].drained
-
-                await until(drained)
+                await until_drained(fleet, 1)
                 changing.cancel()
                 await asyncio.gather(changing, return_exceptions=True)
                 assert not fleet.replicas[1].drained
@@ -405,15 +408,9 @@ def test_a_change_that_nobody_waits_for_any_more_is_undone() -> None:
 def test_a_replica_that_leaves_is_not_called_back() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as (fleet, _):
-            streams = [fleet.generate(request_of(f"long{i}", fake_core.ENDLESS)) for i in range(2)]
-            for stream in streams:
-                await anext(stream)
+            streams = await endless_streams(fleet, 2)
             leaving = asyncio.create_task(fleet.scale(1))
-
-            async def drained() -> bool:
-                return fleet.replicas[1].drained
-
-            await until(drained)
+            await until_drained(fleet, 1)
             for change in (fleet.undrain, fleet.drain):
                 with pytest.raises(errors.InvalidRequestError, match="is leaving or has left"):
                     change(1)
