@@ -32,7 +32,7 @@ _COLUMNS: Final = (
     number_column("in_flight"),
     number_column("sent"),
     number_column("restarts"),
-    number_column("pid"),
+    number_column("pid", show=str),
     text_column("message"),
 )
 _SEEN_COLUMNS: Final = (
