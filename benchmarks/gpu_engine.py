@@ -2,8 +2,8 @@
 the order of contexts, cold starts, what padding to the largest rank of a batch would cost, what sets of
 requests cost by the ranks of their adapters, and what a step costs the host by the context of its requests.
 
-    python -m benchmarks.gpu_engine decode serve registered kernels attention cold padded sets tables \\
-        --workloads DIR
+    python -m benchmarks.gpu_engine decode serve registered kernels attention cold padded sets padded_sets \\
+        tables --workloads DIR
 
 Writes results/gpu_engine.json; sections that are not named keep what they hold. Each section runs in a
 process of its own, so that none finds memory or compiled kernels of another in its way. Needs one GPU of
@@ -203,24 +203,25 @@ def padded(workloads: Path) -> list[dict[str, Any]]:
 
 
 def sets(workloads: Path) -> dict[str, Any]:
-    from benchmarks import set_sweep
-    from benchmarks.device_memory import release
+    return _measure_sets(KernelKind.RANK)
 
-    found: dict[str, Any] = {}
-    for kernels in set_sweep.FORMS:
-        engine = build(max(set_sweep.RANKS) if kernels is KernelKind.PADDED else None)
-        num_adapters = max(set_sweep.BATCHES)
-        by_rank = {
-            rank: register(engine, f"rank-{rank}", num_adapters, (rank,), QKV, prepared=False)
-            for rank in set_sweep.RANKS
-        }
-        rows = set_sweep.measure_sets(engine, by_rank, VOCAB_SIZE)
-        found[kernels.value] = {"sets": rows, "fit": set_sweep.fit(rows, kernels)}
-        print(kernels.value, found[kernels.value]["fit"], flush=True)
-        engine.close()
-        del engine
-        release()
-    return found
+
+def padded_sets(workloads: Path) -> dict[str, Any]:
+    return _measure_sets(KernelKind.PADDED)
+
+
+def _measure_sets(kernels: KernelKind) -> dict[str, Any]:
+    from benchmarks import set_sweep
+
+    is_padded = kernels is KernelKind.PADDED
+    engine = build(max(set_sweep.RANKS) if is_padded else None)
+    by_rank = {
+        rank: register(engine, f"rank-{rank}", count, (rank,), QKV, staged=False, prepared=False)
+        for rank, count in (set_sweep.PADDED_ADAPTERS if is_padded else set_sweep.ADAPTERS).items()
+    }
+    rows = set_sweep.measure_sets(engine, by_rank, VOCAB_SIZE)
+    engine.close()
+    return {"sets": rows, "fit": set_sweep.fit(rows, kernels)}
 
 
 def tables(workloads: Path) -> list[dict[str, Any]]:
@@ -241,6 +242,7 @@ SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
     "cold": cold,
     "padded": padded,
     "sets": sets,
+    "padded_sets": padded_sets,
     "tables": tables,
 }
 
@@ -256,12 +258,19 @@ def build(padded_to: int | None = None) -> Engine:
 
 
 def register(
-    engine: Engine, name: str, count: int, ranks: Sequence[int], modules: str, *, prepared: bool = True
+    engine: Engine,
+    name: str,
+    count: int,
+    ranks: Sequence[int],
+    modules: str,
+    *,
+    staged: bool = True,
+    prepared: bool = True,
 ) -> tuple[str, ...]:
     from loraplex.bench import random_engine
 
     specs = random_engine.random_specs(name, SHAPE, num_adapters=count, ranks=ranks, modules=modules)
-    return random_engine.register(engine, specs, prepared=prepared)
+    return random_engine.register(engine, specs, staged=staged, prepared=prepared)
 
 
 def rounded(distribution: Distribution) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """What sets of requests cost the engine, by the number of requests and the ranks of their adapters.
 
-The section `sets` of gpu_engine: every set is decoded and its prompts are read, by kernels that compute with
-the ranks as they are and by kernels that pad to the largest rank of the batch. The linear forms of CaraServe
-and Toppings (`loraplex.perf.set_costs`) are fitted to what was measured.
+The sections `sets` and `padded_sets` of gpu_engine: every set is decoded and its prompts are read, by kernels
+that compute with the ranks as they are and by kernels that pad to the largest rank of the batch. The linear
+forms of CaraServe and Toppings (`loraplex.perf.set_costs`) are fitted to what was measured.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ PATTERNS: Final[Mapping[str, tuple[int, ...]]] = {
 }
 """What the sets are called -> the ranks of their requests' adapters, in turn. Every request has an adapter of
 its own."""
+ADAPTERS: Final = dict.fromkeys(RANKS, max(BATCHES))
+"""Rank -> how many adapters of it there are."""
+PADDED_ADAPTERS: Final = {8: 64, 16: 16, 32: 16, 64: 32, 128: 64}
+"""A padded adapter is kept in a copy for every rank above its own: 60 GB for these, and the same again on the
+device. Sets for which they are too few are left out."""
 _PROMPT_TOKENS: Final = 32
 _OUTPUT_TOKENS: Final = 40
 _PREFILLS: Final = 4
@@ -42,16 +47,19 @@ def measure_sets(
     batches: Sequence[int] = BATCHES,
     patterns: Mapping[str, tuple[int, ...]] = PATTERNS,
 ) -> list[dict[str, Any]]:
-    """Measure every set. `by_rank`: adapters of each rank that the engine knows, enough for a batch."""
+    """Measure every set for which there are adapters. `by_rank`: those of each rank that the engine knows."""
     found: list[dict[str, Any]] = []
     for name, ranks in patterns.items():
         for batch in batches:
             chosen = [ranks[index % len(ranks)] for index in range(batch)]
+            adapters = _take(by_rank, chosen)
+            if adapters is None:
+                continue
             load = Load(
                 batch=batch,
                 prompt_tokens=_PROMPT_TOKENS,
                 output_tokens=_OUTPUT_TOKENS,
-                adapters=tuple(by_rank[rank][index] for index, rank in enumerate(chosen)),
+                adapters=adapters,
                 vocab_size=vocab_size,
                 seed=2 * len(found),
             )
@@ -69,6 +77,13 @@ def measure_sets(
             )
             print(found[-1], flush=True)
     return found
+
+
+def _take(by_rank: Mapping[int, Sequence[str]], ranks: Sequence[int]) -> tuple[str, ...] | None:
+    """Return a different adapter of each of these ranks; None if there are too few."""
+    left = {rank: iter(versions) for rank, versions in by_rank.items()}
+    taken = tuple(version for rank in ranks if (version := next(left[rank], None)) is not None)
+    return taken if len(taken) == len(ranks) else None
 
 
 def fit(rows: Sequence[Mapping[str, Any]], kernels: KernelKind) -> dict[str, Any]:
