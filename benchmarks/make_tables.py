@@ -33,6 +33,7 @@ from benchmarks import (
     gpu_tables,
     http_tables,
     load_tables,
+    set_tables,
     sources,
     twin_tables,
 )
@@ -115,6 +116,8 @@ TABLES: Final[dict[str, Table]] = {
     "twin-speed-machine": Table((TWIN,), twin_tables.speed_note),
     "twin-validation": Table((TWIN,), twin_tables.validation_table),
     "twin-speed": Table((TWIN,), twin_tables.speed_table),
+    "set-costs": Table((GPU,), set_tables.set_costs_table),
+    "set-costs-machine": Table((GPU,), set_tables.set_costs_note),
     "twin-fleet": Table((TWIN,), twin_tables.fleet_table),
     "fleet-decisions": Table((FLEET,), fleet_tables.decisions_table),
     "fleet-plans": Table((FLEET,), fleet_tables.plans_table),
