@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import zmq
 
-from loraplex.core.errors import EngineDeadError
+from loraplex.core.errors import EngineDeadError, LoraplexError
 from loraplex.core.exits import describe_exit
 from loraplex.core.logs import current_format, current_level
 from loraplex.server.protocol_ipc import (
@@ -63,6 +63,8 @@ class EngineChild:
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.exited = asyncio.Event()
         self.exit_reason = ""
+        self.num_heard = 0
+        """Events that the child has sent, signs of life among them."""
 
         self._directory = _private_directory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -97,17 +99,22 @@ class EngineChild:
                 self.send(Shutdown())
             else:  # it hears no command while it loads
                 self._end_stdin()
-            await self._wait_exited(timeout_s=grace_s)
+            await self.wait_exited(timeout_s=grace_s)
             if not self.exited.is_set():
                 self._process.kill()
-                await self._wait_exited(timeout_s=grace_s)
+                await self.wait_exited(timeout_s=grace_s)
         finally:
             if not self.exited.is_set():
                 self._process.kill()
                 self._end_stdin()
                 self._release()
 
-    async def _wait_exited(self, *, timeout_s: float) -> None:
+    def kill(self, reason: str) -> None:
+        """End the process at once; `exited` tells when it has. `reason`: for `exit_reason`."""
+        self._failure = ErrorInfo(LoraplexError.__name__, reason)
+        self._process.kill()
+
+    async def wait_exited(self, *, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.exited.wait()
@@ -124,6 +131,7 @@ class EngineChild:
         if self._released or not has_message(self._events):
             return False
         event = decode_event(self._events.recv())
+        self.num_heard += 1
         if type(event) is not Outputs:
             self._note(event)
         self._on_event(event)

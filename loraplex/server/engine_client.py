@@ -1,5 +1,8 @@
 """The engine as the HTTP process sees it: another process, started again when it dies.
 
+                            SILENT ────────────┐
+                              ▲ │ no sign of life, for a while or for too long
+                              │ ▼              ▼
 NEW ──start()──▶ STARTING ──▶ READY ◀──────────┐
                     │           │ child died   │ child ready again
                     ▼           ▼              │
@@ -25,6 +28,7 @@ from loraplex.engine.output_stream import OutputStream
 from loraplex.server.engine_child import EngineChild
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
+from loraplex.server.heartbeat import BEAT_S, Signs, Silence
 from loraplex.server.protocol_ipc import (
     AdapterAdded,
     AdapterRemoved,
@@ -54,12 +58,15 @@ DEFAULT_FACTORY = "loraplex.engine.start:build_core"
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """How patient the client is. `env` is added to the child's environment."""
+    """How patient the client is. `silent_s`: without a sign of life of the child, until nobody waits for its
+    answers; `lost_s`: until it is killed. `env` is added to the child's environment."""
 
     ready_timeout_s: float = 60.0
     stats_max_age_s: float = 0.5
     stats_timeout_s: float = 2.0
     stop_grace_s: float = 10.0
+    silent_s: float = 1.5
+    lost_s: float = 10.0
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -103,6 +110,8 @@ class EngineClient:
         self._stats = EngineStats()
         self._stats_taken_s = float("-inf")
         self._stats_reply: asyncio.Future[None] | None = None
+        self._num_asked, self._num_answered = 0, 0  # how often the child was asked for stats
+        self._back_with: int | None = None  # the answer with which a silent child is back
         self.info: Ready | None = None
         """What the engine said of itself when it was last ready."""
 
@@ -212,9 +221,13 @@ class EngineClient:
         if self._child is not None and self.healthy and age_s > self._options.stats_max_age_s:
             if self._stats_reply is None:
                 self._stats_reply = asyncio.get_running_loop().create_future()
-                self._child.send(GetStats())
+                self._ask_stats(self._child)
             await asyncio.wait([self._stats_reply], timeout=self._options.stats_timeout_s)
         return self._stats
+
+    def _ask_stats(self, child: EngineChild) -> None:
+        child.send(GetStats())
+        self._num_asked += 1
 
     def _on_event(self, event: Event) -> None:
         if type(event) is Outputs:
@@ -244,6 +257,10 @@ class EngineClient:
                 self._stats, self._stats_taken_s = stats, self._clock.now_s()
                 _settle(self._stats_reply)
                 self._stats_reply = None
+                self._num_answered += 1
+                if self._life.state is EngineState.SILENT and self._num_answered == self._back_with:
+                    logger.warning("the engine process answers again")
+                    self._life.set(EngineState.READY, "")
             case StartProgress():
                 self._progress = event
                 if self._on_progress is None:
@@ -273,6 +290,7 @@ class EngineClient:
 
     async def _start_child(self, add_adapters: Awaitable[object] | None = None) -> EngineChild:
         self._progress = None
+        self._num_asked, self._num_answered = 0, 0
         child = EngineChild(
             factory=self._factory, config=self._config, env=self._options.env, on_event=self._on_event
         )
@@ -303,7 +321,7 @@ class EngineClient:
         """Replace the child whenever it ends, until it ends too often."""
         try:
             while True:
-                await child.exited.wait()
+                await self._watch(child)
                 self._life.takes_adapters.clear()
                 self._life.set(EngineState.RESTARTING, f"the engine process died ({child.exit_reason})")
                 self._drop_in_flight(
@@ -319,6 +337,34 @@ class EngineClient:
             self._life.set(EngineState.FAILED, "the supervision of the engine process failed")
             logger.exception("%s", self._life.message)
             self.failed.set()
+
+    async def _watch(self, child: EngineChild) -> None:
+        """Return when the child has exited, which one that stays silent is made to."""
+        silence = Silence(silent_s=self._options.silent_s, lost_s=self._options.lost_s)
+        is_killed = False
+        while not child.exited.is_set():
+            await child.wait_exited(timeout_s=BEAT_S)
+            match silence.look(child.num_heard), self._life.state:
+                case Signs.ALIVE, EngineState.SILENT:
+                    if self._back_with is None:
+                        # Its answer comes after all that it still says of the requests taken from it.
+                        self._ask_stats(child)
+                        self._back_with = self._num_asked
+                case Signs.SILENT, EngineState.READY:
+                    self._fall_silent(child, silence.seconds)
+                case Signs.LOST, _ if not is_killed:
+                    child.kill(f"it gave no sign of life for {silence.seconds:g} s")
+                    is_killed = True
+
+    def _fall_silent(self, child: EngineChild, seconds: float) -> None:
+        """Let nobody wait for a child that may never answer; requests that it has are taken from it."""
+        message = f"the engine process has given no sign of life for {seconds:g} s"
+        logger.warning("%s", message)
+        self._life.set(EngineState.SILENT, message)
+        self._back_with = None
+        for request_id, stream in self._streams.items():
+            child.send(Cancel(request_id))
+            stream.fail(EngineDeadError(f"{message}, while it served this request; send the request again"))
 
     async def _restart(self, reason: str) -> EngineChild:
         """A new child that is ready; EngineDeadError when the policy has seen enough crashes."""

@@ -26,6 +26,7 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
+from loraplex.server.heartbeat import Heartbeat
 from loraplex.server.protocol_ipc import (
     COMMANDS_SOCKET,
     EVENTS_SOCKET,
@@ -278,7 +279,8 @@ def main() -> int:
     with logging_to_stderr(launch.log_level, launch.log_format, "engine"):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            return serve(launch, context)
+            with Heartbeat(context, endpoint(launch.socket_dir, EVENTS_SOCKET)):
+                return serve(launch, context)
         finally:
             context.destroy(linger=1000)
 

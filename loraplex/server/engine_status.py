@@ -13,6 +13,7 @@ class EngineState(StrEnum):
     NEW = "new"
     STARTING = "starting"
     READY = "ready"
+    SILENT = "silent"
     RESTARTING = "restarting"
     FAILED = "failed"
     CLOSED = "closed"
@@ -35,6 +36,8 @@ class EngineStatus:
         match self.state:
             case EngineState.RESTARTING:
                 return f"{self.message}; it is being restarted{progress_words(self.phase, self.fraction)}"
+            case EngineState.SILENT:
+                return f"{self.message}; it is restarted if it does not answer soon"
             case EngineState.FAILED:
                 return f"{self.message}; see the log and restart the server"
             case _:

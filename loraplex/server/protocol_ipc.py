@@ -15,6 +15,7 @@
                                     ◀─────────── AdapterAdded, AdapterRemoved
     GetStats                        ───────────▶
                                     ◀─────────── Stats
+                                    ◀─────────── Alive, again and again, whatever else it does
     Shutdown                        ───────────▶ exits with 0
                                     ◀─────────── Failed, then exits with another code
 
@@ -193,6 +194,11 @@ class Stats(Message, frozen=True):
     stats: EngineStats
 
 
+class Alive(Message, frozen=True):
+    """The process has turns on its machine's cores. Comes by a connection of its own: nothing is said about
+    when it was sent compared with other events."""
+
+
 Command = Hello | AddRequest | Cancel | AddAdapter | RemoveAdapter | Prepare | GetStats | Shutdown
 Event = (
     Listening
@@ -205,6 +211,7 @@ Event = (
     | AdapterAdded
     | AdapterRemoved
     | Stats
+    | Alive
 )
 
 
