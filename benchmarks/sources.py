@@ -104,6 +104,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "waiting_queue.json": {"*": ("loraplex/scheduling",)},
     "holdups.json": {"*": ("loraplex/server", "loraplex/engine/prompt_encoder.py", "loraplex/scheduling")},
     "fleet_front.json": {"*": ("loraplex/server", "loraplex/fleet")},
+    "fleet_kills.json": {"*": (*_SERVER, "loraplex/fleet")},
     "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", _ENGINE_COSTS)},
     "gpu_start.json": {"*": _SERVER},
     "http_compare.json": {"vllm": _HTTP, "vllm-lora": _HTTP, "*": (*_SERVER, *_HTTP)},
