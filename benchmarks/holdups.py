@@ -55,6 +55,13 @@ def _completion(prompt: Any, **fields: Any) -> tuple[str, bytes]:
     return "/v1/completions", json.dumps(body).encode()
 
 
+def _nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth - 1):
+        found = [found]
+    return found
+
+
 LARGE: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
     "100,000 empty messages": lambda: _chat([{"role": "user", "content": ""}] * 100_000),
     "one message of 3.6 MB": lambda: _chat([{"role": "user", "content": "the cat sat " * 300_000}]),
@@ -64,6 +71,11 @@ LARGE: Final[dict[str, Callable[[], tuple[str, bytes]]]] = {
         json.dumps({"prompt": "the cat sat " * 300_000}).encode(),
     ),
     "/tokenize of 900 kB": lambda: ("/tokenize", json.dumps({"prompt": "the cat sat " * 75_000}).encode()),
+    "2,048 choices with long stop strings": lambda: _completion(
+        ["hi"] * 16, n=128, stop=["a" * 1023 + letter for letter in "abcdefghijklmnop"]
+    ),
+    "two million lists": lambda: _completion("hi", metadata={"a": [_nested(400)] * 5000}),
+    "4 MB that are no JSON": lambda: ("/v1/completions", b":" * (4 * 2**20 - 1)),
     "/detokenize of a million ids": lambda: (
         "/detokenize",
         json.dumps({"tokens": [7] * 1_000_000}).encode(),

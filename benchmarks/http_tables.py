@@ -15,6 +15,8 @@ STEADY, SATURATED = "steady", "saturated"
 LABELS: Final = {"loraplex": "loraplex", "vllm": "vLLM, LoRA off", "vllm-lora": "vLLM, LoRA on"}
 """Section of a server -> what tables call it."""
 PICTURE: Final = "docs/images/http-compare.svg"
+_FIRST_RUN: Final = {"ttft_ms_p95": "TTFT p95", "tpot_ms_mean": "TPOT", "itl_ms_p99": "ITL p99"}
+"""What the first run after a start is held against the last by -> what tables call it."""
 
 
 def servers(result: Result) -> dict[str, Result]:
@@ -114,17 +116,17 @@ def compare_table(result: Result) -> str:
 def starts_table(result: Result) -> str:
     """Loraplex's starts with empty and with used caches, the other servers' starts, and first runs."""
     lines: list[tuple[str, ...]] = [
-        (_title(name, section), f"{span(section['start_s'], '.1f')} s", "-", "-")
+        (_title(name, section), f"{span(section['start_s'], '.1f')} s", "-", *["-"] * len(_FIRST_RUN))
         for name, section in servers(result).items()
     ]
     section = result.get("starts", {"start_s": [], "runs": []})
     for caches, start_s in zip(("empty", "used"), section["start_s"], strict=False):
         runs = [run for run in section["runs"] if run["caches"] == caches]
-        means = [run["ttft_ms_mean"] for run in runs]
         shown = ", ".join(f"{run['ttft_ms_mean']:.1f} ({run['ttft_ms_p95']:.1f})" for run in runs)
-        ratio = f"{means[0] / means[-1]:.2f}x" if len(means) > 1 else "-"
-        lines.append((f"loraplex, {caches} caches", f"{start_s:.1f} s", shown or "-", ratio))
-    return table(("start", "healthy after", "TTFT mean (p95), ms, run by run", "first over last"), lines)
+        ratios = (f"{runs[0][name] / runs[-1][name]:.2f}x" if len(runs) > 1 else "-" for name in _FIRST_RUN)
+        lines.append((f"loraplex, {caches} caches", f"{start_s:.1f} s", shown or "-", *ratios))
+    heads = (f"first over last run, {title}" for title in _FIRST_RUN.values())
+    return table(("start", "healthy after", "TTFT mean (p95), ms, run by run", *heads), lines)
 
 
 def _title(name: str, section: Result) -> str:

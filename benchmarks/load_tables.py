@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+from benchmarks.holdups import BASELINES
 from benchmarks.markdown import Result, table
+
+_HEALTH_MS: Final = 50
+_GAPS: Final = 1.1
 
 
 def queue_table(result: Result) -> str:
@@ -60,7 +64,7 @@ def holdups_table(result: Result) -> str:
     """Streams and /health beside requests that are huge, many or vanish."""
     lines = [
         (
-            name,
+            f"{name}, against {BASELINES[name]}" if name in BASELINES else name,
             _statuses(row["outcomes"]),
             f"{row['calm']['health_p99_ms']:.0f} -> {row['disturbed']['health_p99_ms']:.0f} ms",
             f"{row['gap_mean_ratio']:.2f}x",
@@ -68,6 +72,7 @@ def holdups_table(result: Result) -> str:
         )
         for name, row in result["disturbances"].items()
     ]
+    lines.append(("wanted", "", f"{_HEALTH_MS} ms", f"{_GAPS}x", f"{_GAPS}x"))
     heads = ("answered", "/health p99, without -> with", "streams' mean gap", "p99 gap")
     return table(("meanwhile", *heads), lines)
 

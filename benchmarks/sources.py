@@ -61,7 +61,7 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 _SHARED_CHECKS: Final = ("check", "checkpoints", "comparing", "driving", "random_engines")
 """Modules of the checks that several sections use."""
 _TIMED_ENGINE: Final = (*_ENGINE, "loraplex/bench/engine_scenarios.py")
-_COMMAND: Final = tuple(f"loraplex/cli/{name}.py" for name in ("main", "serve", "sizes"))
+_COMMAND: Final = tuple(f"loraplex/cli/{name}.py" for name in ("main", "serve", "serve_options", "sizes"))
 """`loraplex serve`; the other commands are no part of a server."""
 _SERVER: Final = (*_ENGINE, "loraplex/server", *_COMMAND)
 _HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py", "benchmarks/preloaded.py")
@@ -102,7 +102,13 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "cpu_kernels.json": {"*": ("loraplex/kernels/cpu", "loraplex/model")},
     "cpu_serve.json": {"*": _SERVER},
     "waiting_queue.json": {"*": ("loraplex/scheduling",)},
-    "holdups.json": {"*": ("loraplex/server", "loraplex/engine/prompt_encoder.py", "loraplex/scheduling")},
+    "holdups.json": {
+        "*": (
+            "loraplex/server",
+            "loraplex/scheduling",
+            *(f"loraplex/engine/{name}" for name in ("request_checks.py", *_TEXT_MODULES)),
+        )
+    },
     "fleet_front.json": {"*": ("loraplex/server", "loraplex/fleet")},
     "fleet_kills.json": {"*": (*_SERVER, "loraplex/fleet")},
     "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", _ENGINE_COSTS)},

@@ -14,20 +14,31 @@ class StopScan:
     stop: str | None = None
 
 
-class StopMatcher:
-    """Withholds text only as far as it could be the beginning of a stop string.
+class StopStrings:
+    """The stop strings of a request, prepared once for all texts that they may end.
 
-    The stop string that is completed first wins, the longest of several completed by one character:
-    the result does not depend on how the text was cut into pieces. One Knuth-Morris-Pratt automaton
-    for each stop string, so that a character costs constant time however long the strings are.
+    One Knuth-Morris-Pratt automaton for each, so that a character costs constant time however long they are.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
         # Longest first: of several completed by the same character the first one found is taken.
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._failures = [_failure_table(stop) for stop in self._stops]
+        self.stops = sorted(stops, key=len, reverse=True)
+        self.failures = [_failure_table(stop) for stop in self.stops]
+        self.include_stop = include_stop
+
+
+class StopMatcher:
+    """Withholds text only as far as it could be the beginning of a stop string.
+
+    The stop string that is completed first wins, the longest of several completed by one character:
+    the result does not depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, strings: StopStrings) -> None:
+        self._stops = strings.stops
+        self._failures = strings.failures
+        self._include_stop = strings.include_stop
         self._matched = [0] * len(self._stops)
-        self._include_stop = include_stop
         self._held = ""
 
     def push(self, text: str) -> StopScan:

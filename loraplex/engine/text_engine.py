@@ -10,22 +10,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, cast
 
-from loraplex.core.errors import AdapterError, LoraplexError
+from loraplex.core.errors import AdapterError, InvalidRequestError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.interface import AsyncEngine
 from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.engine.request_checks import check_prompt, check_token_ids, fit_max_tokens
-from loraplex.engine.stop_strings import StopMatcher
+from loraplex.engine.stop_strings import StopMatcher, StopStrings
 from loraplex.engine.tokenizer import Tokenizer
 
 _STARTED_AT_ONCE: Final = 16
 """Choices of one call that are sent to the engine before other work of the event loop has its turn."""
+_MAX_OPTIONS: Final = 2**17
+"""Biases and stop tokens of all choices of a call: each choice is sent to the engine with its own."""
 
 
 class TopToken(NamedTuple):
@@ -101,6 +103,7 @@ class TextEngine:
     def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         """Raise InvalidRequestError for anything that can be told to be wrong before running."""
         check_token_ids(params, vocab_size=self.vocab_size)
+        _check_options(params, num_choices=len(prompts) * params.n)
         for prompt in prompts:
             # Lengths first: going through the ids of a prompt that is far too long would take long.
             self.check_length(len(prompt), params)
@@ -132,10 +135,13 @@ class TextEngine:
         `adapter` is a version, None for the base model.
         """
         self.check(prompts, params)
-        choices = [
-            _Choice(index, self.tokenizer, request)
-            for index, request in enumerate(self._expand(prompts, params, adapter, request_id))
-        ]
+        include_stop = params.include_stop_str_in_output
+        stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
+        choices: list[_Choice] = []
+        for request in self._expand(prompts, params, adapter, request_id):
+            choices.append(_Choice(len(choices), self.tokenizer, request, stops))
+            if len(choices) % _STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
         source = self._run_one(choices[0]) if len(choices) == 1 else self._run_many(choices)
         async with aclosing(source):
             async for batch in source:
@@ -147,24 +153,21 @@ class TextEngine:
         params: SamplingParams,
         adapter: str | None,
         request_id: str,
-    ) -> list[EngineRequest]:
-        requests: list[EngineRequest] = []
-        for prompt in prompts:
+    ) -> Iterator[EngineRequest]:
+        """Yield the requests of all choices. Stop strings are not for an engine, which has no text."""
+        for prompt_index, prompt in enumerate(prompts):
             fitted = fit_max_tokens(params, num_prompt_tokens=len(prompt), max_model_len=self.max_model_len)
-            token_ids, alone = list(prompt), replace(fitted, n=1)
+            token_ids, alone = list(prompt), replace(fitted, n=1, stop=())
             for sibling in range(params.n):
-                requests.append(
-                    EngineRequest(
-                        request_id=f"{request_id}-{len(requests)}",
-                        prompt_token_ids=token_ids,
-                        params=alone
-                        if params.seed is None
-                        else replace(alone, seed=_sibling_seed(params.seed, sibling)),
-                        adapter=adapter,
-                        eos_token_ids=self.tokenizer.eos_token_ids,
-                    )
+                yield EngineRequest(
+                    request_id=f"{request_id}-{prompt_index * params.n + sibling}",
+                    prompt_token_ids=token_ids,
+                    params=alone
+                    if params.seed is None
+                    else replace(alone, seed=_sibling_seed(params.seed, sibling)),
+                    adapter=adapter,
+                    eos_token_ids=self.tokenizer.eos_token_ids,
                 )
-        return requests
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:
         # No task in between: this is the path every token of a plain stream takes, and the engine
@@ -226,7 +229,9 @@ class TextEngine:
 class _Choice:
     """The text state of one engine request."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, request: EngineRequest) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, request: EngineRequest, stops: StopStrings | None
+    ) -> None:
         self.request = request
         self._index = index
         self._piece = tokenizer.pieces.piece
@@ -238,11 +243,9 @@ class _Choice:
         self._unshown: list[TokenLogprob] = []
         self._offsets: list[int] = []
         """Offsets of the first of the entries in `_unshown`."""
-        self._matcher = (
-            StopMatcher(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None
-        )
+        self._matcher = None if stops is None else StopMatcher(stops)
         # Stop strings are not looked for among the first min_tokens tokens.
-        self._unchecked_tokens = params.min_tokens if params.stop else 0
+        self._unchecked_tokens = params.min_tokens
 
     def advance(self, output: EngineOutput) -> TextDelta:
         text, stop_string, num_tokens = self._text_of(output.token_ids)
@@ -369,6 +372,17 @@ class _Mailbox:
             raise self._error
         deltas, self._deltas = self._deltas, []
         return deltas
+
+
+def _check_options(params: SamplingParams, *, num_choices: int) -> None:
+    """Refuse a call whose choices have more options together than an engine takes in at once."""
+    num_options = len(params.logit_bias) + len(params.stop_token_ids)
+    if num_options * num_choices > _MAX_OPTIONS:
+        raise InvalidRequestError(
+            f"{num_choices} choices with {num_options} entries of logit_bias and stop_token_ids each are "
+            f"more than the {_MAX_OPTIONS:,} entries a request may have; send fewer choices in one request",
+            param="logit_bias" if params.logit_bias else "stop_token_ids",
+        )
 
 
 def _sibling_seed(seed: int | None, sibling: int) -> int | None:

@@ -22,6 +22,8 @@ from loraplex.server.requests import NOT_SUPPORTED, SUPPORTED_VALUES
 T = TypeVar("T", bound=msgspec.Struct)
 
 _NOT_NUMBERS: Final = re.compile(rb"[:\[,]\s*-?(?:NaN|Infinity)\b")
+_BYTE: Final = re.compile(r"\(byte (\d+)\)")
+_AROUND_BYTES: Final = 64
 _LOCATION: Final = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 _UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _WRONG_VALUE: Final = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
@@ -35,11 +37,13 @@ _COUNTED_ABOVE_BYTES: Final = 2**17
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
     """`max_held_bytes`: of all bodies together that are being received, or whose prompts are being encoded.
-    `max_values`: strings, numbers and the like in one body; `max_objects`: of those, objects."""
+    `max_values`: strings, numbers and the like in one body; `max_objects` and `max_lists`: of those, objects
+    and lists, each of which costs fifty times as much as a number."""
 
     max_body_bytes: int = 4 * 2**20
     max_values: int = 2**18
     max_objects: int = 2**14
+    max_lists: int = 2**14
     read_timeout_s: float = 60.0
     max_held_bytes: int = 512 * 2**20
 
@@ -97,6 +101,7 @@ class BodyReader:
         limits = self._limits
         for count, limit, kind in (
             (size.num_objects, limits.max_objects, "objects"),
+            (size.num_lists, limits.max_lists, "lists"),
             (size.num_commas, limits.max_values, "values"),
         ):
             if count > limit:
@@ -135,18 +140,21 @@ def decode_struct(body: bytes | bytearray, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _explain(str(error), kind) from None
     except msgspec.DecodeError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}{_json_hint(body)}") from None
+        hint = _json_hint(body, str(error))
+        raise InvalidRequestError(f"the body is not valid JSON: {error}{hint}") from None
     except UnicodeError:
         raise InvalidRequestError("the body is not valid UTF-8") from None
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
 
 
-def _json_hint(body: bytes | bytearray) -> str:
-    """What people send most often that is not JSON."""
+def _json_hint(body: bytes | bytearray, message: str) -> str:
+    """What people send most often that is not JSON. `message`: the decoder's, which says where it stopped."""
     if not body.strip():
         return " (it is empty)"
-    if _NOT_NUMBERS.search(body):
+    place = _BYTE.search(message)
+    at = 0 if place is None else int(place[1])
+    if _NOT_NUMBERS.search(body[max(at - _AROUND_BYTES, 0) : at + _AROUND_BYTES]):
         return " (NaN and Infinity are not JSON; leave the field out)"
     if b"\\ud" in body or b"\\uD" in body:
         return " (lone surrogates are not characters)"

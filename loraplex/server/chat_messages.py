@@ -7,13 +7,15 @@ Hugging Face hub want the arguments of a call as an object, not as the JSON text
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.engine.prompt_encoder import refuse_many_messages
+
+_MAX_ARGUMENT_VALUES: Final = 2**14
 
 
 class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +99,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     OpenAI's API leaves to the call.
     """
     refuse_many_messages(len(messages), sum(map(_num_parts, messages)))
+    _refuse_many_arguments(messages)
     tool_names: dict[str | None, str] = {}
     plain = []
     for index, message in enumerate(messages):
@@ -125,6 +128,21 @@ def _num_parts(message: ChatMessage) -> int:
     """Parts of a message's content, and calls of tools."""
     num_calls = len(message.tool_calls or ())
     return num_calls + (len(message.content) if isinstance(message.content, list) else 0)
+
+
+def _refuse_many_arguments(messages: Sequence[ChatMessage]) -> None:
+    """Refuse calls whose arguments hold more than can be decoded at once. What is in strings counts too."""
+    num_values = 0
+    for message in messages:
+        for call in message.tool_calls or ():
+            if isinstance(text := call.function.arguments, str):
+                num_values += text.count("{") + text.count("[") + text.count(",")
+    if num_values > _MAX_ARGUMENT_VALUES:
+        raise InvalidRequestError(
+            f"the arguments of all tool calls hold more than {_MAX_ARGUMENT_VALUES:,} values; "
+            "shorten the history",
+            param="messages",
+        )
 
 
 def _text(content: Content | None) -> str:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.engine.stop_strings import StopMatcher
+from loraplex.engine.stop_strings import StopMatcher, StopStrings
 
 
 def run(stops: list[str], parts: list[str], *, include_stop: bool = False) -> tuple[list[str], str | None]:
     """What is shown after each part, and the stop string that ended it."""
-    matcher = StopMatcher(stops, include_stop=include_stop)
+    matcher = StopMatcher(StopStrings(stops, include_stop=include_stop))
     shown = []
     for part in parts:
         scan = matcher.push(part)

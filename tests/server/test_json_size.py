@@ -21,11 +21,12 @@ VALUES = st.recursive(
 
 def counted(value: Any) -> JsonSize:
     if not isinstance(value, list | dict):
-        return JsonSize(0, 0)
+        return JsonSize(0, 0, 0)
     inner = [counted(item) for item in (value if isinstance(value, list) else value.values())]
     return JsonSize(
         num_commas=max(len(inner) - 1, 0) + sum(size.num_commas for size in inner),
         num_objects=isinstance(value, dict) + sum(size.num_objects for size in inner),
+        num_lists=isinstance(value, list) + sum(size.num_lists for size in inner),
     )
 
 
