@@ -86,9 +86,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._book.parsing.do(self._parse, urgent=is_first and may_ask_for_health(data))
 
     def eof_received(self) -> None:
-        """The client sends no more. Its connection is closed: half of it looks like a client that left."""
-        if self._may_parse:
-            self._parse_slice()  # what came with the end
+        """The client sends no more. Its connection is closed: half of it looks like a client that left.
+        Requests that wait to be parsed are dropped: when a burst leaves, to begin them all would take long.
+        """
+        if self._may_parse and self._reads_message:
+            self._parse_slice()  # the end of a body
+        if not self._reads_message:
+            self._input.clear()
         if self._reads_message or self._num_header_bytes:
             self._fail(InvalidRequestError("the request ended before all of it was sent"))
 

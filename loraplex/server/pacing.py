@@ -22,10 +22,10 @@ from loraplex.core.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-_PER_TURN: Final = 2
+_PER_TURN: Final = 1
 """Requests that begin or are torn down in one turn of the loop; each takes up to a millisecond."""
-_ACCEPTED_PER_TURN: Final = 16
-_WORK_PER_TURN_S: Final = 0.001
+_ACCEPTED_PER_TURN: Final = 8
+_WORK_PER_TURN_S: Final = 0.0005
 _RETRY_ACCEPT_S: Final = 0.1
 
 
@@ -68,7 +68,7 @@ class SlicedWork:
 
     Work is a callable that does one slice and returns whether there is more. First slices go first, those of
     urgent work before the others, so that whoever has little to do does not wait behind those who have much;
-    these take turns. None waits for ever: each turn begins with one slice of either other kind.
+    these take turns. No kind waits for ever: each turn begins with one slice of every one.
     """
 
     def __init__(self, clock: Clock, *, per_turn_s: float = _WORK_PER_TURN_S) -> None:
@@ -99,7 +99,7 @@ class SlicedWork:
     def _next_turn(self) -> None:
         self._is_counting = False
         self._left_s = self._per_turn_s
-        for waiting in (self._rest, self._first):  # which others without end must not hold up
+        for waiting in (self._urgent, self._rest, self._first):  # none of which may hold up another for ever
             if waiting:
                 self._do_slice(waiting)
         self._do_slices()
