@@ -7,6 +7,7 @@ open for as long as the parent lives, and its end is the child's order to leave.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import inspect
 import logging
@@ -25,7 +26,6 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
-from loraplex.server.garbage import collect_if_due, keep_all_made_until_now
 from loraplex.server.protocol_ipc import (
     COMMANDS_SOCKET,
     EVENTS_SOCKET,
@@ -104,11 +104,6 @@ class EngineLoop:
             if core.has_work():
                 self._step()
             self._report_removals()
-            collect_if_due(self._num_in_flight)
-
-    def _num_in_flight(self) -> int:
-        stats = self._core.stats()
-        return stats.num_running + stats.num_waiting
 
     def _step(self) -> None:
         outputs = self._core.step()
@@ -255,7 +250,8 @@ def serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]]) -> int:
     )
     try:
         if is_ready:
-            keep_all_made_until_now()  # a full collection would go through it and hold up a step
+            gc.collect()
+            gc.freeze()  # a full collection would go through all that was made until now, and hold up a step
             events.send(encode(ready))
             loop.run()
     except Exception as error:

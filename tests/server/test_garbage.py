@@ -39,7 +39,7 @@ class Node:
 def test_a_burst_makes_no_full_collection(full_collections: list[int]) -> None:
     held: list[Any] = [[number] for number in range(400_000)]  # as much as 2,000 requests in line
     assert full_collections == []
-    assert not collect_if_due(lambda: 2_000)
+    assert not collect_if_due(2_000)
     assert full_collections == []
     assert len(held) == 400_000
 
@@ -51,10 +51,10 @@ def test_old_garbage_is_collected_when_few_requests_are_in_flight(full_collectio
     del node  # too old by now for the collections that go on
     gc.collect(1)
     assert kept() is not None
-    assert collect_if_due(lambda: 3)
+    assert collect_if_due(3)
     assert kept() is None
     assert full_collections == [1]
-    assert not collect_if_due(lambda: 3), "again only after as much has been made"
+    assert not collect_if_due(3), "again only after as much has been made"
     assert len(held) == 200_000
 
 
@@ -63,5 +63,5 @@ def test_garbage_is_collected_in_the_end_however_many_requests_are_in_flight(
 ) -> None:
     for _ in range(10 + 2_000 // 8):
         gc.collect(1)
-    assert collect_if_due(lambda: 2_000)
+    assert collect_if_due(2_000)
     assert full_collections == [1]
