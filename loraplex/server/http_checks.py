@@ -17,6 +17,7 @@ from loraplex.server.errors import (
 from loraplex.server.health import LIVE_PATH, READY_PATHS
 
 _HEALTH_PATHS: Final = frozenset(path.encode() for path in (LIVE_PATH, *READY_PATHS))
+_HEALTH_START: Final = b"GET /health"
 
 
 def check_header_bytes(num_bytes: int, limits: ConnectionLimits) -> None:
@@ -48,6 +49,11 @@ def check_transfer_coding(headers: Iterable[tuple[bytes, bytes]]) -> None:
     codings = b", ".join(value for name, value in headers if name == b"transfer-encoding")
     if codings and codings.strip().lower() != b"chunked":
         raise TransferCodingError("the only Transfer-Encoding that this server decodes is chunked")
+
+
+def may_ask_for_health(data: bytes) -> bool:
+    """Return whether the first bytes of a request look like those of a health check."""
+    return data.startswith(_HEALTH_START)
 
 
 def asks_for_health(url: bytes) -> bool:

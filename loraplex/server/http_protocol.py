@@ -30,6 +30,7 @@ from loraplex.server.http_checks import (
     check_header_fields,
     check_transfer_coding,
     check_version,
+    may_ask_for_health,
 )
 from loraplex.server.http_input import HttpInput, InputFlow
 from loraplex.server.http_output import close_unless_continued, refusal_bytes, send_until_close
@@ -78,15 +79,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if not self._is_active and self._places is not None:
             self._places.began_request(self)
+        is_first = not self._is_active and self._num_header_bytes == 0 and not self._input
         self._input.add(data)
         if not self._waits_to_parse:
             self._waits_to_parse = True
-            self._book.parsing.do(self._parse)
+            self._book.parsing.do(self._parse, urgent=is_first and may_ask_for_health(data))
 
     def eof_received(self) -> None:
-        """The client sends no more. Its connection is closed: half of it looks like a client that left."""
-        if self._may_parse:
-            self._parse_slice()  # what came with the end
+        """The client sends no more. Its connection is closed: half of it looks like a client that left.
+        Requests that wait to be parsed are dropped: when a burst leaves, to begin them all would take long.
+        """
+        if self._may_parse and self._reads_message:
+            self._parse_slice()  # the end of a body
+        if not self._reads_message:
+            self._input.clear()
         if self._reads_message or self._num_header_bytes:
             self._fail(InvalidRequestError("the request ended before all of it was sent"))
 
@@ -206,6 +212,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _parse(self) -> bool:
         """Parse a slice if that may be now; returns whether there is more."""
         if self._may_parse:
+            self._parse_slice()
+        if self._num_body_bytes_left > 0 and self._may_parse:
+            # What is there of a body goes with its headers: one callback, however long it is. A request that
+            # is let in so has its body, or those that wait for theirs would all go on in one turn.
             self._parse_slice()
         if self._holds_back_body:
             self._fail(BusyError("a large body came behind a request that is not answered yet; send it then"))

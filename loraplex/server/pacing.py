@@ -1,8 +1,8 @@
 """Bursts in small portions: what many clients do at once leaves the event loop a turn for everybody else.
 
 Two thousand requests in one moment are seconds of work, and no stream gets a token meanwhile. So only a few
-connections are accepted, only a few requests begin or are torn down, and input is parsed for only a few
-milliseconds in each turn of the loop; between two turns the loop looks at its sockets and timers. Health
+connections are accepted, only a few requests begin or are torn down, and input is parsed for only a
+millisecond in each turn of the loop; between two turns the loop looks at its sockets and timers. Health
 checks do not queue.
 """
 
@@ -22,10 +22,10 @@ from loraplex.core.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-_PER_TURN: Final = 4
+_PER_TURN: Final = 1
 """Requests that begin or are torn down in one turn of the loop; each takes up to a millisecond."""
-_ACCEPTED_PER_TURN: Final = 16
-_WORK_PER_TURN_S: Final = 0.002
+_ACCEPTED_PER_TURN: Final = 8
+_WORK_PER_TURN_S: Final = 0.0005
 _RETRY_ACCEPT_S: Final = 0.1
 
 
@@ -66,8 +66,9 @@ class Pacer:
 class SlicedWork:
     """Does the work of many in slices, for a short time in each turn of the event loop.
 
-    Work is a callable that does one slice and returns whether there is more. First slices go first, so that
-    whoever has little to do does not wait behind those who have much; these take turns.
+    Work is a callable that does one slice and returns whether there is more. First slices go first, those of
+    urgent work before the others, so that whoever has little to do does not wait behind those who have much;
+    these take turns. No kind waits for ever: each turn begins with one slice of every one.
     """
 
     def __init__(self, clock: Clock, *, per_turn_s: float = _WORK_PER_TURN_S) -> None:
@@ -75,12 +76,13 @@ class SlicedWork:
         self._per_turn_s = per_turn_s
         self._left_s = per_turn_s  # of this turn
         self._is_counting = False
+        self._urgent: deque[Callable[[], bool]] = deque()
         self._first: deque[Callable[[], bool]] = deque()
         self._rest: deque[Callable[[], bool]] = deque()
 
-    def do(self, work: Callable[[], bool]) -> None:
+    def do(self, work: Callable[[], bool], *, urgent: bool = False) -> None:
         """Begin at once if there is time left in this turn, and go on in the turns to come."""
-        self._first.append(work)
+        (self._urgent if urgent else self._first).append(work)
         self._do_slices()
         self._count()
 
@@ -97,14 +99,15 @@ class SlicedWork:
     def _next_turn(self) -> None:
         self._is_counting = False
         self._left_s = self._per_turn_s
-        if self._rest:  # which first slices without end must not hold up
-            self._do_slice(self._rest)
+        for waiting in (self._urgent, self._rest, self._first):  # none of which may hold up another for ever
+            if waiting:
+                self._do_slice(waiting)
         self._do_slices()
-        if self._first or self._rest:
+        if self._urgent or self._first or self._rest:
             self._count()
 
     def _do_slices(self) -> None:
-        while self._left_s > 0 and (waiting := self._first or self._rest):
+        while self._left_s > 0 and (waiting := self._urgent or self._first or self._rest):
             self._do_slice(waiting)
 
     def _do_slice(self, waiting: deque[Callable[[], bool]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -47,6 +46,7 @@ from loraplex.server.connections import (
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_client import DEFAULT_FACTORY, EngineClient
 from loraplex.server.engine_status import Fleet
+from loraplex.server.garbage import collect_while_serving, keep_all_made_until_now
 from loraplex.server.health import FrontApp
 from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.hub_adapters import HubAdapters
@@ -185,8 +185,9 @@ async def _run(
     deps, client, num_skipped = await _start(options, announcer, front, stack)
     # What was made until now stays: a full collection would go through all of it and hold up every stream for
     # a third of a second.
-    gc.collect()
-    gc.freeze()
+    keep_all_made_until_now()
+    collecting = asyncio.create_task(collect_while_serving(lambda: server.num_in_flight))
+    stack.callback(collecting.cancel)
     from loraplex.server.app import create_app  # imported while the engine started (`_start`)
 
     front.app = create_app(deps)

@@ -383,6 +383,75 @@ def test_connections_share_the_time_to_parse_of_each_turn() -> None:
     asyncio.run(run())
 
 
+async def opened_beside(
+    stack: AsyncExitStack, app: ASGIApp, num_connections: int
+) -> list[BoundedHttpProtocol]:
+    """Connections that share a parser which gets one slice done in each turn of the loop."""
+    book = ConnectionBook(ConnectionLimits(), TickingClock())
+    opened = [await stack.enter_async_context(connection_to(app, book=book)) for _ in range(num_connections)]
+    return [protocol for protocol, _ in opened]
+
+
+def test_a_health_check_is_parsed_before_requests_that_came_earlier() -> None:
+    async def run() -> None:
+        paths: list[str] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            paths.append(scope["path"])
+
+        async with AsyncExitStack() as stack:
+            *before, prober = await opened_beside(stack, app, 30)
+            for protocol in before:
+                protocol.data_received(request_bytes("/v1/completions", {"prompt": "hi"}))
+            prober.data_received(HEALTH)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert "/health" in paths
+        assert len(paths) < 10, "the others wait for their turn"
+
+    asyncio.run(run())
+
+
+def test_a_request_that_begins_has_what_came_of_its_body() -> None:
+    async def run() -> None:
+        bodies: list[bytes] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            message = await receive()
+            assert not message["more_body"]
+            bodies.append(message["body"])
+
+        async with AsyncExitStack() as stack:
+            protocols = await opened_beside(stack, app, 5)
+            for number, protocol in enumerate(protocols):
+                protocol.data_received(request_bytes("/v1/completions", {"prompt": str(number)}))
+            while len(bodies) < 5:
+                num_begun = sum(protocol.cycle is not None for protocol in protocols)
+                assert num_begun - len(bodies) <= 2, "none waits for its body behind the headers of others"
+                await asyncio.sleep(0)
+        assert [json.loads(body)["prompt"] for body in bodies] == ["0", "1", "2", "3", "4"]
+
+    asyncio.run(run())
+
+
+def test_requests_whose_clients_left_before_they_were_parsed_do_not_begin() -> None:
+    async def run() -> None:
+        app = Unanswered()
+        async with AsyncExitStack() as stack:
+            protocols = await opened_beside(stack, app, 20)
+            for protocol in protocols:
+                protocol.data_received(request_bytes("/v1/completions", {"prompt": "hi"}))
+            for protocol in protocols:
+                protocol.eof_received()
+                protocol.transport.close()  # as the loop does then
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert app.num_asked == 1, "only the one that was parsed as it came"
+            assert not any(protocol._input for protocol in protocols)
+
+    asyncio.run(run())
+
+
 async def ask(connection: socket.socket, path: bytes) -> int:
     """Send a request and return the status of its answer."""
     connection.sendall(HEALTH.replace(b"/health", path))

@@ -112,6 +112,38 @@ def test_work_takes_turns_and_what_is_short_goes_first() -> None:
     asyncio.run(go())
 
 
+def test_urgent_work_goes_first_and_holds_up_none_for_ever() -> None:
+    clock, done = ManualClock(), []
+
+    def work(name: str) -> Callable[[], bool]:
+        def do_slice() -> bool:
+            clock.advance(1.0)
+            done.append(name)
+            return False
+
+        return do_slice
+
+    async def go() -> None:
+        sliced = SlicedWork(clock, per_turn_s=4.0)
+        for _ in range(4):
+            sliced.do(work("before"))  # all that there is time for in this turn
+        for _ in range(5):
+            sliced.do(work("first"))
+        for _ in range(9):
+            sliced.do(work("urgent"), urgent=True)
+        sliced.do_later(work("rest"))
+        await asyncio.sleep(0)
+        assert done[4:] == ["urgent", "rest", "first", "urgent"]
+        await asyncio.sleep(0)
+        assert done[8:] == ["urgent", "first", "urgent", "urgent"]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert done.count("urgent") == 9
+        assert done.count("first") == 5
+
+    asyncio.run(go())
+
+
 class Greeter(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport.write(b"hi")
@@ -263,3 +295,26 @@ def test_a_client_that_leaves_before_its_turn_asks_nothing_of_the_engine(
         while served.deps.waiting.num_requests:
             httpx.get(f"{url}/health")
     assert served.engine.requests == []
+
+
+def test_requests_in_line_reach_the_engine_in_the_order_they_came_while_probes_pass(
+    make_served: Callable[..., Served],
+) -> None:
+    served = make_served()
+    pacer = served.deps.pacer
+    pacer._per_turn = 0
+    prompts = [[number] for number in range(3, 9)]
+    with live(served) as url, contextlib.ExitStack() as stack:
+        connections = []
+        for num_before, prompt in enumerate(prompts):
+            connection = stack.enter_context(connect(url))
+            connection.sendall(request_bytes("/v1/completions", {"model": "base", "prompt": prompt}))
+            connections.append(connection)
+            while len(pacer._waiting) <= num_before:
+                assert httpx.get(f"{url}/health").status_code == 200
+        pacer._per_turn = 1
+        assert httpx.get(f"{url}/v1/models").status_code == 200  # behind them: the line goes on with it
+        for connection in connections:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+    assert [list(request.prompt_token_ids) for request in served.engine.requests] == prompts
+    assert not pacer._waiting
