@@ -49,19 +49,14 @@ class ReplicaLoad:
 
 
 class _Open(NamedTuple):
-    """A request that was sent and has not ended. `num_output`: the tokens of its answer that it came with
-    from another replica. `kv_tokens`: what it was counted with."""
+    """A request that was sent and has not ended. `counted`: the request as its replica reads it, for which
+    what it was answered with elsewhere is part of the prompt. `kv_tokens`: what it was counted with."""
 
     request: RoutedRequest
+    counted: RoutedRequest
     replica: int
-    num_output: int
     kv_tokens: float
     is_running: bool
-
-    @property
-    def counted(self) -> RoutedRequest:
-        """The request as its replica reads it: what it was answered with elsewhere is part of its prompt."""
-        return _with_output(self.request, self.num_output)
 
 
 def _with_output(request: RoutedRequest, num_output: int) -> RoutedRequest:
@@ -193,7 +188,7 @@ class FleetLoad:
         assert request_id not in self._open, f"request {request_id} was sent before"
         counted = _with_output(request, num_output)
         kv_tokens = counted.prompt_tokens + self.output_left(request, num_output)
-        self._open[request_id] = _Open(request, replica, num_output, kv_tokens, False)
+        self._open[request_id] = _Open(request, counted, replica, kv_tokens, False)
         self._all.add(replica, counted, kv_tokens)
         self._waiting.add(replica, counted, kv_tokens)
 
@@ -211,22 +206,21 @@ class FleetLoad:
 
     def first_token(self, request_id: Hashable) -> None:
         """Count a request as running from now on."""
-        found = self._open[request_id]
-        if not found.is_running:
-            self._open[request_id] = found._replace(is_running=True)
-            self._waiting.remove(found.replica, found.counted, found.kv_tokens)
+        request, counted, replica, kv_tokens, is_running = self._open[request_id]
+        if not is_running:
+            self._open[request_id] = _Open(request, counted, replica, kv_tokens, True)
+            self._waiting.remove(replica, counted, kv_tokens)
 
     def ended(self, request_id: Hashable, output_tokens: int | None = None) -> RoutedRequest:
         """Forget a request, and return it. `output_tokens`: of a whole answer, from which the length of later
         ones is estimated."""
-        found = self._open.pop(request_id)
-        counted = found.counted
-        self._all.remove(found.replica, counted, found.kv_tokens)
-        if not found.is_running:
-            self._waiting.remove(found.replica, counted, found.kv_tokens)
+        request, counted, replica, kv_tokens, is_running = self._open.pop(request_id)
+        self._all.remove(replica, counted, kv_tokens)
+        if not is_running:
+            self._waiting.remove(replica, counted, kv_tokens)
         if output_tokens is not None:
             self.answers.observe(output_tokens)
-        return found.request
+        return request
 
     def moved(self, request_id: Hashable, replica: int, num_output: int) -> RoutedRequest:
         """Count a request on another replica, which reads its prompt and its answer so far again; return it
