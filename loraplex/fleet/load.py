@@ -49,19 +49,14 @@ class ReplicaLoad:
 
 
 class _Open(NamedTuple):
-    """A request that was sent and has not ended. `num_output`: the tokens of its answer that it came with
-    from another replica. `kv_tokens`: what it was counted with."""
+    """A request that was sent and has not ended. `counted`: the request as its replica reads it, for which
+    what it was answered with elsewhere is part of the prompt. `kv_tokens`: what it was counted with."""
 
     request: RoutedRequest
+    counted: RoutedRequest
     replica: int
-    num_output: int
     kv_tokens: float
     is_running: bool
-
-    @property
-    def counted(self) -> RoutedRequest:
-        """The request as its replica reads it: what it was answered with elsewhere is part of its prompt."""
-        return _with_output(self.request, self.num_output)
 
 
 def _with_output(request: RoutedRequest, num_output: int) -> RoutedRequest:
@@ -74,12 +69,13 @@ class _RequestColumns:
     """Counts, sums and maxima over a set of requests per replica.
 
     Whole numbers are kept as floats as well: costs are computed from all columns for every request, and
-    converting them would take a tenth of a router's time.
+    converting them would take a tenth of a router's time. Single values are changed through views of the
+    columns as plain memory, which takes half as long as through arrays.
     """
 
     def __init__(self, table: FloatArray) -> None:
         """`table`: where the columns are kept, all zero; in the order of `RequestSets`."""
-        columns: list[FloatArray] = list(table)
+        columns: list[memoryview[float]] = [memoryview(column).cast("B").cast("d") for column in table]
         self.num_requests, self.sum_ranks, self.max_rank = columns[:3]
         self.prompt_tokens, self.kv_tokens, self.num_adapters = columns[3:]
         # By adapter and replica: an adapter in flight is at few replicas.
@@ -123,6 +119,18 @@ class _RequestColumns:
             del self.by_adapter[adapter]
 
 
+class _WithOneMore:
+    """An answer of `FleetLoad.with_one_more`. `rows`: by column, then for everything and for what waits, then
+    as it is and with one more. `max_rank`, `num_adapters`: the parts of it where adding is not all."""
+
+    def __init__(self, rows: FloatArray) -> None:
+        self.rows = rows
+        self.everything = RequestSets(*rows[:, 0])
+        self.waiting = RequestSets(*rows[:, 1])
+        self.max_rank: FloatArray = rows[2, :, 1]
+        self.num_adapters: list[FloatArray] = list(rows[5, :, 1])
+
+
 def _count_down(counts: dict[int, int], key: int) -> None:
     left = counts[key] - 1
     if left:
@@ -157,6 +165,11 @@ class FleetLoad:
         self._open: dict[Hashable, _Open] = {}
         self.everything: Final = RequestSets(*self._table[:, 0])
         self.waiting: Final = RequestSets(*self._table[:, 1])
+        # What `with_one_more` computes with and in: arrays of this size take longer to make than to fill.
+        self._before = self._table[:, :, np.newaxis]
+        self._more: FloatArray = np.zeros((len(self._table), 1, 2, 1))
+        self._one_more = self._more[:, 0, 1, 0]
+        self._answer = _WithOneMore(np.zeros((len(self._table), 2, 2, num_replicas)))
 
     @property
     def num_replicas(self) -> int:
@@ -175,14 +188,14 @@ class FleetLoad:
         assert request_id not in self._open, f"request {request_id} was sent before"
         counted = _with_output(request, num_output)
         kv_tokens = counted.prompt_tokens + self.output_left(request, num_output)
-        self._open[request_id] = _Open(request, replica, num_output, kv_tokens, False)
+        self._open[request_id] = _Open(request, counted, replica, kv_tokens, False)
         self._all.add(replica, counted, kv_tokens)
         self._waiting.add(replica, counted, kv_tokens)
 
     def has_room(self, request: RoutedRequest) -> BoolArray:
         """Tell of each replica whether its KV memory holds one more request beside all that it was sent."""
         most = self.kv_capacity - (request.prompt_tokens + self.output_left(request))
-        has_room: BoolArray = self._all.kv_tokens <= most
+        has_room: BoolArray = self.everything.kv_tokens <= most
         return has_room
 
     def output_left(self, request: RoutedRequest, num_output: int = 0) -> float:
@@ -193,22 +206,21 @@ class FleetLoad:
 
     def first_token(self, request_id: Hashable) -> None:
         """Count a request as running from now on."""
-        found = self._open[request_id]
-        if not found.is_running:
-            self._open[request_id] = found._replace(is_running=True)
-            self._waiting.remove(found.replica, found.counted, found.kv_tokens)
+        request, counted, replica, kv_tokens, is_running = self._open[request_id]
+        if not is_running:
+            self._open[request_id] = _Open(request, counted, replica, kv_tokens, True)
+            self._waiting.remove(replica, counted, kv_tokens)
 
     def ended(self, request_id: Hashable, output_tokens: int | None = None) -> RoutedRequest:
         """Forget a request, and return it. `output_tokens`: of a whole answer, from which the length of later
         ones is estimated."""
-        found = self._open.pop(request_id)
-        counted = found.counted
-        self._all.remove(found.replica, counted, found.kv_tokens)
-        if not found.is_running:
-            self._waiting.remove(found.replica, counted, found.kv_tokens)
+        request, counted, replica, kv_tokens, is_running = self._open.pop(request_id)
+        self._all.remove(replica, counted, kv_tokens)
+        if not is_running:
+            self._waiting.remove(replica, counted, kv_tokens)
         if output_tokens is not None:
             self.answers.observe(output_tokens)
-        return found.request
+        return request
 
     def moved(self, request_id: Hashable, replica: int, num_output: int) -> RoutedRequest:
         """Count a request on another replica, which reads its prompt and its answer so far again; return it
@@ -246,23 +258,25 @@ class FleetLoad:
 
     def with_one_more(self, request: RoutedRequest, replicas: IntArray) -> tuple[RequestSets, RequestSets]:
         """Return `everything` and `waiting` of these replicas, each in two rows: as it is, and as it would be
-        if the request were sent there. `replicas`: distinct and ascending."""
+        if the request were sent there. `replicas`: distinct and ascending. The answer for all replicas is
+        valid until the next one."""
         adapter, rank, prompt_tokens, _ = request
         is_all = len(replicas) == self.num_replicas
-        table = self._table if is_all else self._table[:, :, replicas]
         kv_tokens = prompt_tokens + self.output_left(request)
-        more = np.zeros((len(table), 1, 2, 1))
-        more[:, 0, 1, 0] = (1, rank, 0, prompt_tokens, kv_tokens, adapter is not None)
-        rows = table[:, :, np.newaxis] + more  # both rows of a column lie side by side
-        max_rank, num_adapters = rows[2, :, 1], rows[5, :, 1]
+        self._one_more[:] = (1, rank, 0, prompt_tokens, kv_tokens, adapter is not None)
+        if is_all:
+            answer = self._answer
+            np.add(self._before, self._more, out=answer.rows)
+        else:
+            answer = _WithOneMore(self._table[:, :, np.newaxis, replicas] + self._more)
         if adapter is not None:
-            np.maximum(max_rank, float(rank), out=max_rank)
-        for column, columns in zip(num_adapters, (self._all, self._waiting), strict=True):
-            has = columns.by_adapter.get(adapter, _NO_REPLICAS) if adapter is not None else _NO_REPLICAS
-            places = has if is_all else [n for n, each in enumerate(replicas) if each in has]
-            for place in places:  # few; it brings no other adapter to these
-                column[place] -= 1.0
-        return RequestSets(*rows[:, 0]), RequestSets(*rows[:, 1])
+            np.maximum(answer.max_rank, float(rank), out=answer.max_rank)
+            for column, columns in zip(answer.num_adapters, (self._all, self._waiting), strict=True):
+                has = columns.by_adapter.get(adapter, _NO_REPLICAS)
+                places = has if is_all else [n for n, each in enumerate(replicas) if each in has]
+                for place in places:  # few; it brings no other adapter to these
+                    column[place] -= 1.0
+        return answer.everything, answer.waiting
 
     def replica(self, number: int) -> ReplicaLoad:
         everything, waiting = self._all, self._waiting

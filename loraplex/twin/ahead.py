@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from loraplex.core.request import EngineRequest
 from loraplex.scheduling.decode_group import DecodeGroup
-from loraplex.scheduling.leaping import ANY_TOKEN
 from loraplex.scheduling.plan import AdapterLoad, StepPlan
 from loraplex.twin.engine_twin import AdapterEvent
 from loraplex.twin.simulator import Simulator
@@ -108,9 +107,7 @@ class AheadSimulator(Simulator):
         while len(self._flights) > keep:
             plan, end_s = self._flights.popleft()
             self.now_s = max(self.now_s, end_s)
-            sampled = {chunk.request_id: ANY_TOKEN for chunk in plan.chunks if chunk.samples}
-            updates = self.scheduler.update(plan, sampled)
-            self.recorder.stepped(self.now_s, updates, num_running=len(plan.chunks), num_tokens=len(updates))
+            self._land_step(plan)
 
     # ---- gliding
 

@@ -284,12 +284,23 @@ class SimulatedFleet:
 
     def _collect(self, chosen: int, wake_s: float) -> None:
         """Take over what a replica did, part of which may lie ahead: the step that is under way."""
-        replica, tiers = self._replicas[chosen], self._controller.view.tiers
-        self._let_go(self._drops)
-        self._drops.clear()
-        for at_s, request_id, reason in replica.request_events:
-            heapq.heappush(self._events, (at_s, replica.numbers[int(request_id)], reason is not None, chosen))
-        replica.request_events.clear()
+        replica = self._replicas[chosen]
+        if self._drops:
+            self._let_go(self._drops)
+            self._drops.clear()
+        if replica.request_events:
+            for at_s, request_id, reason in replica.request_events:
+                number = replica.numbers[int(request_id)]
+                heapq.heappush(self._events, (at_s, number, reason is not None, chosen))
+            replica.request_events.clear()
+        if replica.adapter_events:
+            self._take_adapter_events(chosen, replica)
+        replica.wake_s = wake_s
+        if wake_s < math.inf:
+            heapq.heappush(self._wakes, (wake_s, chosen))
+
+    def _take_adapter_events(self, chosen: int, replica: _Replica) -> None:
+        tiers = self._controller.view.tiers
         for kind, version in replica.adapter_events:
             adapter = self._adapters.adapter_number(version)
             if kind == "load":
@@ -305,9 +316,6 @@ class SimulatedFleet:
             else:
                 tiers.evicted(chosen, adapter)
         replica.adapter_events.clear()
-        replica.wake_s = wake_s
-        if wake_s < math.inf:
-            heapq.heappush(self._wakes, (wake_s, chosen))
 
     def _outcome(self) -> FleetOutcome:
         pool, simulators = self._controller.pool, [replica.simulator for replica in self._replicas]

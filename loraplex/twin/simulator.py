@@ -18,12 +18,13 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.decode_group import DecodeGroup
-from loraplex.scheduling.leaping import ANY_TOKEN, LeapingScheduler
+from loraplex.scheduling.leaping import ANY_TOKEN
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan
 from loraplex.twin.engine_twin import AdapterEvent
 from loraplex.twin.outcome import Outcome, Recorder, RequestEvent, RequestOutcome
 from loraplex.twin.times import Repeats, StepTimes
+from loraplex.twin.twin_scheduler import TwinScheduler
 from loraplex.workload.jsonl import WorkloadRequest
 
 
@@ -42,7 +43,7 @@ class Simulator:
         leaps: bool = True,
     ) -> None:
         """`leaps`: False to take every step by itself, for tests."""
-        self.scheduler = LeapingScheduler(config, memory, costs, times.weigh)
+        self.scheduler = TwinScheduler(config, memory, costs, times.weigh)
         self.recorder = Recorder()
         self._memory = memory
         self._times = times
@@ -191,11 +192,12 @@ class Simulator:
         self.now_s = max(self.now_s, request.arrival_s)
         number, self.num_offered = self.num_offered, self.num_offered + 1
         request_id = str(number)
-        # Tokens that no other request begins with, so that the prefix cache finds nothing.
+        # Where contents count, tokens that no other request begins with: the prefix cache finds nothing.
+        token_id = number if self._memory.pool.keeps_contents else ANY_TOKEN
         self._take(
             EngineRequest(
                 request_id=request_id,
-                prompt_token_ids=[number] * request.prompt_tokens,
+                prompt_token_ids=_prompt(token_id, request.prompt_tokens),
                 params=_params(request.output_tokens),
                 adapter=self._adapters[request.adapter] if self._adapters else None,
             )
@@ -265,8 +267,12 @@ class Simulator:
 
     def _compute(self, plan: StepPlan) -> None:
         self.now_s = self._end_s(plan, self.scheduler.num_waiting, self.now_s)
-        updates = self.scheduler.update(plan, {c.request_id: ANY_TOKEN for c in plan.chunks if c.samples})
-        self.recorder.stepped(self.now_s, updates, num_running=len(plan.chunks), num_tokens=len(updates))
+        self._land_step(plan)
+
+    def _land_step(self, plan: StepPlan) -> None:
+        """A step has ended now."""
+        updates, num_tokens = self.scheduler.land(plan)
+        self.recorder.stepped(self.now_s, updates, num_running=len(plan.chunks), num_tokens=num_tokens)
 
     def _step_beside(self, *, sure: bool = False) -> bool:
         """A step of decodes that new requests join with their whole prompts. `sure`: that can be done."""
@@ -335,6 +341,8 @@ class Simulator:
         for read in reads:
             end_s = self.read_end_s(read.version)
             heapq.heappush(self._ends, (end_s, next(self._order), read.version, True))
+        if not loads:
+            return
         begin_s = max(self._bus_free_s, self.now_s)
         turns_s = sum(self._times.load_s(load) for load in loads if load.awaited)
         for load in sorted(loads, key=_is_for_later):
@@ -359,6 +367,13 @@ class Simulator:
 
 def _is_for_later(load: AdapterLoad) -> bool:
     return not load.awaited
+
+
+@lru_cache(maxsize=4096)
+def _prompt(token_id: int, num_tokens: int) -> list[int]:
+    """The same for the same length where contents do not count: nobody changes a prompt, and the prompts of
+    all requests of a fleet would take the place of other things in a processor's caches."""
+    return [token_id] * num_tokens
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,46 @@
+"""The scheduler of a simulated engine: its steps land without an update for every token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from loraplex.scheduling.leaping import ANY_TOKEN, LeapingScheduler
+from loraplex.scheduling.plan import StepPlan, TokenUpdate
+
+
+class Landing(NamedTuple):
+    """What came of a step. `updates`: of the requests that have their first token from this engine, or that
+    have ended. `num_tokens`: of all requests."""
+
+    updates: list[TokenUpdate]
+    num_tokens: int
+
+
+class TwinScheduler(LeapingScheduler):
+    def land(self, plan: StepPlan) -> Landing:
+        """Do what `update` does with a token that ends nobody. Most requests of a step are in the middle of
+        their answers: nothing can be seen of these, and they are given their token right here."""
+        self._memory.step_landed()
+        self.adapters.step_landed()
+        publishes, limit, find = self._pool.keeps_contents, self._config.max_model_len, self._sequences.get
+        updates: list[TokenUpdate] = []
+        num_tokens = 0
+        for chunk, (sequence, num_resets, samples) in zip(
+            plan.chunks, self._under_way.popleft(), strict=True
+        ):
+            if find(sequence.request_id) is not sequence:
+                continue
+            if publishes and sequence.num_resets == num_resets:
+                self._publish(sequence, chunk.end)
+            if not samples:
+                continue
+            num_tokens += 1
+            sequence.num_unknown -= 1
+            token_ids, max_tokens = sequence.token_ids, sequence.request.params.max_tokens
+            length = len(token_ids) + 1
+            num_output = length - sequence.num_prompt
+            if num_output == 1 or length >= limit or (max_tokens is not None and num_output >= max_tokens):
+                updates.append(self._accept(sequence, ANY_TOKEN))
+            else:
+                token_ids.append(ANY_TOKEN)
+        return Landing(updates, num_tokens)
