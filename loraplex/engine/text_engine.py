@@ -124,17 +124,21 @@ class TextEngine:
         *,
         adapter: str | None,
         request_id: str,
+        output_token_ids: tuple[int, ...] = (),
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Batches of deltas, each holding all that came since the last one was taken.
 
         Ends after the last choice has finished. Closing it cancels what still runs. Raises
         InvalidRequestError before the first batch; a failure of one choice fails them all.
-        `adapter` is a version, None for the base model.
+        `adapter` is a version, None for the base model. `output_token_ids`: the beginning of each answer,
+        made elsewhere; stop strings are not looked for across its end.
         """
         self.check(prompts, params)
         choices = [
             _Choice(index, self.tokenizer, request)
-            for index, request in enumerate(self._expand(prompts, params, adapter, request_id))
+            for index, request in enumerate(
+                self._expand(prompts, params, adapter, request_id, output_token_ids)
+            )
         ]
         source = self._run_one(choices[0]) if len(choices) == 1 else self._run_many(choices)
         async with aclosing(source):
@@ -147,6 +151,7 @@ class TextEngine:
         params: SamplingParams,
         adapter: str | None,
         request_id: str,
+        output_token_ids: tuple[int, ...],
     ) -> list[EngineRequest]:
         requests: list[EngineRequest] = []
         for prompt in prompts:
@@ -162,6 +167,7 @@ class TextEngine:
                         else replace(alone, seed=_sibling_seed(params.seed, sibling)),
                         adapter=adapter,
                         eos_token_ids=self.tokenizer.eos_token_ids,
+                        output_token_ids=output_token_ids,
                     )
                 )
         return requests
@@ -233,7 +239,8 @@ class _Choice:
         self._special_ids = tokenizer.pieces.special_ids
         params = request.params
         self._with_logprobs = params.logprobs is not None
-        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, with_offsets=self._with_logprobs)
+        before = [*request.prompt_token_ids, *request.output_token_ids]
+        self._detokenizer = tokenizer.detokenizer(before, with_offsets=self._with_logprobs)
         self._num_shown_chars = 0
         self._unshown: list[TokenLogprob] = []
         self._offsets: list[int] = []

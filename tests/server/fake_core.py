@@ -89,7 +89,7 @@ class FakeCore:
             raise errors.CapacityError("this prompt never fits")
         if request.adapter is not None and request.adapter not in self.adapters.keys() - self.removing:
             raise errors.UnknownModelError(f"no adapter {request.adapter}")
-        self.running[request.request_id] = _Running(request)
+        self.running[request.request_id] = _Running(request, len(request.output_token_ids))
 
     def cancel(self, request_id: str) -> None:
         self.running.pop(request_id, None)
