@@ -44,9 +44,11 @@ class FakeOptions:
 
 def tokens_of(request: EngineRequest) -> tuple[int, ...]:
     """What the fake core answers."""
-    return tuple(
-        (request.prompt_token_ids[0] * 31 + i) % 50_000 for i in range(request.params.max_tokens or 1)
-    )
+    return tuple(_token_of(request, index) for index in range(request.params.max_tokens or 1))
+
+
+def _token_of(request: EngineRequest, index: int) -> int:
+    return (request.prompt_token_ids[0] * 31 + index) % 50_000
 
 
 def request_of(
@@ -157,10 +159,9 @@ class FakeCore:
             )
         if one.request.prompt_token_ids[0] == ENDLESS:
             return EngineOutput(request_id=request_id, token_ids=(7,))
-        tokens = tokens_of(one.request)
-        token_id = tokens[one.num_done]
+        token_id = _token_of(one.request, one.num_done)
         one.num_done += 1
-        reason = FinishReason.LENGTH if one.num_done == len(tokens) else None
+        reason = FinishReason.LENGTH if one.num_done == (one.request.params.max_tokens or 1) else None
         return EngineOutput(request_id=request_id, token_ids=(token_id,), finish_reason=reason)
 
     def stats(self) -> EngineStats:
