@@ -19,8 +19,12 @@ from loraplex.cli.flags import takes_options_of
 from loraplex.cli.serve import run_server, serve_options
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, rows_of
 from loraplex.cli.table import number_column, print_table, text_column
+from loraplex.core.errors import UserError
 from loraplex.core.logs import LogFormat, LogLevel
 
+Move = Annotated[
+    bool, typer.Option("--move", help="Let the other replicas go on with its requests, from where they are.")
+]
 _DEFAULT_REPLICAS: Final = 2
 _FLEET_PATH: Final = "/v1/fleet"
 _CHANGE_S: Final = 3600.0
@@ -94,32 +98,38 @@ def status(base_url: BaseUrl = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJ
 def drain(
     replica: Annotated[int, typer.Argument(help="Its number, as `fleet status` shows it.")],
     undo: Annotated[bool, typer.Option("--undo", help="Send it requests again.")] = False,
+    move: Move = False,
     base_url: BaseUrl = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Send a replica no more requests; it finishes those it has."""
-    _change("undrain" if undo else "drain", {"replica": replica}, base_url, api_key, as_json=as_json)
+    if undo and move:
+        raise UserError("--undo and --move do not go together; leave one of them out")
+    what, body = ("undrain", {"replica": replica}) if undo else ("drain", {"replica": replica, "move": move})
+    _change(what, body, base_url, api_key, as_json=as_json)
 
 
 def restart(
     replica: Annotated[int, typer.Argument(help="Its number, as `fleet status` shows it.")],
+    move: Move = False,
     base_url: BaseUrl = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Replace a replica by a new one, after the requests it has; the others serve meanwhile."""
-    _change("restart", {"replica": replica}, base_url, api_key, as_json=as_json)
+    _change("restart", {"replica": replica, "move": move}, base_url, api_key, as_json=as_json)
 
 
 def scale(
     replicas: Annotated[int, typer.Argument(help="How many there are to be.")],
+    move: Move = False,
     base_url: BaseUrl = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Have more replicas, or fewer; those that leave finish the requests they have."""
-    _change("scale", {"replicas": replicas}, base_url, api_key, as_json=as_json)
+    _change("scale", {"replicas": replicas, "move": move}, base_url, api_key, as_json=as_json)
 
 
 def _change(what: str, body: dict[str, int], base_url: str, api_key: str | None, *, as_json: bool) -> None:

@@ -19,6 +19,7 @@
     ├── KernelError                a GPU kernel could not be compiled or launched (names it, and its shapes)
     └── EngineDeadError            the engine process died; in-flight work is lost, new work will be served
         ├── EngineFailedError          it died too often, and the server ends
+        ├── RequestMovedError          it gave the request up on purpose, for another one to go on with it
         └── EngineClosedError          it was ended on purpose, as its server is shutting down
 
 Bugs of our own are asserts, not members of this tree.
@@ -109,6 +110,10 @@ class EngineDeadError(LoraplexError):
 
 class EngineFailedError(EngineDeadError):
     """The engine process died too often to be started again."""
+
+
+class RequestMovedError(EngineDeadError):
+    """The engine gave the request up; another one is to go on with it."""
 
 
 class EngineClosedError(EngineDeadError):

@@ -19,13 +19,23 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRequest:
-    """One sequence to generate. `adapter` is an adapter version (content hash), None for the base."""
+    """One sequence to generate. `adapter` is an adapter version (content hash), None for the base.
+
+    `output_token_ids`: the beginning of the answer, which an engine has made before. It counts as output, for
+    lengths, penalties and seeds, and is not told again.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     adapter: str | None = None
     eos_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute before the first one that is told."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,8 +24,10 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, output: EngineOutput) -> None:
-        self._pending.append(output)
-        self._wake()
+        """Add an output, unless the stream has failed: what comes later than that is not delivered."""
+        if self._error is None:
+            self._pending.append(output)
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         """End the stream: what was pushed before is still delivered, then `error` is raised."""

@@ -42,12 +42,12 @@ class SamplingState:
 
     def __init__(self, request: EngineRequest) -> None:
         self.params = request.params
-        self.num_output = 0
+        self.num_output = len(request.output_token_ids)
         self.last_token: int | None = None
         seed = request.params.seed
         self.seed = secrets.randbits(64) if seed is None else seed % 2**64
         self.prompt_token_ids = request.prompt_token_ids
-        self.output_counts: Counter[int] = Counter()
+        self.output_counts = Counter(request.output_token_ids if request.params.has_penalties else ())
         stops = set(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             stops.update(request.eos_token_ids)

@@ -127,18 +127,20 @@ class TextEngine:
         *,
         adapter: str | None,
         request_id: str,
+        output_token_ids: tuple[int, ...] = (),
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Batches of deltas, each holding all that came since the last one was taken.
 
         Ends after the last choice has finished. Closing it cancels what still runs. Raises
         InvalidRequestError before the first batch; a failure of one choice fails them all.
-        `adapter` is a version, None for the base model.
+        `adapter` is a version, None for the base model. `output_token_ids`: the beginning of each answer,
+        made elsewhere; stop strings are not looked for across its end.
         """
         self.check(prompts, params)
         include_stop = params.include_stop_str_in_output
         stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
         choices: list[_Choice] = []
-        for request in self._expand(prompts, params, adapter, request_id):
+        for request in self._expand(prompts, params, adapter, request_id, output_token_ids):
             choices.append(_Choice(len(choices), self.tokenizer, request, stops))
             if len(choices) % _STARTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -153,6 +155,7 @@ class TextEngine:
         params: SamplingParams,
         adapter: str | None,
         request_id: str,
+        output_token_ids: tuple[int, ...],
     ) -> Iterator[EngineRequest]:
         """Yield the requests of all choices. Stop strings are not for an engine, which has no text."""
         for prompt_index, prompt in enumerate(prompts):
@@ -167,6 +170,7 @@ class TextEngine:
                     else replace(alone, seed=_sibling_seed(params.seed, sibling)),
                     adapter=adapter,
                     eos_token_ids=self.tokenizer.eos_token_ids,
+                    output_token_ids=output_token_ids,
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:
@@ -238,14 +242,15 @@ class _Choice:
         self._special_ids = tokenizer.pieces.special_ids
         params = request.params
         self._with_logprobs = params.logprobs is not None
-        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, with_offsets=self._with_logprobs)
+        before = [*request.prompt_token_ids, *request.output_token_ids]
+        self._detokenizer = tokenizer.detokenizer(before, with_offsets=self._with_logprobs)
         self._num_shown_chars = 0
         self._unshown: list[TokenLogprob] = []
         self._offsets: list[int] = []
         """Offsets of the first of the entries in `_unshown`."""
         self._matcher = None if stops is None else StopMatcher(stops)
         # Stop strings are not looked for among the first min_tokens tokens.
-        self._unchecked_tokens = params.min_tokens
+        self._unchecked_tokens = max(params.min_tokens - len(request.output_token_ids), 0)
 
     def advance(self, output: EngineOutput) -> TextDelta:
         text, stop_string, num_tokens = self._text_of(output.token_ids)

@@ -104,7 +104,7 @@ class LeapingScheduler(Scheduler):
         group, limit = self.group, self._config.max_model_len
         if group is None or self._waiting or not self._all_is_quiet():
             return False
-        num_tokens = sum([len(request.prompt_token_ids) for request in requests])
+        num_tokens = sum([request.num_tokens for request in requests])
         if not self._may_start(len(requests), num_tokens, [request.adapter for request in requests]):
             return False
         return group.has_room_for(sum([blocks_of(request, self._pool, limit) for request in requests]))

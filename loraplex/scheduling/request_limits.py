@@ -10,22 +10,31 @@ from loraplex.scheduling.memory import Memory
 
 def check_request(request: EngineRequest, max_model_len: int, memory: Memory) -> None:
     """Raises what is wrong with it."""
-    num_prompt = len(request.prompt_token_ids)
-    if num_prompt == 0:
+    num_tokens = request.num_tokens
+    if not request.prompt_token_ids:
         raise InvalidRequestError("the prompt is empty", param="prompt")
-    if num_prompt >= max_model_len:
+    max_tokens = request.params.max_tokens
+    if max_tokens is not None and len(request.output_token_ids) >= max_tokens:
+        raise InvalidRequestError(
+            f"the answer so far has all of the {max_tokens} {plural('token', max_tokens)} asked for",
+            param="output_token_ids",
+        )
+    if num_tokens >= max_model_len:
         raise ContextLengthError(
-            f"the prompt has {num_prompt} {plural('token', num_prompt)}; with room for one more the context "
-            f"holds {max_model_len}",
+            f"{_known_tokens(request)}; with room for one more the context holds {max_model_len}",
             param="prompt",
         )
     if request.adapter is not None and request.adapter not in memory.residency:
         raise UnknownModelError(f"adapter version {request.adapter} is not registered")
-    if num_prompt + 1 > _capacity(request.adapter, memory):
+    if num_tokens + 1 > _capacity(request.adapter, memory):
         room = room_in_words(request.adapter, memory)
-        raise CapacityError(
-            f"the prompt has {num_prompt} {plural('token', num_prompt)}, {room}; {memory.advice}"
-        )
+        raise CapacityError(f"{_known_tokens(request)}, {room}; {memory.advice}")
+
+
+def _known_tokens(request: EngineRequest) -> str:
+    number = request.num_tokens
+    what = "the prompt and the answer so far have" if request.output_token_ids else "the prompt has"
+    return f"{what} {number} {plural('token', number)}"
 
 
 def room_in_words(adapter: str | None, memory: Memory) -> str:

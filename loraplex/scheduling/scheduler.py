@@ -317,7 +317,7 @@ class Scheduler:
         sequence.num_computed = num_cached
         sequence.num_published = len(cached)
         if sequence.num_cached is None:
-            sequence.num_cached = num_cached
+            sequence.num_cached = min(num_cached, sequence.num_prompt)
         if searches:
             self._pool.count_match(sequence.token_ids, cached)
         return num_tokens

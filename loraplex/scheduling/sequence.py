@@ -45,8 +45,8 @@ class Sequence:
         self.request_id = request.request_id
         self.adapter = request.adapter
         self.adapter_hit: bool | None = None
-        self.token_ids = list(request.prompt_token_ids)
-        self.num_prompt = len(self.token_ids)
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt = len(request.prompt_token_ids)
         self.num_computed = 0
         self.num_cached: int | None = None
         self.num_published = 0

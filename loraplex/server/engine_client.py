@@ -21,7 +21,7 @@ from typing import Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import EngineDeadError, LoraplexError
+from loraplex.core.errors import EngineDeadError, LoraplexError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.output_stream import OutputStream
@@ -46,6 +46,7 @@ from loraplex.server.protocol_ipc import (
     StartProgress,
     Stats,
 )
+from loraplex.server.replica import Continuation
 from loraplex.server.restart_policy import CrashHistory, RestartPolicy
 
 logger = logging.getLogger(__name__)
@@ -182,6 +183,14 @@ class EngineClient:
             del self._streams[request_id]
             if not finished:
                 child.send(Cancel(request_id))
+
+    def continuation(self, request: EngineRequest) -> Continuation:
+        return Continuation.SAME
+
+    def hand_over(self) -> None:
+        self._push(len(self._undelivered))
+        for stream in self._streams.values():
+            stream.fail(RequestMovedError("the engine process hands its requests over"))
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See AsyncEngine. Overtakes a removal of the same version that is still under way.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, TypeVar
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,10 +15,11 @@ from loraplex.server.body import BodyReader
 from loraplex.server.engine_status import Fleet
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
-from loraplex.server.requests import ReplicaRequest, ScaleRequest
+from loraplex.server.requests import LeaveRequest, ReplicaRequest, ScaleRequest
 from loraplex.server.responses import ReplicaInfo, ReplicaList
 
 _ERRORS: Final = (401, 403, 503)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReader) -> APIRouter:
@@ -27,38 +29,42 @@ def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReade
     async def replicas() -> Response:
         return json_response(_list(fleet))
 
-    def add(path: str, summary: str, change: Callable[[int], Awaitable[None] | None]) -> None:
-        @router.post(
-            path, **operation(summary=summary, body=ReplicaRequest, answer=ReplicaList, errors=_ERRORS)
-        )
+    def add(
+        path: str, summary: str, body_type: type[R], change: Callable[[R], Awaitable[None] | None]
+    ) -> None:
+        @router.post(path, **operation(summary=summary, body=body_type, answer=ReplicaList, errors=_ERRORS))
         async def changed(request: Request) -> Response:
             administrators.require(request.scope)
-            async with bodies.read(request, ReplicaRequest) as body:
+            async with bodies.read(request, body_type) as body:
                 pass
-            if (changing := change(body.replica)) is not None:
+            if (changing := change(body)) is not None:
                 await changing
             return json_response(_list(fleet))
 
-    add("/v1/fleet/drain", "Send a replica no more requests", fleet.drain)
-    add("/v1/fleet/undrain", "Send a replica requests again", fleet.undrain)
-    add("/v1/fleet/restart", "Replace a replica by a new one, after its requests", fleet.restart)
-
-    @router.post(
-        "/v1/fleet/scale",
-        **operation(
-            summary="Have so many replicas; answered when they serve",
-            body=ScaleRequest,
-            answer=ReplicaList,
-            errors=_ERRORS,
-        ),
+    add(
+        "/v1/fleet/drain",
+        "Send a replica no more requests",
+        LeaveRequest,
+        lambda body: fleet.drain(body.replica, move=body.move),
     )
-    async def scale(request: Request) -> Response:
-        administrators.require(request.scope)
-        async with bodies.read(request, ScaleRequest) as body:
-            pass
-        await fleet.scale(body.replicas)
-        return json_response(_list(fleet))
-
+    add(
+        "/v1/fleet/undrain",
+        "Send a replica requests again",
+        ReplicaRequest,
+        lambda body: fleet.undrain(body.replica),
+    )
+    add(
+        "/v1/fleet/restart",
+        "Replace a replica by a new one, after its requests",
+        LeaveRequest,
+        lambda body: fleet.restart(body.replica, move=body.move),
+    )
+    add(
+        "/v1/fleet/scale",
+        "Have so many replicas; answered when they serve",
+        ScaleRequest,
+        lambda body: fleet.scale(body.replicas, move=body.move),
+    )
     return router
 
 

@@ -79,7 +79,8 @@ class AnswerFormat(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Everything about one request that was accepted. `prompt_only`: what is generated does not count."""
+    """Everything about one request that was accepted. `prompt_only`: what is generated does not count.
+    `output_token_ids`: the beginning of the answer, made elsewhere."""
 
     request_id: str
     prompts: Sequence[Sequence[int]]
@@ -88,6 +89,7 @@ class Generation:
     stream: bool
     include_usage: bool
     prompt_only: bool = False
+    output_token_ids: tuple[int, ...] = ()
 
 
 class GenerationResponse(Response):
@@ -135,7 +137,11 @@ class GenerationResponse(Response):
     def _batches(self) -> AsyncGenerator[list[TextDelta], None]:
         job = self._generation
         return self._text.stream_many(
-            job.prompts, job.params, adapter=job.lease.version, request_id=job.request_id
+            job.prompts,
+            job.params,
+            adapter=job.lease.version,
+            request_id=job.request_id,
+            output_token_ids=job.output_token_ids,
         )
 
     def _observe(self, batch: list[TextDelta]) -> list[TextDelta]:

@@ -15,6 +15,7 @@ from loraplex.core.errors import InvalidRequestError
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.words import plural
 from loraplex.engine.prompt_offsets import prompt_offsets
+from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import Lease
 from loraplex.server.chat_format import ChatFormat
@@ -122,7 +123,15 @@ async def _start_completion(
         encoding = _encode(deps.text, body, params)
         prompts, echoed = await run_until_disconnect(encoding, request.receive, deps.pacer)
         prompt_only = body.max_tokens == 0
-        generation = _generation("cmpl", prompts, params, lease, body, prompt_only=prompt_only)
+        generation = _generation(
+            "cmpl",
+            prompts,
+            params,
+            lease,
+            body,
+            prompt_only=prompt_only,
+            output_token_ids=tuple(body.output_token_ids or ()),
+        )
         completion_format = CompletionFormat(
             request_id=generation.request_id,
             created=now_unix_s(),
@@ -148,6 +157,7 @@ def _generation(
     body: SamplingFields,
     *,
     prompt_only: bool = False,
+    output_token_ids: tuple[int, ...] = (),
 ) -> Generation:
     return Generation(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
@@ -157,6 +167,7 @@ def _generation(
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         prompt_only=prompt_only,
+        output_token_ids=output_token_ids,
     )
 
 
@@ -201,9 +212,31 @@ async def _encode(
     text_engine: TextEngine, body: CompletionRequest, params: SamplingParams
 ) -> tuple[list[list[int]], list[EchoedPrompt] | None]:
     """The prompts as tokens, checked, and what `echo` repeats of them."""
+    if body.output_token_ids:
+        _check_begun(text_engine, body, params)
     prompts = await _prompts(text_engine, body, params)
     text_engine.check(prompts, params)
     return prompts, await _echoed(text_engine, body, prompts) if body.echo else None
+
+
+def _check_begun(text_engine: TextEngine, body: CompletionRequest, params: SamplingParams) -> None:
+    """Refuse an answer made elsewhere where it cannot be gone on with."""
+    param = "output_token_ids"
+    assert body.output_token_ids
+    if isinstance(body.prompt, str) or not (body.prompt and isinstance(body.prompt[0], int)):
+        raise InvalidRequestError(
+            "output_token_ids needs a prompt of token ids: a text may be other tokens here", param=param
+        )
+    for name, is_asked in (("n", params.n > 1), ("stop", bool(params.stop)), ("echo", bool(body.echo))):
+        if is_asked:
+            raise InvalidRequestError(f"output_token_ids goes without {name}; leave it out", param=param)
+    if params.max_tokens is not None and len(body.output_token_ids) >= params.max_tokens:
+        raise InvalidRequestError(
+            f"output_token_ids has {len(body.output_token_ids)} tokens; max_tokens, which counts them as "
+            f"well, is {params.max_tokens}",
+            param=param,
+        )
+    check_vocabulary(body.output_token_ids, vocab_size=text_engine.vocab_size, param=param)
 
 
 async def _prompts(

@@ -12,6 +12,7 @@ from loraplex.server.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LeaveRequest,
     LoadAdapterRequest,
     ReplicaRequest,
     ScaleRequest,
@@ -52,7 +53,7 @@ BODY_ERRORS: Final = (400, 408, 413, 415, 503)
 _STRUCTS: Final = (
     ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, TokenizeRequest,
     DetokenizeRequest, ChatCompletion, Completion, Model, ModelList, AdapterList, Tokens, Text, Version,
-    Health, ReplicaRequest, ScaleRequest, ReplicaList, ErrorBody,
+    Health, ReplicaRequest, LeaveRequest, ScaleRequest, ReplicaList, ErrorBody,
 )  # fmt: skip
 
 

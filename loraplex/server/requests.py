@@ -104,7 +104,11 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """`prompt` is a text, several texts, token ids, or several lists of token ids."""
+    """`prompt` is a text, several texts, token ids, or several lists of token ids.
+
+    `output_token_ids`: the beginning of an answer that was made elsewhere, for one prompt of token ids. The
+    answer is the rest of it, as it would have been; `max_tokens` and `min_tokens` are of the whole.
+    """
 
     prompt: Annotated[
         str | list[str | int | list[int]],
@@ -129,6 +133,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    output_token_ids: list[TokenId] | None = None
     # Not supported.
     suffix: Literal[""] | None = None
 
@@ -148,10 +153,17 @@ class ReplicaRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     replica: int
 
 
+class LeaveRequest(ReplicaRequest, kw_only=True, forbid_unknown_fields=True):
+    """`move`: other replicas go on with the requests it has; otherwise it finishes them."""
+
+    move: bool = False
+
+
 class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`replicas`: how many there are to be."""
+    """`replicas`: how many there are to be. `move`: these go on with the requests of those that leave."""
 
     replicas: int
+    move: bool = False
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -44,7 +44,7 @@ from loraplex.server.connections import (
     raise_descriptor_limit,
 )
 from loraplex.server.deps import ServerDeps
-from loraplex.server.engine_client import DEFAULT_FACTORY, EngineClient
+from loraplex.server.engine_client import DEFAULT_FACTORY
 from loraplex.server.engine_status import Fleet
 from loraplex.server.garbage import collect_while_serving, keep_all_made_until_now
 from loraplex.server.health import FrontApp
@@ -53,6 +53,7 @@ from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
+from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.supervised_engine import SupervisedEngine
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
@@ -338,7 +339,7 @@ def _engine(
 ) -> tuple[SupervisedEngine, Fleet | None]:
     """Return what computes, not started yet: one engine process, a fleet of them, or servers elsewhere."""
     if options.backends is None and options.num_replicas == 1:
-        return EngineClient(options.engine, factory=options.engine_factory), None
+        return SoleEngine(options.engine, factory=options.engine_factory), None
     # Not needed by a single server.
     from loraplex.server.fleet.decision_log import DecisionLog
 

@@ -44,9 +44,11 @@ class FakeOptions:
 
 def tokens_of(request: EngineRequest) -> tuple[int, ...]:
     """What the fake core answers."""
-    return tuple(
-        (request.prompt_token_ids[0] * 31 + i) % 50_000 for i in range(request.params.max_tokens or 1)
-    )
+    return tuple(_token_of(request, index) for index in range(request.params.max_tokens or 1))
+
+
+def _token_of(request: EngineRequest, index: int) -> int:
+    return (request.prompt_token_ids[0] * 31 + index) % 50_000
 
 
 def request_of(
@@ -89,7 +91,7 @@ class FakeCore:
             raise errors.CapacityError("this prompt never fits")
         if request.adapter is not None and request.adapter not in self.adapters.keys() - self.removing:
             raise errors.UnknownModelError(f"no adapter {request.adapter}")
-        self.running[request.request_id] = _Running(request)
+        self.running[request.request_id] = _Running(request, len(request.output_token_ids))
 
     def cancel(self, request_id: str) -> None:
         self.running.pop(request_id, None)
@@ -157,10 +159,9 @@ class FakeCore:
             )
         if one.request.prompt_token_ids[0] == ENDLESS:
             return EngineOutput(request_id=request_id, token_ids=(7,))
-        tokens = tokens_of(one.request)
-        token_id = tokens[one.num_done]
+        token_id = _token_of(one.request, one.num_done)
         one.num_done += 1
-        reason = FinishReason.LENGTH if one.num_done == len(tokens) else None
+        reason = FinishReason.LENGTH if one.num_done == (one.request.params.max_tokens or 1) else None
         return EngineOutput(request_id=request_id, token_ids=(token_id,), finish_reason=reason)
 
     def stats(self) -> EngineStats:

@@ -137,20 +137,30 @@ def test_a_client_that_hangs_up_frees_blocks_and_pins(server) -> None:
         wait_until(lambda: everything_is_free(url), "blocks and pins are free")
 
 
-def test_a_killed_engine_is_reported_restarted_and_answers_again(server) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.5}])
+def test_a_stream_goes_on_after_the_engine_was_killed(server, sampling: dict[str, Any]) -> None:
     process, url = server
-    before = complete(url, "one")
-    request = {"model": "two", "prompt": "the dog", **LONG}
-    with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=PATIENCE_S) as response:
-        lines = response.iter_lines()
-        assert next(lines).startswith("data: ")
-        os.kill(engine_pid(process.pid), signal.SIGKILL)
-        last = [line for line in lines if line.startswith("data: ")][-1]
-    error = json.loads(last.removeprefix("data: "))["error"]
-    assert "engine" in error["message"]
-    wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, "the engine is back")
-    assert complete(url, "one") == before
-    assert everything_is_free(url)
+    request = {"model": "two", "prompt": "the dog", **LONG, "max_tokens": 600, "n": 2, **sampling}
+    usage = {"stream_options": {"include_usage": True}}
+    expected = httpx.post(
+        f"{url}/v1/completions", json=request | {"stream": False}, timeout=PATIENCE_S
+    ).json()
+    before = metric(url, "loraplex:engine_restarts_total")
+    texts = {0: "", 1: ""}
+    last: dict[str, Any] = {}
+    with httpx.stream("POST", f"{url}/v1/completions", json=request | usage, timeout=PATIENCE_S) as response:
+        for number, line in enumerate(line for line in response.iter_lines() if line.startswith("data: {")):
+            last = json.loads(line.removeprefix("data: "))
+            assert "error" not in last, last
+            for choice in last["choices"]:
+                texts[choice["index"]] += choice["text"]
+            if number == 1:
+                os.kill(engine_pid(process.pid), signal.SIGKILL)
+    assert texts == {choice["index"]: choice["text"] for choice in expected["choices"]}
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert last["usage"][name] == expected["usage"][name]
+    assert metric(url, "loraplex:engine_restarts_total") == before + 1
+    wait_until(lambda: everything_is_free(url), "blocks and pins are free")
 
 
 def test_a_server_whose_engine_keeps_dying_ends_with_an_exit_code_for_supervisors(own_server) -> None:

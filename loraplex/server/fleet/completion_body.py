@@ -8,6 +8,7 @@ from typing import Any, Final
 from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
+from loraplex.server.replica import Continuation
 
 _MAX_VLLM_TEMPERATURE: Final = 2.0
 
@@ -19,27 +20,20 @@ class BackendKind(StrEnum):
     LORAPLEX = "loraplex"
 
 
-class Continuation(StrEnum):
-    """What comes of a request that is sent to a server with the tokens that another one has made so far.
+def continuation(request: EngineRequest, kind: BackendKind) -> Continuation:
+    """Tell how a begun request goes on there.
 
-    SAME: what the first one would have made. RESAMPLED: as good an answer, but not the one of its seed, as
-    the server draws as for a first token. IMPOSSIBLE: a penalty would not count the tokens made so far,
-    which are a part of the prompt there.
+    loraplex takes the answer so far for what it is. For vLLM it is a part of the prompt: draws begin anew,
+    and penalties that count the answer alone miss it. The repetition penalty counts the prompt as well.
     """
-
-    SAME = "same"
-    RESAMPLED = "resampled"
-    IMPOSSIBLE = "impossible"
-
-
-def continuation(params: SamplingParams) -> Continuation:
-    """Tell how a begun request goes on behind /v1/completions, which has no words for tokens made elsewhere.
-
-    The repetition penalty counts the prompt as well, and so is the same wherever the tokens come from.
-    """
+    params = request.params
+    if params.prompt_logprobs is not None:  # they would not be told apart from those of the answer so far
+        return Continuation.IMPOSSIBLE
+    if kind is BackendKind.LORAPLEX:
+        return Continuation.SAME
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         return Continuation.IMPOSSIBLE
-    return Continuation.SAME if params.greedy else Continuation.RESAMPLED
+    return Continuation.SAME if params.greedy or params.seed is None else Continuation.RESAMPLED
 
 
 def asked_logprobs(params: SamplingParams) -> int | None:
@@ -54,24 +48,28 @@ def completion_body(
     """The body that asks for the same tokens. Raises InvalidRequestError for what the server does not know.
 
     All fields are sent: vLLM takes defaults for others from the model's generation_config.json. Stop strings
-    are looked for by the caller, who has the text, and `n` was expanded.
+    are looked for by the caller, who has the text, and `n` was expanded. vLLM takes the answer so far for a
+    part of the prompt (`continuation`).
     """
     params = request.params
     _refuse_unknown(params, kind)
+    prompt, earlier, num_counted = request.prompt_token_ids, list(request.output_token_ids), 0
+    if kind is BackendKind.VLLM and earlier:
+        prompt, earlier, num_counted = [*prompt, *earlier], [], len(earlier)
     logprobs, max_tokens = asked_logprobs(params), params.max_tokens
     if max_tokens is None:
-        max_tokens = max(1, max_model_len - len(request.prompt_token_ids))
+        max_tokens = max(1 + num_counted, max_model_len - len(request.prompt_token_ids))
     stop_token_ids = list(params.stop_token_ids)
     if not params.ignore_eos:  # those of the caller's tokenizer count, whatever the server's own says
         stop_token_ids += [token for token in request.eos_token_ids if token not in stop_token_ids]
     body: dict[str, Any] = {
         "model": model,
-        "prompt": request.prompt_token_ids,
+        "prompt": prompt,
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
-        "max_tokens": max_tokens,
-        "min_tokens": params.min_tokens,
+        "max_tokens": max_tokens - num_counted,
+        "min_tokens": max(0, params.min_tokens - num_counted),
         "temperature": 0.0 if params.greedy else params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
@@ -82,6 +80,8 @@ def completion_body(
         "stop_token_ids": stop_token_ids,
         "ignore_eos": params.ignore_eos,
     }
+    if earlier:
+        body["output_token_ids"] = earlier
     if params.seed is not None:
         body["seed"] = params.seed
     if params.logit_bias:

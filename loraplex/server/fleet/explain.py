@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import UserError
 from loraplex.fleet.routers.added_costs import added_costs
 from loraplex.server.fleet.live_routing import LiveRouting
@@ -83,7 +84,8 @@ def _decisions(events: Sequence[RoutingEvent], asked: str) -> Iterator[Explanati
 
 def _belongs(request_id: str, asked: str) -> bool:
     """Tell whether this is the request, or a choice of the call: those have its id and their number."""
-    return request_id == asked or request_id.rpartition("-")[0] == asked
+    first_id = request_id_of(request_id)
+    return first_id == asked or first_id.rpartition("-")[0] == asked
 
 
 def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:

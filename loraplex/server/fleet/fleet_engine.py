@@ -1,42 +1,40 @@
 """Many engines as one: every request goes to the replica that the fleet's router chooses.
 
-A request whose replica dies before it has answered anything is sent to another one unseen. Adapters are
-known to all replicas; each holds in memory what it is asked for. Replicas join, leave and are replaced while
-others serve; a replica keeps its number, and one that has left may come back under it.
+A request whose replica dies, or hands it over, goes on at another one from the tokens that it has. Adapters
+are known to all replicas; each holds in memory what it is asked for. Replicas join, leave and are replaced
+while others serve; a replica keeps its number, and one that has left may come back under it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError, LoraplexError
-from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
+from loraplex.core.errors import EngineDeadError, InvalidRequestError, LoraplexError
+from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.answer_length import FIRST_GUESS
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.engine_status import EngineStatus, ReplicaStatus
 from loraplex.server.fleet.decision_log import DecisionLog
+from loraplex.server.fleet.fleet_requests import FleetRequests
 from loraplex.server.fleet.fleet_stats import sum_of
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.routing_events import Began, Limits, RoutingEvent
 from loraplex.server.protocol_ipc import Ready, StartProgress
-from loraplex.server.supervised_engine import SupervisedEngine
+from loraplex.server.replica import Replica
 
 logger = logging.getLogger(__name__)
 
 MAX_REPLICAS: Final = 64
-_MAX_DEATHS: Final = 3
-"""As many replicas may die with a request before it is given up: it may be what they die of."""
 _LEAVING_S: Final = 0.02
 """How often it is looked whether a replica that leaves has requests left."""
 _LOOK_S: Final = 1.0
@@ -49,7 +47,7 @@ class FleetSetup:
     one that is ready. `costs`: of any of them, as a profile. `most`: how many there can be, and why (None if
     nothing but good sense limits them)."""
 
-    make: Callable[[int], SupervisedEngine]
+    make: Callable[[int], Replica]
     limits: Callable[[Ready], Limits]
     routing: str
     costs: CostModel
@@ -57,12 +55,13 @@ class FleetSetup:
 
 
 class FleetEngine:
-    """A SupervisedEngine made of replicas, which are SupervisedEngines themselves."""
+    """A SupervisedEngine made of replicas."""
 
     def __init__(self, setup: FleetSetup, num_replicas: int, log: DecisionLog | None = None) -> None:
         """`log`: where the decisions of the routing are written."""
         self._setup = setup
         self._members = Members([setup.make(number) for number in range(num_replicas)])
+        self._requests = FleetRequests(self._members)
         self._log = log
         self._routing: LiveRouting | None = None
         # By version and folder: a replica that joins must know every folder that holds a version.
@@ -114,11 +113,13 @@ class FleetEngine:
         if self._log is not None:
             self._log.begin([began])
         self._routing = LiveRouting([began], None if self._log is None else self._log.record)
+        self._requests.routing = self._routing
         for spec in self._all_specs():
             self._routing.add(spec)
         self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._watch_failures())]
 
     async def close(self) -> None:
+        self._requests.is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -139,9 +140,11 @@ class FleetEngine:
         routing = self._routing
         return self._members.statuses(lambda number: 0 if routing is None else routing.num_in_flight(number))
 
-    def drain(self, number: int) -> None:
-        """See `Members.drain`. The replica finishes the requests it has."""
+    def drain(self, number: int, *, move: bool = False) -> None:
+        """See `Members.drain`. The replica finishes the requests it has. `move`: others go on with them."""
         self._members.drain(number)
+        if move:
+            self._members[number].hand_over()
 
     def undrain(self, number: int) -> None:
         self._members.undrain(number)
@@ -185,9 +188,9 @@ class FleetEngine:
 
     # ---- replicas that join and leave
 
-    async def scale(self, num_replicas: int) -> None:
+    async def scale(self, num_replicas: int, *, move: bool = False) -> None:
         """Have so many replicas; return when they serve. Those with the highest numbers leave, after the
-        requests they have.
+        requests they have. `move`: others go on with these.
 
         Raises InvalidRequestError for a number that cannot be, and LoraplexError if a new one cannot start;
         those that serve go on.
@@ -199,17 +202,18 @@ class FleetEngine:
             for number in missing[: max(num_replicas - len(present), 0)]:
                 await self._join(number)
             with self._members.leaving(present[num_replicas:]) as leaving:
-                await asyncio.gather(*(self._leave(number) for number in leaving))
+                await asyncio.gather(*(self._leave(number, move=move) for number in leaving))
 
-    async def restart(self, number: int) -> None:
-        """Replace a replica by a new one, after the requests it has; the others serve meanwhile.
+    async def restart(self, number: int, *, move: bool = False) -> None:
+        """Replace a replica by a new one, after the requests it has; the others serve meanwhile. `move`: they
+        go on with these requests.
 
         Raises as `drain` does, and LoraplexError if the new one cannot start.
         """
         async with self._changing:
             was_drained = self._members.is_drained(number)
             with self._members.leaving([number]):
-                await self._leave(number)
+                await self._leave(number, move=move)
             await self._join(number)
             if was_drained:
                 self._members.drain(number)
@@ -247,10 +251,12 @@ class FleetEngine:
         limits = self._setup.limits(replica.info)
         self._begin_anew(routing.state(limits={number: limits}))
 
-    async def _leave(self, number: int) -> None:
+    async def _leave(self, number: int, *, move: bool) -> None:
         """Close a replica that is drained, after its requests."""
         assert self._routing is not None
         while self._routing.num_in_flight(number):
+            if move:  # again and again: some may have waited for it to be ready
+                self._members[number].hand_over()
             await asyncio.sleep(_LEAVING_S)
         await self._members[number].close()
 
@@ -261,7 +267,7 @@ class FleetEngine:
         if num_replicas > most:
             raise InvalidRequestError(f"there can be {most} replicas at most: {why}", param="replicas")
 
-    def _present(self) -> list[SupervisedEngine]:
+    def _present(self) -> list[Replica]:
         return [self._members[number] for number in self._members.present]
 
     def _all_specs(self) -> list[AdapterSpec]:
@@ -269,43 +275,9 @@ class FleetEngine:
 
     # ---- requests
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See AsyncEngine. EngineDeadError only if the replica died in the middle of the answer, or if none
-        is left."""
-        was_queued = False
-        for num_deaths in range(1, _MAX_DEATHS + 1):
-            routing, number = self._choose(request)
-            answer = _Answer(routing, request.request_id, self._members[number].generate(request))
-            try:
-                async with aclosing(answer.outputs()) as outputs:
-                    async for output in outputs:
-                        if output.token_ids or output.finish_reason is not None or not was_queued:
-                            was_queued = True
-                            yield output
-                return
-            except EngineClosedError:
-                raise
-            except EngineDeadError as error:
-                if answer.num_tokens:
-                    raise
-                if num_deaths == _MAX_DEATHS:
-                    raise EngineDeadError(
-                        f"{num_deaths} replicas died one after the other while they had this request; it may "
-                        "be the reason, so it is not sent to another one"
-                    ) from error
-                logger.warning("request %s is sent to another replica: %s", request.request_id, error)
-
-    def _choose(self, request: EngineRequest) -> tuple[LiveRouting, int]:
-        """Return the number of a replica, which has the request as its load from now on in this routing."""
-        routing = self._routing
-        if routing is None:
-            raise EngineDeadError("the fleet is starting; send the request again")
-        accepts = self._members.accepting()
-        for number, accepts_now in enumerate(accepts):
-            routing.accept(number, accepts=accepts_now)
-        number = routing.route(request.request_id, request.adapter, len(request.prompt_token_ids))
-        self._members.num_sent[number] += 1
-        return routing, number
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See `FleetRequests.generate`."""
+        return self._requests.generate(request)
 
     # ---- adapters
 
@@ -339,30 +311,6 @@ class FleetEngine:
     async def stats(self) -> EngineStats:
         """Return the sums over all replicas; an adapter is where it is nearest to its use."""
         return sum_of(await asyncio.gather(*(replica.stats() for replica in self._present())))
-
-
-class _Answer:
-    """One request on one replica, reported to the routing from its first token to its end."""
-
-    def __init__(self, routing: LiveRouting, request_id: str, source: AsyncIterator[EngineOutput]) -> None:
-        self._routing = routing
-        self._source = source
-        self._request_id = request_id
-        self.num_tokens = 0
-
-    async def outputs(self) -> AsyncGenerator[EngineOutput, None]:
-        served: int | None = None
-        try:
-            async with aclosing(cast("AsyncGenerator[EngineOutput, None]", self._source)) as outputs:
-                async for output in outputs:
-                    if output.token_ids and not self.num_tokens:
-                        self._routing.first_token(self._request_id)
-                    self.num_tokens += len(output.token_ids)
-                    if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                        served = max(self.num_tokens, 1)
-                    yield output
-        finally:
-            self._routing.ended(self._request_id, served)
 
 
 class _Deferred:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import EngineClosedError, EngineDeadError
+from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.server.engine_life import EngineLife
@@ -29,10 +29,11 @@ from loraplex.server.fleet.backend_errors import error_detail
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError, BackendHttp, UnreachableError
 from loraplex.server.fleet.backend_identity import Backend, ExpectedBase, check_usable, identify
 from loraplex.server.fleet.backend_metrics import parse_stats
-from loraplex.server.fleet.completion_body import Continuation, completion_body, continuation
+from loraplex.server.fleet.completion_body import completion_body, continuation
 from loraplex.server.fleet.completion_calls import CompletionCalls
 from loraplex.server.fleet.liveness import Liveness
 from loraplex.server.protocol_ipc import Ready, StartProgress
+from loraplex.server.replica import Continuation
 from loraplex.server.version_use import VersionUse
 
 logger = logging.getLogger(__name__)
@@ -122,8 +123,13 @@ class HttpReplica:
         )
 
     def continuation(self, request: EngineRequest) -> Continuation:
-        """Tell what comes of a request that is sent here with tokens that another replica has made."""
-        return continuation(request.params)
+        """See Replica."""
+        assert self.backend is not None, "a request that has begun is sent to a server that was there"
+        return continuation(request, self.backend.kind)
+
+    def hand_over(self) -> None:
+        """See Replica."""
+        self._liveness.give_up(RequestMovedError(f"the fleet takes its requests away from {self.url}"))
 
     async def start(
         self,
@@ -175,6 +181,10 @@ class HttpReplica:
             async with aclosing(self._calls.run(request, body)) as outputs:
                 async for output in outputs:
                     yield output
+        except UnreachableError as error:
+            if error.nobody_listens:  # the server has never had the request
+                raise RequestMovedError(str(error)) from error
+            raise
         finally:
             self._end(request.adapter)
 
@@ -354,6 +364,6 @@ class HttpReplica:
 
 
 if TYPE_CHECKING:
-    from loraplex.server.supervised_engine import SupervisedEngine
+    from loraplex.server.replica import Replica
 
-    _conforms: Callable[..., SupervisedEngine] = HttpReplica
+    _conforms: Callable[..., Replica] = HttpReplica

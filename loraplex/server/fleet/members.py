@@ -14,7 +14,7 @@ from typing import Final
 from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError
 from loraplex.server.engine_life import ON_ITS_WAY
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
-from loraplex.server.supervised_engine import SupervisedEngine
+from loraplex.server.replica import Replica
 
 _GONE: Final = (EngineState.FAILED, EngineState.CLOSED)
 
@@ -22,20 +22,20 @@ _GONE: Final = (EngineState.FAILED, EngineState.CLOSED)
 class Members:
     """Replicas, and which of them are drained."""
 
-    def __init__(self, replicas: list[SupervisedEngine]) -> None:
+    def __init__(self, replicas: list[Replica]) -> None:
         self._replicas = replicas
         self._drained: set[int] = set()
         self._leaving: set[int] = set()
         self.num_sent: Counter[int] = Counter()
         """Requests that each was ever sent."""
 
-    def __getitem__(self, number: int) -> SupervisedEngine:
+    def __getitem__(self, number: int) -> Replica:
         return self._replicas[number]
 
-    def __iter__(self) -> Iterator[SupervisedEngine]:
+    def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas)
 
-    def put(self, number: int, replica: SupervisedEngine) -> None:
+    def put(self, number: int, replica: Replica) -> None:
         """Let a replica take a number that is free, or the next one; it takes requests from now on."""
         if number < len(self._replicas):
             self._replicas[number] = replica
@@ -163,7 +163,7 @@ class Members:
         ]
 
 
-def _status(replica: SupervisedEngine) -> EngineStatus:
+def _status(replica: Replica) -> EngineStatus:
     """Return its status; of one that has left, in words that are about it and not about the server."""
     status = replica.status
     return replace(status, message="it has left") if status.state is EngineState.CLOSED else status

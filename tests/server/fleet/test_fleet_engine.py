@@ -133,22 +133,128 @@ def test_a_request_that_kills_its_replicas_does_not_kill_the_fleet() -> None:
     run(scenario())
 
 
-def test_a_broken_answer_is_reported_and_the_fleet_serves_on() -> None:
+async def replica_of_stream(fleet: FleetEngine) -> int:
+    """Return the number of the replica that has the one stream there is."""
+    (number,) = [replica.number for replica in fleet.replicas if replica.num_in_flight]
+    return number
+
+
+@pytest.mark.parametrize("how", ["kill", "drain", "restart"])
+def test_an_answer_goes_on_where_it_was_when_its_replica_is_gone(how: str) -> None:
+    async def scenario() -> None:
+        async with fleet_of(3) as (fleet, clients):
+            request = request_of("long", max_tokens=20_000)
+            found: list[int] = []
+            lost: list[int] = []
+            changes: list[asyncio.Task[None]] = []
+
+            async def lose(number: int) -> None:
+                lost.append(number)
+                if how == "kill":
+                    kill(clients[number])
+                elif how == "drain":
+                    fleet.drain(number, move=True)
+                else:
+                    changes.append(asyncio.create_task(fleet.restart(number, move=True)))
+
+            async for output in fleet.generate(request):
+                found += output.token_ids
+                num_sent = sum(replica.num_sent for replica in fleet.replicas)
+                if output.token_ids and output.finish_reason is None and num_sent == len(lost) + 1 < 3:
+                    await lose(await replica_of_stream(fleet))
+            assert tuple(found) == tokens_of(request)
+            assert len(set(lost)) == 2
+            await asyncio.gather(*changes)
+            assert [replica.num_in_flight for replica in fleet.replicas] == [0, 0, 0]
+
+    run(scenario())
+
+
+def test_replicas_that_leave_at_once_leave_their_requests_to_the_others() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3) as (fleet, _):
+            requests = [request_of(f"r{number}", prompt=number, max_tokens=20_000) for number in range(6)]
+            answers = [asyncio.create_task(tokens(fleet, request)) for request in requests]
+            while sum(replica.num_in_flight for replica in fleet.replicas) < 6:
+                await asyncio.sleep(0)
+            await fleet.scale(1, move=True)
+            assert [replica.status.state for replica in fleet.replicas][1:] == [EngineState.CLOSED] * 2
+            assert fleet.replicas[0].num_sent == 6
+            assert await asyncio.gather(*answers) == [tokens_of(request) for request in requests]
+
+    run(scenario())
+
+
+def test_a_stream_that_goes_on_is_seen_to_by_those_who_are_left() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as (fleet, clients):
-            stream = fleet.generate(request_of("long", fake_core.ENDLESS))
+            stream = fleet.generate(request_of("long", fake_core.ENDLESS, max_tokens=1 << 30))
             while not (await anext(stream)).token_ids:
                 pass
-            kill(clients[0])
-            with pytest.raises(errors.EngineDeadError, match="died while serving this request"):
-                async for _ in stream:
-                    pass
-            await wait_for_state(clients[0], EngineState.RESTARTING)
+            kill(clients[await replica_of_stream(fleet)])
+            await until_moved(fleet, stream, 2)
             assert fleet.healthy
-            assert fleet.status.message == "1 of 2 replicas are ready"
             for number in range(4):
                 request = request_of(f"r{number}", max_tokens=3)
                 assert await tokens(fleet, request) == tokens_of(request)
+            await stream.aclose()
+            assert [replica.num_in_flight for replica in fleet.replicas] == [0, 0]
+
+    run(scenario())
+
+
+async def until_moved(fleet: FleetEngine, stream: AsyncGenerator[EngineOutput, None], num_sent: int) -> None:
+    """Read a stream until so many requests were sent to replicas."""
+    while sum(replica.num_sent for replica in fleet.replicas) < num_sent:
+        await anext(stream)
+
+
+def test_moves_are_no_deaths() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, _):
+            stream = fleet.generate(request_of("long", fake_core.ENDLESS, max_tokens=1 << 30))
+            await anext(stream)
+            for moves in range(1, 7):
+                number = await replica_of_stream(fleet)
+                fleet.drain(number, move=True)
+                await until_moved(fleet, stream, 1 + moves)
+                fleet.undrain(number)
+            await stream.aclose()
+
+    run(scenario())
+
+
+def test_a_replica_that_hangs_is_left_by_force() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, clients):
+            request = request_of("long", max_tokens=50_000)
+            stream = fleet.generate(request)
+            found: list[int] = []
+            while not found:
+                found += (await anext(stream)).token_ids
+            number = await replica_of_stream(fleet)
+            stopped = pid_of(clients[number])
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                fleet.drain(number, move=True)
+                async for output in stream:
+                    found += output.token_ids
+                assert tuple(found) == tokens_of(request)
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+
+    run(scenario())
+
+
+def test_a_stream_ends_with_the_fleet_that_is_closed() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, _):
+            stream = fleet.generate(request_of("long", fake_core.ENDLESS, max_tokens=1 << 30))
+            await anext(stream)
+            await fleet.close()
+            with pytest.raises(errors.EngineClosedError):
+                async for _ in stream:
+                    pass
 
     run(scenario())
 

@@ -120,7 +120,7 @@ def fleet_command(url: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_drained_replica_is_sent_nothing_until_it_is_undrained(fleet: str) -> None:
-    shown = fleet_command(fleet, "drain", "1")
+    shown = fleet_command(fleet, "drain", "1", "--move")
     assert shown.returncode == 0, shown.stderr
     assert "drained" in shown.stdout
     before = replicas(fleet)
@@ -129,6 +129,7 @@ def test_a_drained_replica_is_sent_nothing_until_it_is_undrained(fleet: str) -> 
     after = replicas(fleet)
     assert after[1]["sent"] == before[1]["sent"]
     assert after[0]["sent"] == before[0]["sent"] + 6
+    assert "leave one of them out" in fleet_command(fleet, "drain", "1", "--undo", "--move").stderr
     refused = fleet_command(fleet, "drain", "0")
     assert refused.returncode == 1
     assert "the last one that takes requests" in refused.stderr
@@ -163,7 +164,7 @@ def test_replicas_are_added_and_replaced_by_commands(fleet: str) -> None:
         "ready"
     ] * 3
     before = replicas(fleet)[1]["pid"]
-    restarted = fleet_command(fleet, "restart", "1")
+    restarted = fleet_command(fleet, "restart", "1", "--move")
     assert restarted.returncode == 0, restarted.stderr
     assert replicas(fleet)[1]["pid"] != before
     answer(fleet, "one", temperature=0)

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from serving_fakes import hf_tokenizer
 
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.continuation import continued
 from loraplex.core.errors import (
     AdapterError,
     ContextLengthError,
@@ -34,6 +36,7 @@ from loraplex.model.config import load_config
 from loraplex.server.fleet.backend_adapters import adapter_name
 from loraplex.server.fleet.backend_http import BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
+from loraplex.server.replica import Continuation
 
 TINY = ExpectedBase.of("tiny")
 PROMPT = [11, 42, 7, 99, 150]
@@ -108,6 +111,60 @@ def test_answers_are_those_of_an_engine_in_this_process(
                 assert found.stop_token_id == expected.stop_token_id
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 1},
+        {"temperature": 1.0, "seed": 7, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logprobs": 2},
+        {"stop_token_ids": tuple(range(100, 200)), "min_tokens": 9},
+    ],
+    ids=["greedy", "seed and penalties", "min_tokens"],
+)
+def test_an_answer_that_began_elsewhere_goes_on_as_it_would_have(
+    url: str, local: LocalAsyncEngine, params: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with started(url, TINY) as replica:
+            request = request_for(PROMPT, eos=(EOS,), **{"max_tokens": 12, **params})
+            whole = await answer(local, request)
+            assert replica.continuation(request) is Continuation.SAME
+            for cut in (1, 5, len(whole.token_ids) - 1):
+                rest = continued(request, whole.token_ids[:cut])
+                found = await answer(replica, replace(rest, request_id=f"{request.request_id}-{cut}"))
+                assert found.token_ids == whole.token_ids[cut:]
+                assert (found.finish_reason, found.stop_token_id) == (
+                    whole.finish_reason,
+                    whole.stop_token_id,
+                )
+                values = [entry.logprob for entry in found.logprobs]
+                assert values == pytest.approx([entry.logprob for entry in whole.logprobs[cut:]], abs=1e-4)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "text"}, "needs a prompt of token ids"),
+        ({"prompt": [[5, 6]]}, "needs a prompt of token ids"),
+        ({"n": 2}, "goes without n"),
+        ({"stop": "x"}, "goes without stop"),
+        ({"echo": True}, "goes without echo"),
+        ({"max_tokens": 2}, "has 2 tokens; max_tokens, which counts them as well, is 2"),
+        ({"output_token_ids": [5, 4000]}, "token id 4000 is outside the vocabulary"),
+    ],
+    ids=str,
+)
+def test_an_answer_that_cannot_be_gone_on_with_is_refused(
+    url: str, fields: dict[str, Any], message: str
+) -> None:
+    body = {"model": "tiny", "prompt": [5, 6], "output_token_ids": [7, 8], "max_tokens": 9, **fields}
+    refused = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert refused.status_code == 400, refused.text
+    assert message in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "output_token_ids"
 
 
 def test_a_cancelled_request_is_freed_there(url: str, specs: list[AdapterSpec]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from replicas import TINY, answer, replica_of, request_for, run, started, until
+from replicas import answer, replica_of, request_for, run, started, until
 from server_fixtures import SHAPE, write_adapter
 from vllm_dialect import EOS, Behaviour, VllmDialect, tokens_of
 
@@ -31,7 +32,7 @@ from loraplex.server.errors import describe
 from loraplex.server.fleet.backend_adapters import adapter_name
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
-from loraplex.server.fleet.completion_body import Continuation
+from loraplex.server.replica import Continuation
 
 BASE = "acme/tiny"
 
@@ -506,11 +507,33 @@ def test_a_removal_waits_for_requests_in_flight_and_is_overtaken_by_an_addition(
 
 
 def test_what_comes_of_a_request_that_began_elsewhere() -> None:
-    replica = replica_of("http://host:1", TINY)
-    kinds = {
-        Continuation.SAME: {"temperature": 0.0, "repetition_penalty": 1.5},
-        Continuation.RESAMPLED: {"temperature": 0.5, "seed": 3},
-        Continuation.IMPOSSIBLE: {"temperature": 0.0, "presence_penalty": 0.5},
-    }
-    for expected, params in kinds.items():
-        assert replica.continuation(request_for([5], **params)) is expected
+    kinds: list[tuple[Continuation, dict[str, Any]]] = [
+        (Continuation.SAME, {"repetition_penalty": 1.5, "logprobs": 2}),
+        (Continuation.SAME, {"temperature": 0.5}),  # nothing was promised but a sample
+        (Continuation.RESAMPLED, {"temperature": 0.5, "seed": 3}),
+        (Continuation.IMPOSSIBLE, {"presence_penalty": 0.5}),
+        (Continuation.IMPOSSIBLE, {"frequency_penalty": -0.5, "temperature": 0.5}),
+        (Continuation.IMPOSSIBLE, {"prompt_logprobs": 1}),
+    ]
+
+    async def scenario() -> None:
+        async with VllmDialect() as server, started(server.url) as replica:
+            for expected, params in kinds:
+                assert replica.continuation(request_for([5], **params)) is expected
+
+    run(scenario())
+
+
+def test_an_answer_that_began_elsewhere_is_a_part_of_the_prompt_and_of_no_length() -> None:
+    async def scenario() -> None:
+        async with VllmDialect() as server, started(server.url) as replica:
+            for params in ({"min_tokens": 5}, {"min_tokens": 2}, {"max_tokens": None}):
+                request = replace(request_for([5, 6], **params), output_token_ids=(7, 8, 9))
+                await answer(replica, request)
+            _, *bodies = server.bodies("completions")
+            assert [body["prompt"] for body in bodies] == [[5, 6, 7, 8, 9]] * 3
+            assert [body["min_tokens"] for body in bodies] == [2, 0, 0]
+            assert [body["max_tokens"] for body in bodies] == [5, 5, 256 - 5]
+            assert not any("output_token_ids" in body for body in bodies)
+
+    run(scenario())

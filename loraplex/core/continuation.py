@@ -1,0 +1,101 @@
+"""The answer to a request so far, and the request that goes on from there.
+
+    attempt   request                               outputs            told
+    1         prompt                                a b c †            a b c
+    2         prompt, output a b c                  d e †              d e
+    3         prompt, output a b c d e              f, finished        f, finished
+
+An engine that is given such a request makes the tokens that the first one would have made: penalties, lengths
+and seeds go by the whole answer. What was drawn without a seed goes on with new draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
+
+
+def continued(
+    request: EngineRequest, token_ids: tuple[int, ...], *, has_prompt_logprobs: bool = True
+) -> EngineRequest:
+    """Return the request for what follows these tokens of its answer.
+
+    `has_prompt_logprobs`: they have come, if they were asked for, and are not asked for again.
+    """
+    if not token_ids:
+        return request
+    params = request.params
+    if has_prompt_logprobs and params.prompt_logprobs is not None:
+        params = replace(params, prompt_logprobs=None)
+    return replace(request, params=params, output_token_ids=(*request.output_token_ids, *token_ids))
+
+
+class AnswerSoFar:
+    """What engines have told of one request, one after the other, as one answer."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self._request = request
+        self._token_ids: list[int] = []
+        self._num_attempts = 0
+        self._is_queued = False
+        self._has_prompt_logprobs = False
+        self._num_cached_tokens = 0
+        self._adapter_hit: bool | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    def attempt(self) -> EngineRequest:
+        """Return the request for the rest, which is given to an engine now.
+
+        Each has an id of its own: an engine that was given up may still send outputs of the one before.
+        """
+        number, self._num_attempts = self._num_attempts, self._num_attempts + 1
+        rest = continued(self._request, tuple(self._token_ids), has_prompt_logprobs=self._has_prompt_logprobs)
+        return rest if number == 0 else replace(rest, request_id=attempt_id(self.request_id, number))
+
+    def add(self, output: EngineOutput) -> EngineOutput | None:
+        """Take the next output of the latest attempt. Returns it as it is told; None if there is no news in
+        it: that the request is queued is told once."""
+        is_news = bool(output.token_ids) or output.finish_reason is not None or not self._is_queued
+        self._is_queued = True
+        if not is_news:
+            return None
+        if self._num_attempts > 1:
+            output = self._as_one(output)
+        self._token_ids += output.token_ids
+        if output.token_ids:
+            self._num_cached_tokens, self._adapter_hit = output.num_cached_tokens, output.adapter_hit
+        if output.prompt_logprobs is not None:
+            self._has_prompt_logprobs = True
+        return output
+
+    def missing_end(self) -> EngineOutput | None:
+        """Return the last output of an answer that has all its tokens: its engine died before it said so."""
+        max_tokens = self._request.params.max_tokens
+        if max_tokens is None or self.num_tokens + len(self._request.output_token_ids) < max_tokens:
+            return None
+        return self._as_one(EngineOutput(request_id=self.request_id, finish_reason=FinishReason.LENGTH))
+
+    def _as_one(self, output: EngineOutput) -> EngineOutput:
+        """Return an output of a later attempt as one of the first: a cache that knows the answer so far, and
+        an adapter that is there because of it, are not what the request found when it came."""
+        output = replace(output, request_id=self.request_id)
+        if not self._token_ids:
+            return output
+        return replace(output, num_cached_tokens=self._num_cached_tokens, adapter_hit=self._adapter_hit)
+
+
+def attempt_id(request_id: str, number: int) -> str:
+    """Return the id of a later attempt, which `request_id_of` takes back to that of the request."""
+    return f"{request_id}+{number}"
+
+
+def request_id_of(attempt_id: str) -> str:
+    return attempt_id.partition("+")[0]

@@ -1,0 +1,97 @@
+"""Requests of a fleet: each is sent to the replica that the router chooses, and goes on at another one if
+that one dies or hands it over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Set
+from contextlib import aclosing
+from typing import Final, cast
+
+from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
+from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
+from loraplex.server.continuing import Outputs, continuing
+from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.fleet.members import Members
+from loraplex.server.replica import Continuation
+
+logger = logging.getLogger(__name__)
+
+_MAX_DEATHS: Final = 3
+"""As many replicas may die with a request before it is given up: it may be what they die of."""
+
+
+class FleetRequests:
+    """Runs requests on the members of a fleet. `routing`: None until the fleet has started. `is_closing`: a
+    replica that is closed is closed with the fleet."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self.routing: LiveRouting | None = None
+        self.is_closing = False
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """See AsyncEngine. EngineDeadError only if too many replicas died with the request, if none is left,
+        or if none that is left could go on as the one that died."""
+        failed: set[int] = set()  # replicas that the request was lost on
+
+        async def give(attempt: EngineRequest) -> Outputs:
+            routing, number = self._choose(attempt, failed)
+            failed.add(number)
+            return self._outputs(routing, number, attempt)
+
+        return continuing(request, give, max_deaths=_MAX_DEATHS, engines="replicas")
+
+    async def _outputs(self, routing: LiveRouting, number: int, request: EngineRequest) -> Outputs:
+        """The outputs of a replica, reported to the routing from the first token to the end."""
+        request_id = request.request_id
+        num_tokens, num_earlier = 0, len(request.output_token_ids)
+        served: int | None = None
+        try:
+            source = cast("Outputs", self._members[number].generate(request))
+            async with aclosing(source) as outputs:
+                async for output in outputs:
+                    if output.token_ids and not num_tokens:
+                        routing.first_token(request_id)
+                    num_tokens += len(output.token_ids)
+                    if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                        served = max(num_earlier + num_tokens, 1)
+                    yield output
+        except EngineClosedError as error:
+            if self.is_closing:
+                raise
+            raise RequestMovedError(f"replica {number} is shutting down ({error})") from error
+        finally:
+            routing.ended(request_id, served)
+
+    def _choose(self, request: EngineRequest, failed: Set[int]) -> tuple[LiveRouting, int]:
+        """Return the number of a replica, which has the request as its load from now on in this routing.
+        Those that it was lost on are chosen only if there is no other."""
+        routing = self.routing
+        if routing is None:
+            raise EngineDeadError("the fleet is starting; send the request again")
+        accepts = self._members.accepting()
+        if request.output_token_ids:
+            accepts = self._able_to_continue(request, accepts)
+        others = [each and number not in failed for number, each in enumerate(accepts)]
+        for number, accepts_now in enumerate(others if any(others) else accepts):
+            routing.accept(number, accepts=accepts_now)
+        number = routing.route(request.request_id, request.adapter, request.num_tokens)
+        self._members.num_sent[number] += 1
+        return routing, number
+
+    def _able_to_continue(self, request: EngineRequest, accepts: list[bool]) -> list[bool]:
+        """Return which of the replicas that take requests go on with this one, as nearly as any of them does.
+
+        Raises EngineDeadError if none can.
+        """
+        found = {n: self._members[n].continuation(request) for n, each in enumerate(accepts) if each}
+        for wanted in (Continuation.SAME, Continuation.RESAMPLED):
+            if wanted in found.values():
+                if wanted is Continuation.RESAMPLED:
+                    logger.warning("request %s goes on with new draws, not by its seed", request.request_id)
+                return [found.get(number) is wanted for number in range(len(accepts))]
+        raise EngineDeadError(
+            "the replica of this request is gone, and no other one can go on where it was: a presence or "
+            "frequency penalty would not count the answer so far there; send the request again"
+        )

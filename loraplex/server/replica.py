@@ -1,0 +1,35 @@
+"""A replica of a fleet: an engine whose requests another one can go on with."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+from loraplex.core.request import EngineRequest
+from loraplex.server.supervised_engine import SupervisedEngine
+
+
+class Continuation(StrEnum):
+    """What comes of a request on a replica that is given tokens of its answer made elsewhere.
+
+    SAME: what the first replica would have made. RESAMPLED: as good an answer, but not the one of its seed,
+    as the replica draws as for a first token. IMPOSSIBLE: the tokens made so far are a part of the prompt
+    there, and a penalty would not count them.
+    """
+
+    SAME = "same"
+    RESAMPLED = "resampled"
+    IMPOSSIBLE = "impossible"
+
+
+class Replica(SupervisedEngine, Protocol):
+    """A SupervisedEngine with others beside it."""
+
+    def continuation(self, request: EngineRequest) -> Continuation:
+        """Tell what comes of a request that has tokens of its answer."""
+        ...
+
+    def hand_over(self) -> None:
+        """Give up the requests in flight: what has come of them is delivered, then they raise
+        RequestMovedError."""
+        ...

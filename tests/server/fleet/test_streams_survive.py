@@ -1,0 +1,179 @@
+"""`kill -9` under streams: real fleets, of engine processes and of servers, and the real openai client, which
+sees the answer that it would have had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tiny
+from server_process import serving
+from serving_fakes import hf_tokenizer
+
+PATIENCE_S = 120.0
+MAX_TOKENS = 500
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "logprobs": 2},
+    "seeded": {"temperature": 1.0, "seed": 7, "n": 2},
+    "penalties": {
+        "temperature": 1.0,
+        "seed": 3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logprobs": 0,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("survive")
+    base = tiny.save_model(root, vocab_size=400, max_position_embeddings=1024)
+    hf_tokenizer().save_pretrained(root)
+    tiny.save_adapter(root / "adapters" / "one", base, rank=4)
+    return root
+
+
+@pytest.fixture(scope="module")
+def fleet(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    state = tmp_path_factory.mktemp("state")
+    options = ("--adapters", str(folder / "adapters"), "--state-dir", str(state), "--replicas", "2")
+    with serving(folder, *options, command="fleet serve") as (_, url, _):
+        yield url
+
+
+@dataclass
+class Seen:
+    """All that a client sees of one choice."""
+
+    text: str = ""
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def stream(
+    url: str, on_chunk: Callable[[int], None] = lambda number: None, **options: Any
+) -> tuple[list[Seen], int]:
+    """Return what a client sees of each choice, and how many tokens it is told to have got."""
+    seen = [Seen() for _ in range(options.get("n", 1))]
+    num_tokens = 0
+    fields = {"model": "one", "prompt": "the dog", "max_tokens": MAX_TOKENS, **options}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        chunks = client.completions.create(
+            stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}, **fields
+        )
+        for number, chunk in enumerate(chunks):
+            for choice in chunk.choices:
+                one = seen[choice.index]
+                one.text += choice.text
+                one.finish_reason = choice.finish_reason or one.finish_reason
+                if choice.logprobs is not None:
+                    one.tokens += choice.logprobs.tokens or []
+                    one.logprobs += choice.logprobs.token_logprobs or []
+            if chunk.usage is not None:
+                num_tokens = chunk.usage.completion_tokens
+            on_chunk(number)
+    return seen, num_tokens
+
+
+def replicas(url: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = httpx.get(f"{url}/v1/fleet").json()["data"]
+    return rows
+
+
+def num_sent(url: str) -> int:
+    return sum(row["sent"] for row in replicas(url))
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.02)
+
+
+def check_disturbed(url: str, disturb: Callable[[int], None], **options: Any) -> None:
+    """Have a stream answered twice: with `disturb`, which is given a replica that has it, and without."""
+    expected, num_expected = stream(url, **options)
+    before = num_sent(url)
+
+    def on_chunk(number: int) -> None:
+        if number == 1:
+            busy = [row["replica"] for row in replicas(url) if row["in_flight"]]
+            disturb(busy[0])
+
+    found, num_found = stream(url, on_chunk, **options)
+    assert num_sent(url) > before + options.get("n", 1), "nothing was sent to another replica"
+    assert num_found == num_expected
+    for one, other in zip(found, expected, strict=True):
+        assert (one.text, one.tokens, one.finish_reason) == (other.text, other.tokens, other.finish_reason)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stream_outlives_its_engine_process(fleet: str, way: str) -> None:
+    check_disturbed(
+        fleet, lambda number: os.kill(replicas(fleet)[number]["pid"], signal.SIGKILL), **WAYS[way]
+    )
+    wait_until(
+        lambda: all(row["state"] == "ready" for row in replicas(fleet)), "the replica did not come back"
+    )
+
+
+def test_a_stop_string_is_found_after_the_move(fleet: str) -> None:
+    (whole,), _ = stream(fleet, temperature=0)
+    stop = next(
+        part
+        for start in range(len(whole.text) - 40, len(whole.text) - 3)
+        if whole.text.find(part := whole.text[start : start + 3]) > len(whole.text) // 2
+    )
+    check_disturbed(
+        fleet,
+        lambda number: os.kill(replicas(fleet)[number]["pid"], signal.SIGKILL),
+        temperature=0,
+        stop=stop,
+    )
+    wait_until(
+        lambda: all(row["state"] == "ready" for row in replicas(fleet)), "the replica did not come back"
+    )
+
+
+def test_a_replica_is_drained_of_its_streams(fleet: str) -> None:
+    drained: list[int] = []
+
+    def drain(number: int) -> None:
+        answer = httpx.post(f"{fleet}/v1/fleet/drain", json={"replica": number, "move": True})
+        assert answer.status_code == 200, answer.text
+        drained.append(number)
+
+    check_disturbed(fleet, drain, **WAYS["penalties"])
+    (number,) = drained
+    assert replicas(fleet)[number]["in_flight"] == 0
+    assert httpx.post(f"{fleet}/v1/fleet/undrain", json={"replica": number}).status_code == 200
+
+
+def test_a_stream_outlives_the_server_behind_the_front(folder: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        servers = []
+        for number in range(2):
+            options = (
+                "--allow-adapter-dir",
+                str(folder / "adapters"),
+                "--state-dir",
+                str(tmp_path / str(number)),
+            )
+            servers.append(stack.enter_context(serving(folder, *options)))
+        backends = [option for _, url, _ in servers for option in ("--backend", url)]
+        adapters = ("--adapters", str(folder / "adapters"), "--state-dir", str(tmp_path / "front"))
+        _, front, _ = stack.enter_context(serving(folder, *adapters, *backends, command="fleet serve"))
+        check_disturbed(front, lambda number: servers[number][0].kill(), **WAYS["penalties"])
