@@ -9,11 +9,13 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from loraplex.server.requests import (
+    AdapterNameRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
     ReplicaRequest,
+    RollBackAdapterRequest,
     ScaleRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
@@ -50,9 +52,9 @@ _ERROR_TEXT: Final = {
 BODY_ERRORS: Final = (400, 408, 413, 415, 503)
 
 _STRUCTS: Final = (
-    ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, TokenizeRequest,
-    DetokenizeRequest, ChatCompletion, Completion, Model, ModelList, AdapterList, Tokens, Text, Version,
-    Health, ReplicaRequest, ScaleRequest, ReplicaList, ErrorBody,
+    ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, AdapterNameRequest,
+    RollBackAdapterRequest, TokenizeRequest, DetokenizeRequest, ChatCompletion, Completion, Model, ModelList,
+    AdapterList, Tokens, Text, Version, Health, ReplicaRequest, ScaleRequest, ReplicaList, ErrorBody,
 )  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def test_routes_that_are_asked_all_the_time_are_logged_when_debugging(api: Api, 
 def test_a_bug_has_a_line_and_its_answer_an_id(
     api: Api, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: Any) -> None:
+    def broken(*args: Any, **options: Any) -> None:
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr(api.served.deps.adapters, "lease", broken)
@@ -382,9 +382,11 @@ def test_changes_of_adapters_are_audited(make_api: Callable[..., Api], tmp_path:
     again = load("sql", two)
     assert (again["message"], again["old_version"]) == ("adapter reload refused", first)
     assert "load_inplace" in again["reason"]
-    reloaded = load("sql", two, load_inplace=True)
-    assert (reloaded["message"], reloaded["old_version"]) == ("adapter reload", first)
-    assert reloaded["new_version"] != first
+    staged = load("sql", two, load_inplace=True)
+    reloaded = audit.take()
+    assert (staged["message"], reloaded["message"]) == ("adapter stage", "adapter reload")
+    assert staged["old_version"] == reloaded["old_version"] == first
+    assert staged["new_version"] == reloaded["new_version"] != first
     closed = load("other", str(tmp_path))
     assert (closed["message"], closed["result"]) == ("adapter load refused", "refused")
     assert closed["reason"].startswith("PathNotAllowedError")
