@@ -338,8 +338,10 @@ class FleetEngine:
         )
         errors = [result for result in results if isinstance(result, BaseException)]
         for error in errors:
-            if not isinstance(error, EngineDeadError) or len(errors) == len(serving):
+            if not isinstance(error, EngineDeadError):
                 raise error
+        if len(errors) == len(serving):
+            raise errors[0]
 
     async def remove_adapter(self, version: str) -> None:
         self._specs.pop(version, None)
