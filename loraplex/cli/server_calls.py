@@ -91,25 +91,23 @@ def _explain_status(status: int, url: str, body: bytes, kind: str) -> str:
             return f"{url} wants an API key (status {status}); give it with --api-key"
         case 403:
             return f"{url} refuses this client (status {status}): {_error_message(body)}"
-        case 404 if _error_code(body) == "adapter_not_found":
+        case 404 if _error_field(body, "code") == "adapter_not_found":
             return _error_message(body)
         case 404:
             return f"{url} does not exist there; is it a loraplex server with {kind}?"
-        case 409 | 503 | 507:
-            return f"{url} cannot do it now (status {status}): {_error_message(body)}"
+        case _ if _error_field(body, "message") is not None:
+            return f"{url} answered with status {status}: {_error_message(body)}"
         case _:
             return f"{url} answered with status {status}; see the server's log"
 
 
-def _error_code(body: bytes) -> object:
+def _error_message(body: bytes) -> str:
+    return str(_error_field(body, "message") or "it does not say why")
+
+
+def _error_field(body: bytes, name: str) -> object:
+    """A field of an error in OpenAI's shape; None if it is something else."""
     try:
-        return json.loads(body)["error"]["code"]
+        return json.loads(body)["error"][name]
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _error_message(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return "it does not say why"

@@ -26,7 +26,7 @@ from test_live_server import client_of, connect, request_bytes
 
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.core.clock import ManualClock
-from loraplex.core.errors import EngineClosedError, EngineDeadError
+from loraplex.core.errors import AdapterError, EngineClosedError, EngineDeadError
 from loraplex.core.logs import TextFormatter
 from loraplex.server.body import BodyLimits
 
@@ -353,6 +353,47 @@ def test_names_cannot_forge_lines(api: Api, lines: Lines) -> None:
     assert "\x1b" not in lines.text
     api.post("/v1/chat/completions", CHAT | {"model": "x" * 5000})
     assert len(lines.text) < 1500
+
+
+def test_the_changes_of_a_trial_are_audited(
+    make_api: Callable[..., Api], tmp_path: Path, audit: Lines
+) -> None:
+    api = make_api(allowed=[tmp_path])
+    for seed in (1, 2):
+        write_adapter(tmp_path / str(seed), seed=seed)
+    load: dict[str, Any] = {"lora_name": "sql", "lora_path": "1"}
+    api.post("/v1/load_lora_adapter", load)
+    first = audit.take()["new_version"]
+
+    def changes(verb: str, body: dict[str, Any]) -> list[tuple[str, str | None, str | None]]:
+        """Message, old and new version of the lines about a change."""
+        api.post(f"/v1/{verb}_lora_adapter", body)
+        lines = [audit.take()]
+        if lines[0]["message"] == "adapter stage":
+            lines.append(audit.take())
+        return [(line["message"], line.get("old_version"), line.get("new_version")) for line in lines]
+
+    trial, name = {**load, "lora_path": "2", "canary_share": 0.5}, {"lora_name": "sql"}
+    staged, begun = changes("load", trial)
+    second = str(begun[2])
+    assert second != first
+    assert staged == ("adapter stage", first, second)
+    assert begun == ("adapter canary", first, second)
+    assert changes("abort", name) == [("adapter abort", second, first)]
+    assert changes("promote", name) == [("adapter promote refused", first, None)]
+    changes("load", trial)
+    assert changes("promote", name) == [
+        ("adapter stage", first, second),
+        ("adapter promote", first, second),
+    ]
+    api.served.engine.stage_failure = AdapterError("its weights file ends too early")
+    assert changes("rollback", name) == [("adapter rollback refused", second, None)]
+    api.served.engine.stage_failure = None
+    assert changes("rollback", name) == [
+        ("adapter stage", second, first),
+        ("adapter rollback", second, first),
+    ]
+    audit.assert_none()
 
 
 def test_changes_of_adapters_are_audited(make_api: Callable[..., Api], tmp_path: Path, audit: Lines) -> None:
