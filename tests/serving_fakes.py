@@ -97,6 +97,8 @@ class FakeEngine:
         self.script = script
         self.requests: list[EngineRequest] = []
         self.adapters: dict[str, AdapterSpec] = {}
+        self.staged: list[str] = []
+        self.stage_failure: Exception | None = None
         self.removed: list[str] = []
         self.cancelled: list[str] = []
         self.dead = False
@@ -131,6 +133,12 @@ class FakeEngine:
         if self.add_gate is not None:
             await self.add_gate.wait()
         self.adapters.setdefault(spec.version, spec)
+
+    async def stage_adapter(self, version: str) -> None:
+        self._check_alive()
+        self.staged.append(version)
+        if self.stage_failure is not None:
+            raise self.stage_failure
 
     async def remove_adapter(self, version: str) -> None:
         self._check_alive()

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from loraplex.adapters.names import validate_adapter_name
 from loraplex.adapters.registry_database import START_AFRESH, connect, file_identity, translated_errors
+from loraplex.adapters.rollout import NO_OTHERS, Rollout, canary_to_json, previous_to_json, rollout_from_json
 from loraplex.adapters.server_mark import ServerMark, pid_of
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.adapters.spec_json import spec_from_json, spec_to_json
@@ -31,7 +32,8 @@ T = TypeVar("T")
 DATABASE_FILE: Final = "registry.sqlite3"
 _NUM_ATTEMPTS: Final = 3
 _COLUMNS: Final = (
-    "base_model", "name", "version", "path", "spec", "loaded_at", "origin", "source", "writer"
+    "base_model", "name", "version", "path", "spec", "loaded_at", "origin", "source", "writer", "canary",
+    "previous",
 )  # fmt: skip
 _SELECT: Final = f"SELECT {', '.join(_COLUMNS)} FROM adapters"
 _PUT: Final = (
@@ -51,6 +53,8 @@ class _Row(NamedTuple):
     origin: str
     source: str | None
     writer: str
+    canary: str | None
+    previous: str
 
 
 class Origin(StrEnum):
@@ -62,7 +66,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegistryEntry:
-    """A name and the version it stands for. `loaded_at_s` is in seconds since 1970.
+    """A name and the version it stands for, with its other ones. `loaded_at_s` is in seconds since 1970.
 
     `source` is the repository and commit that the files were fetched from; None if they are the user's own.
     """
@@ -72,6 +76,7 @@ class RegistryEntry:
     loaded_at_s: float
     origin: Origin
     source: HubRepo | None = None
+    rollout: Rollout = NO_OTHERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,10 +133,17 @@ class AdapterRegistry:
         return self._mark.others()
 
     def put(
-        self, name: str, spec: AdapterSpec, *, origin: Origin = Origin.API, source: HubRepo | None = None
+        self,
+        name: str,
+        spec: AdapterSpec,
+        *,
+        origin: Origin = Origin.API,
+        source: HubRepo | None = None,
+        rollout: Rollout = NO_OTHERS,
     ) -> None:
-        """Make the name stand for this version, whatever it stood for before."""
-        if blocked := self.put_many([(name, spec)], origin=origin, sources={name: source}):
+        """Make the name stand for this version and have these others, whatever it had before."""
+        rollouts = {name: rollout}
+        if blocked := self.put_many([(name, spec)], origin=origin, sources={name: source}, rollouts=rollouts):
             raise StorageError(self.explain_blocked(name, blocked[name]))
 
     def put_many(
@@ -140,13 +152,15 @@ class AdapterRegistry:
         *,
         origin: Origin = Origin.API,
         sources: Mapping[str, HubRepo | None] | None = None,
+        rollouts: Mapping[str, Rollout] | None = None,
     ) -> dict[str, int]:
-        """`put` for many names in one transaction. A name without source is a user's folder.
+        """`put` for many names in one transaction. A name without source is a user's folder; one without
+        rollout has no other versions.
 
         Names that another running server holds as another version are left as they are; the result has
         them, with that server's process id.
         """
-        now_s = self._wall_clock_s()
+        now_s, others = self._wall_clock_s(), rollouts or {}
         rows = {
             name: _Row(
                 self._base_model,
@@ -158,6 +172,8 @@ class AdapterRegistry:
                 origin.value,
                 _source_text((sources or {}).get(name)),
                 self._mark.writer,
+                canary_to_json(others.get(name, NO_OTHERS).canary),
+                previous_to_json(others.get(name, NO_OTHERS).previous),
             )
             for name, spec in adapters
         }
@@ -190,6 +206,11 @@ class AdapterRegistry:
     def holds(self, name: str) -> bool:
         """Return whether this server holds the name itself, not only another one on the state folder."""
         return name in self._own
+
+    def origin_of(self, name: str, version: str) -> Origin:
+        """Return who gave the name this version: a call of the API, unless the registry knows better."""
+        row = self._own.get(name)
+        return Origin.API if row is None or row.version != version else Origin(row.origin)
 
     def remove(self, name: str) -> Removal:
         """Give up a name. It stays registered while another running server holds it."""
@@ -357,6 +378,7 @@ def _entry_of(path: Path, row: _Row) -> RegistryEntry:
             loaded_at_s=row.loaded_at_s,
             origin=Origin(row.origin),
             source=None if row.source is None else _parse_source(row.source),
+            rollout=rollout_from_json(row.canary, row.previous),
         )
     except (ValueError, KeyError, TypeError, IndexError) as exc:
         raise StorageError(f"{path}: the entry of adapter {row.name!r} is damaged; {START_AFRESH}") from exc

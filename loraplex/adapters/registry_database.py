@@ -16,7 +16,7 @@ from typing import Final
 
 from loraplex.core.errors import DiskFullError, StorageError
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 
 START_AFRESH: Final = (
     "stop the servers that use it, move it away together with its -wal and -shm files, "
@@ -38,6 +38,8 @@ CREATE TABLE adapters (
     origin     TEXT NOT NULL,
     source     TEXT,
     writer     TEXT NOT NULL,
+    canary     TEXT,
+    previous   TEXT NOT NULL DEFAULT '[]',
     PRIMARY KEY (base_model, name, writer)
 )
 """
@@ -52,10 +54,15 @@ _WIDEN_KEY: Final = (
     "ALTER TABLE adapters RENAME TO narrow",
     _CREATE,
     """
-    INSERT INTO adapters SELECT base_model, name, version, path, spec, loaded_at, origin, source, writer
-    FROM narrow
+    INSERT INTO adapters (base_model, name, version, path, spec, loaded_at, origin, source, writer)
+    SELECT base_model, name, version, path, spec, loaded_at, origin, source, writer FROM narrow
     """,
     "DROP TABLE narrow",
+)
+# Up to schema 5 a name had the version it stands for, and no other.
+_ADD_ROLLOUT: Final = (
+    "ALTER TABLE adapters ADD COLUMN canary TEXT",
+    "ALTER TABLE adapters ADD COLUMN previous TEXT NOT NULL DEFAULT '[]'",
 )
 
 
@@ -121,6 +128,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(_ADD_WRITER)
     if version in (1, 2, 3, 4):
         for statement in _WIDEN_KEY:
+            connection.execute(statement)
+    if version == 5:
+        for statement in _ADD_ROLLOUT:
             connection.execute(statement)
     if version < SCHEMA_VERSION:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

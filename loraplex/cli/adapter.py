@@ -1,4 +1,4 @@
-"""`loraplex adapter`: judge a checkpoint before serving it, and list the adapters of a server.
+"""`loraplex adapter`: judge a checkpoint before serving it, and list and change the adapters of a server.
 
 Imports wait until a command runs, so that `--help` answers at once.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
+from loraplex.cli import adapter_versions
 from loraplex.cli.flags import App
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, rows_of
 from loraplex.cli.sizes import format_size
@@ -27,7 +28,12 @@ if TYPE_CHECKING:
     from loraplex.adapters.peft_reader import AdapterReport
     from loraplex.core.shape import ModelShape
 
-app = App(help="Check LoRA adapters, and list those of a server.", no_args_is_help=True)
+app = App(help="Check LoRA adapters, and list and change those of a server.", no_args_is_help=True)
+for _command in (
+    *(adapter_versions.load, adapter_versions.unload, adapter_versions.versions),
+    *(adapter_versions.promote, adapter_versions.abort, adapter_versions.rollback),
+):
+    app.command()(_command)
 
 EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2

@@ -15,6 +15,8 @@ from loraplex.core.words import no_server
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _TIMEOUT_S: Final = 10.0
+_CHANGE_S: Final = 3600.0
+"""An adapter may have to be fetched first, and wait for its turn on a busy server."""
 
 BaseUrl = Annotated[str, typer.Option(help="The server.")]
 ApiKey = Annotated[
@@ -40,6 +42,27 @@ def rows_of(
 
     Raises UserError if there is no such server, or it refuses.
     """
+    url, answered = _call(base_url, path, api_key, kind=kind, body=body, timeout_s=timeout_s)
+    try:
+        answer = json.loads(answered)
+    except ValueError:
+        raise UserError(f"{url} did not answer with JSON; is it a loraplex server?") from None
+    rows = answer.get("data") if isinstance(answer, dict) else answer
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{url} answered with something else than a list of {kind}")
+    return rows
+
+
+def text_of(base_url: str, path: str, api_key: str | None, *, kind: str, body: object) -> str:
+    """Return the words that a change is answered with when it is done. Raises as `rows_of` does."""
+    _, answered = _call(base_url, path, api_key, kind=kind, body=body, timeout_s=_CHANGE_S)
+    return answered.decode("utf-8", "replace")
+
+
+def _call(
+    base_url: str, path: str, api_key: str | None, *, kind: str, body: object, timeout_s: float
+) -> tuple[str, bytes]:
+    """The URL that was called, and its answer."""
     url = f"{base_url.rstrip('/').removesuffix('/v1')}{path}"
     if not url.startswith(("http://", "https://")):
         raise typer.BadParameter("must start with http:// or https://", param_hint="--base-url")
@@ -51,18 +74,13 @@ def rows_of(
     )
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            answer = json.loads(response.read())
+            answered: bytes = response.read()
     except urllib.error.HTTPError as error:
         with error:
             raise UserError(_explain_status(error.code, url, error.read(), kind)) from None
-    except ValueError:
-        raise UserError(f"{url} did not answer with JSON; is it a loraplex server?") from None
     except (OSError, http.client.HTTPException) as error:
         raise UserError(no_server(base_url, getattr(error, "reason", error))) from None
-    rows = answer.get("data") if isinstance(answer, dict) else answer
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{url} answered with something else than a list of {kind}")
-    return rows
+    return url, answered
 
 
 def _explain_status(status: int, url: str, body: bytes, kind: str) -> str:
@@ -73,14 +91,23 @@ def _explain_status(status: int, url: str, body: bytes, kind: str) -> str:
             return f"{url} wants an API key (status {status}); give it with --api-key"
         case 403:
             return f"{url} refuses this client (status {status}): {_error_message(body)}"
+        case 404 if _error_field(body, "code") == "adapter_not_found":
+            return _error_message(body)
         case 404:
             return f"{url} does not exist there; is it a loraplex server with {kind}?"
+        case _ if _error_field(body, "message") is not None:
+            return f"{url} answered with status {status}: {_error_message(body)}"
         case _:
             return f"{url} answered with status {status}; see the server's log"
 
 
 def _error_message(body: bytes) -> str:
+    return str(_error_field(body, "message") or "it does not say why")
+
+
+def _error_field(body: bytes, name: str) -> object:
+    """A field of an error in OpenAI's shape; None if it is something else."""
     try:
-        return str(json.loads(body)["error"]["message"])
+        return json.loads(body)["error"][name]
     except (ValueError, KeyError, TypeError):
-        return "it does not say why"
+        return None

@@ -16,6 +16,7 @@ from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.interface import EngineCore
 from loraplex.engine.output_stream import OutputStream
+from loraplex.engine.staging import answer_once
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ class LocalAsyncEngine:
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See AsyncEngine. Overtakes a removal of the same version that is still under way."""
         await self._call(lambda reply: self._add_adapter(spec, reply))
+
+    async def stage_adapter(self, version: str) -> None:
+        """See AsyncEngine."""
+        await answer_once(self, version)
 
     async def remove_adapter(self, version: str) -> None:
         """See AsyncEngine."""

@@ -87,6 +87,13 @@ class AsyncEngine(Protocol):
         """Make a version known. Weights are read when a request first needs them. Idempotent."""
         ...
 
+    async def stage_adapter(self, version: str) -> None:
+        """Have a known version read, verified and used once, wherever it would be served from.
+
+        Raises AdapterError if its weights cannot be served, LoraplexError if the engine cannot tell.
+        """
+        ...
+
     async def remove_adapter(self, version: str) -> None:
         """Forget a version: returns after its in-flight requests ended and its memory is free."""
         ...

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from loraplex.core.stats import EngineStats
-from loraplex.server.adapter_service import ServedAdapter
 from loraplex.server.metrics import ServerMetrics, Traffic
+from loraplex.server.served_adapter import ServedAdapter
 
 
 def render_adapters(adapters: Sequence[ServedAdapter], metrics: ServerMetrics, stats: EngineStats) -> bytes:
@@ -43,6 +43,27 @@ def render_adapters(adapters: Sequence[ServedAdapter], metrics: ServerMetrics, s
             ),
             by_name(
                 "loraplex:adapter_requests_total", "counter", "Requests accepted", lambda t: t.num_requests
+            ),
+            _family(
+                "loraplex:adapter_canary_requests_total",
+                "counter",
+                "Those of the requests accepted that a canary answers",
+                [
+                    f'loraplex:adapter_canary_requests_total{{adapter="{name}"}} '
+                    f"{traffic.num_canary_requests}\n"
+                    for name, traffic in used
+                    if traffic.num_canary_requests
+                ],
+            ),
+            _family(
+                "loraplex:adapter_canary_share",
+                "gauge",
+                "The share of the requests that the canary answers; not there for names without one",
+                [
+                    f'loraplex:adapter_canary_share{{adapter="{each.name}"}} {each.canary.share}\n'
+                    for each in adapters
+                    if each.canary is not None
+                ],
             ),
             by_name(
                 "loraplex:adapter_generation_tokens_total",
@@ -80,10 +101,11 @@ def render_adapters(adapters: Sequence[ServedAdapter], metrics: ServerMetrics, s
 def _resident_lines(adapters: Sequence[ServedAdapter], stats: EngineStats) -> list[str]:
     tiers = {seen.version: seen.tier for seen in stats.adapters if seen.tier != "disk"}
     return [
-        f'loraplex:adapter_resident{{adapter="{adapter.name}",tier="{tiers[adapter.version]}",'
-        f'version="{adapter.version}"}} 1\n'
+        f'loraplex:adapter_resident{{adapter="{adapter.name}",tier="{tiers[version]}",'
+        f'version="{version}"}} 1\n'
         for adapter in adapters
-        if adapter.version in tiers
+        for version in sorted(adapter.versions)
+        if version in tiers
     ]
 
 

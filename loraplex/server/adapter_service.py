@@ -1,9 +1,10 @@
 """Which adapter names are served, which version each stands for, and how that changes while requests run.
 
-    name ──▶ ServedAdapter (immutable version) ◀── Lease, held by each request from lookup to last byte
+    name ──▶ ServedAdapter ──▶ immutable version, by the share a second one ◀── Lease, held by each request
+                                                                                from lookup to last byte
 
-A change of a name is one assignment, after the registry has it on disk. The version that lost its last
-name is retired: once its last lease is gone the engine forgets it.
+A change of a name is one assignment, after the new version was staged and the registry has the change on
+disk. A version that lost its last name is retired: once its last lease is gone the engine forgets it.
 """
 
 from __future__ import annotations
@@ -11,55 +12,45 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Final
 from weakref import WeakValueDictionary
 
 from loraplex.adapters.allowed_paths import AllowedPaths
-from loraplex.adapters.base_name import base_names, other_base, other_base_warning
-from loraplex.adapters.hub import neither
+from loraplex.adapters.base_name import base_names, other_base_warning
 from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
-from loraplex.adapters.open_file import OpenFile, open_regular
-from loraplex.adapters.peft_reader import read_adapter
-from loraplex.adapters.registry import AdapterRegistry
+from loraplex.adapters.registry import AdapterRegistry, Origin
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
     AdapterConflictError,
     AdapterFormatError,
+    EngineDeadError,
     InvalidRequestError,
     LoraplexError,
-    PathNotAllowedError,
-    StorageError,
     UnknownModelError,
+    UserError,
 )
-from loraplex.core.hub import HubRepo, parse_hub_repo
 from loraplex.core.shape import ModelShape
 from loraplex.engine.interface import AsyncEngine
-from loraplex.server.errors import NotServedError
+from loraplex.server.adapter_files import AdapterFiles, ReadAdapter
+from loraplex.server.errors import BusyError, NotServedError
 from loraplex.server.hub_adapters import HubAdapters
-from loraplex.server.version_use import VersionUse
+from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.version_use import Lease, VersionUse
 
 logger = logging.getLogger(__name__)
 
 # Comparing a misspelt name with all of ten thousand would take the event loop tenths of a second.
 _MAX_NAMES_COMPARED: Final = 1000
+STAGE_TIMEOUT_S: Final = 300.0
+"""How long a new version may wait for its turn among the requests there are, on every replica."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedAdapter:
-    """A name and the version it stands for."""
-
-    name: str
-    spec: AdapterSpec
-
-    @property
-    def version(self) -> str:
-        return self.spec.version
+OnStaged = Callable[[str], None]
+"""Called with a version that is ready, before its name moves to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,23 +62,6 @@ class Unloaded:
 
     drained: bool
     held_by: int | None
-
-
-class Lease:
-    """A request's hold on the model it asked for. `name` and `version` are None for the base model."""
-
-    def __init__(self, *, name: str | None, version: str | None, use: VersionUse | None) -> None:
-        self.name = name
-        self.version = version
-        self._use = use
-        if use is not None:
-            use.acquire()
-
-    def release(self) -> None:
-        """Idempotent."""
-        if self._use is not None:
-            self._use.release()
-            self._use = None
 
 
 class AdapterService:
@@ -111,10 +85,12 @@ class AdapterService:
         """
         self.base_model = base_model
         self._alias = alias
-        self.known_as = base_names(base_model) if known_as is None else known_as
-        self.shape = shape
-        self.allowed = allowed
-        self.hub = hub or HubAdapters()
+        self.files = AdapterFiles(
+            shape=shape,
+            allowed=allowed,
+            hub=hub or HubAdapters(),
+            known_as=base_names(base_model) if known_as is None else known_as,
+        )
         self.registry = registry
         self._engine = engine
         self._served: dict[str, ServedAdapter] = {}
@@ -132,6 +108,11 @@ class AdapterService:
         adapter = self._served.get(name)
         return None if adapter is None else adapter.version
 
+    def canary_of(self, name: str) -> str | None:
+        """The version that is on trial under an adapter's name; None if there is none."""
+        adapter = self._served.get(name)
+        return None if adapter is None or adapter.canary is None else adapter.canary.version
+
     def find(self, model: str) -> ServedAdapter | None:
         """Return the adapter that `model` means, as its own name or `base:adapter`; None means the base."""
         if model in (self.base_model, self._alias):
@@ -144,42 +125,73 @@ class AdapterService:
             raise self._unknown(model)
         return adapter
 
-    def lease(self, model: str) -> Lease:
-        """Hold what a request calls `model`."""
+    def lease(self, model: str, *, key: str) -> Lease:
+        """Hold what a request calls `model`. Where a canary is on trial, `key` decides who answers."""
         adapter = self.find(model)
         if adapter is None:
             return Lease(name=None, version=None, use=None)
-        use = self._uses.setdefault(adapter.version, VersionUse())
-        return Lease(name=adapter.name, version=adapter.version, use=use)
+        version = adapter.version_for(key)
+        use = self._uses.setdefault(version, VersionUse())
+        return Lease(name=adapter.name, version=version, use=use, is_canary=version != adapter.version)
 
-    async def load(self, name: str, path: str, *, replace: bool) -> ServedAdapter:
+    async def load(
+        self,
+        name: str,
+        path: str,
+        *,
+        replace: bool,
+        canary_share: float | None = None,
+        on_staged: OnStaged = lambda version: None,
+    ) -> ServedAdapter:
         """Serve the adapter in a folder, or of a hub repository, under a name. It is in the registry when
         this returns, and nothing of it is anywhere before all its files are here and were read.
 
-        With `replace` a name that is served moves to the new version at once, while requests in flight
-        finish on the old one. On any error everything is as it was.
+        With `replace` a name that is served moves to the new version at once, after this was staged, while
+        requests in flight finish on the old one. With `canary_share` it keeps its version, and the new one
+        answers that share of its requests. On any error everything is as it was.
         """
         self.check_name(name)
         with self._change(name):
-            if name in self._served and not replace:
-                raise InvalidRequestError(
-                    f"the adapter {name!r} is already loaded; set load_inplace to replace it",
-                    param="lora_name",
-                )
-            folder, source = await self._bring(path)
-            # What the hub's client fetched lies in its cache, as symlinks to where it keeps the contents.
-            open_file = self.allowed.open if source is None else open_regular
-            spec, other = await asyncio.to_thread(self._read, folder, open_file)
-            async with self._lock(spec.version):
-                await self._engine.add_adapter(spec)
-                try:
-                    await asyncio.to_thread(self.registry.put, name, spec, source=source)
-                except StorageError:
-                    self._retire_if_unused(spec.version)
-                    raise
-                if other is not None:
-                    logger.warning("adapter %r: %s", name, other_base_warning(other, self.base_model))
-                return self._point(name, spec)
+            before = self._served.get(name)
+            self._check_load(name, before, replace=replace, canary_share=canary_share)
+            found = await self.files.read(path)
+            if before is None:
+                after = ServedAdapter(name=name, spec=found.spec, source=found.source)
+            elif canary_share is None:
+                after = before.moved_to(found)
+            else:
+                after = before.with_canary(found, canary_share)
+            # A trial leaves the name what it is, so it stays a folder's if it was one.
+            origin = Origin.API if canary_share is None else self._origin_of(after)
+            await self._move(before, after, found, on_staged, origin)
+            if found.other_base is not None:
+                logger.warning("adapter %r: %s", name, other_base_warning(found.other_base, self.base_model))
+            return after
+
+    async def promote(self, name: str, *, on_staged: OnStaged = lambda version: None) -> ServedAdapter:
+        """Let a name stand for its canary, which answers all requests from now on."""
+        with self._change(name):
+            before = self._find_served(name)
+            after = before.promoted()
+            assert before.canary is not None, "one without was refused"
+            return await self._move(before, after, before.canary.adapter, on_staged)
+
+    async def abort(self, name: str) -> ServedAdapter:
+        """End the trial of a name's canary; its requests in flight finish on it."""
+        with self._change(name):
+            after = self._find_served(name).aborted()
+            await self._register(after, self._origin_of(after))
+            return self._point(after)
+
+    async def roll_back(
+        self, name: str, version: str | None = None, *, on_staged: OnStaged = lambda version: None
+    ) -> ServedAdapter:
+        """Let a name stand for the version before the present one, or for the earlier one that is given by
+        the beginning of its hash. Its files are read again, and must be the same."""
+        with self._change(name):
+            before = self._find_served(name)
+            found = await self.files.read_again(before.find_previous(version))
+            return await self._move(before, before.rolled_back_to(found), found, on_staged)
 
     async def unload(
         self, name: str, *, drain_timeout_s: float, on_removed: Callable[[], None] = lambda: None
@@ -194,14 +206,16 @@ class AdapterService:
             if adapter is None and not removal.was_there:
                 raise self._not_loaded(name)
             on_removed()
-        drained = adapter is None or await self._drain(adapter.version, drain_timeout_s)
+        drained = adapter is None or await self._drain(adapter.versions, drain_timeout_s)
         return Unloaded(drained=drained, held_by=removal.held_by)
 
-    async def adopt(self, name: str, spec: AdapterSpec) -> ServedAdapter:
-        """Serve a version that needs no registering, at start-up. Raises what the engine raises."""
-        async with self._lock(spec.version):
-            await self._engine.add_adapter(spec)
-            return self._point(name, spec)
+    async def adopt(self, adapter: ServedAdapter) -> None:
+        """Serve what needs no registering, at start-up. Raises what the engine raises."""
+        specs = [adapter.spec] if adapter.canary is None else [adapter.spec, adapter.canary.adapter.spec]
+        for spec in specs:
+            async with self._lock(spec.version):
+                await self._engine.add_adapter(spec)
+        self._point(adapter)
 
     def check_name(self, name: str) -> None:
         """InvalidRequestError unless an adapter may be called this."""
@@ -210,31 +224,83 @@ class AdapterService:
             raise InvalidRequestError(f"{name!r} is the name of the base model", param="lora_name")
 
     async def close(self) -> None:
-        self.hub.close()
+        self.files.hub.close()
         for task in self._retirements:
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)
 
-    def _read(self, path: Path, open_file: OpenFile) -> tuple[AdapterSpec, str | None]:
-        """The adapter in a folder, and the other base model that it names, if any."""
-        spec = read_adapter(path, self.shape, open_file=open_file)
-        return spec, other_base(path, self.known_as, open_file)
+    async def _move(
+        self,
+        before: ServedAdapter | None,
+        after: ServedAdapter,
+        found: ReadAdapter,
+        on_staged: OnStaged,
+        origin: Origin = Origin.API,
+    ) -> ServedAdapter:
+        """Have a name as `after`, for which the engine needs what was found: known, staged if the name is
+        served, registered, and only then in use."""
+        spec = found.spec
+        async with self._lock(spec.version):
+            await self._engine.add_adapter(spec)
+            try:
+                if before is not None:
+                    await self._stage(before, spec)
+                    on_staged(spec.version)
+                await self._register(after, origin)
+            except BaseException:
+                self._retire_if_unused(spec.version)
+                raise
+            return self._point(after)
 
-    def _point(self, name: str, spec: AdapterSpec) -> ServedAdapter:
-        """Let a name stand for a version, and retire the one it stood for."""
-        previous = self._served.get(name)
-        adapter = self._served[name] = ServedAdapter(name=name, spec=spec)
-        if previous is not None:
-            self._retire_if_unused(previous.version)
-        return adapter
+    async def _stage(self, before: ServedAdapter, spec: AdapterSpec) -> None:
+        """Raises what is in the way of a version, with what is served instead in its words."""
+        outcome = (
+            f"version {spec.version[:12]} could not be staged, so {before.name!r} stays with version "
+            f"{before.version[:12]}"
+        )
+        try:
+            async with asyncio.timeout(STAGE_TIMEOUT_S):
+                await self._engine.stage_adapter(spec.version)
+        except TimeoutError:
+            raise BusyError(
+                f"{outcome}: it was not ready after {STAGE_TIMEOUT_S:g} s; try again when fewer requests wait"
+            ) from None
+        except EngineDeadError as error:
+            raise type(error)(f"{outcome}: {error}") from error
+        except UserError as error:
+            raise AdapterFormatError(f"{outcome}: {error}") from error
+        except LoraplexError as error:
+            raise LoraplexError(f"{outcome}: {error}") from error
 
-    async def _drain(self, version: str, timeout_s: float) -> bool:
-        """Retire a version that lost a name; returns whether it is done with in time."""
-        retirement = self._retire_if_unused(version)
-        if retirement is None:
+    def _origin_of(self, adapter: ServedAdapter) -> Origin:
+        return self.registry.origin_of(adapter.name, adapter.version)
+
+    async def _register(self, adapter: ServedAdapter, origin: Origin) -> None:
+        put = partial(
+            self.registry.put,
+            adapter.name,
+            adapter.spec,
+            origin=origin,
+            source=adapter.source,
+            rollout=adapter.rollout,
+        )
+        await asyncio.to_thread(put)
+
+    def _point(self, after: ServedAdapter) -> ServedAdapter:
+        """Let a name stand for what it is from now on, and retire what it stood for."""
+        before = self._served.get(after.name)
+        self._served[after.name] = after
+        for version in set() if before is None else before.versions - after.versions:
+            self._retire_if_unused(version)
+        return after
+
+    async def _drain(self, versions: Iterable[str], timeout_s: float) -> bool:
+        """Retire versions that lost a name; returns whether they are done with in time."""
+        retirements = [task for version in versions if (task := self._retire_if_unused(version)) is not None]
+        if not retirements:
             return True
-        done, _ = await asyncio.wait([retirement], timeout=timeout_s)
-        return bool(done)
+        _, left = await asyncio.wait(retirements, timeout=timeout_s)
+        return not left
 
     def _retire_if_unused(self, version: str) -> asyncio.Task[None] | None:
         if self._has_name(version):
@@ -258,7 +324,7 @@ class AdapterService:
                 logger.warning("the engine could not forget adapter version %s: %s", version[:12], error)
 
     def _has_name(self, version: str) -> bool:
-        return any(adapter.version == version for adapter in self._served.values())
+        return any(version in adapter.versions for adapter in self._served.values())
 
     def _lock(self, version: str) -> asyncio.Lock:
         """Adding and removing one version take turns; other versions are not held up."""
@@ -268,50 +334,13 @@ class AdapterService:
     def _change(self, name: str) -> Iterator[None]:
         if name in self._changing:
             raise AdapterConflictError(
-                f"the adapter {name!r} is being loaded or unloaded right now; wait until that is done"
+                f"the adapter {name!r} is being changed by another call right now; wait until that is done"
             )
         self._changing.add(name)
         try:
             yield
         finally:
             self._changing.discard(name)
-
-    async def _bring(self, path: str) -> tuple[Path, HubRepo | None]:
-        """The adapter's folder, all of it here, and the repository and commit that it was fetched from."""
-        located = self._locate(path)
-        if isinstance(located, Path):
-            return located, None
-        folder = await self.hub.fetch(located)
-        return folder, located.at(folder.name)
-
-    def _locate(self, path: str) -> Path | HubRepo:
-        """The folder or repository that a request means, if it may be loaded; a folder that exists wins."""
-        repo = parse_hub_repo(path)
-        if repo is None:
-            folder = self._check_path(path)
-            if _is_missing(folder):
-                raise AdapterFormatError(neither(self.allowed.explain_missing(path)))
-            return folder
-        if self.allowed.roots:
-            folder = self._check_path(path)
-            if os.path.exists(folder):
-                return folder
-        try:
-            self.hub.allowed.check(repo)
-        except PathNotAllowedError as error:
-            raise PathNotAllowedError(
-                f"{self.allowed.explain_missing(path)}, and {error}, or with --allow-adapter-dir FOLDER to "
-                "open a folder"
-            ) from None
-        return repo
-
-    def _check_path(self, path: str) -> Path:
-        try:
-            return self.allowed.check(path)
-        except PathNotAllowedError as error:
-            raise PathNotAllowedError(
-                f"{error}; start the server with --allow-adapter-dir FOLDER to open one"
-            ) from None
 
     def _unknown(self, model: str) -> UnknownModelError:
         shown = model if len(model) <= MAX_NAME_CHARS else f"{model[:MAX_NAME_CHARS]}…"
@@ -323,24 +352,44 @@ class AdapterService:
         hint = _did_you_mean(near) or "; GET /v1/models lists what is served"
         return UnknownModelError(f"the model {shown!r} does not exist{hint}")
 
+    def _check_load(
+        self, name: str, before: ServedAdapter | None, *, replace: bool, canary_share: float | None
+    ) -> None:
+        """Refuse what needs no look at the files."""
+        if canary_share is not None:
+            if not 0.0 < canary_share < 1.0:
+                raise InvalidRequestError(
+                    f"canary_share is {canary_share:g}, and must be above 0 and below 1: it is the share of "
+                    "requests that the new version answers, such as 0.1; leave it out to move all of them",
+                    param="canary_share",
+                )
+            if before is None:
+                raise InvalidRequestError(
+                    f"the adapter {name!r} is not served, so it has no version for a canary to stand beside; "
+                    "load it without canary_share first",
+                    param="canary_share",
+                )
+        elif before is not None and not replace:
+            raise InvalidRequestError(
+                f"the adapter {name!r} is already loaded; set load_inplace to replace it, or canary_share to "
+                "try the new version beside it",
+                param="lora_name",
+            )
+
+    def _find_served(self, name: str) -> ServedAdapter:
+        adapter = self._served.get(name)
+        if adapter is None:
+            raise self._not_loaded(name)
+        return adapter
+
     def _not_loaded(self, name: str) -> LoraplexError:
         if name == self.base_model:
             return InvalidRequestError(
-                f"{name!r} is the base model, which cannot be unloaded", param="lora_name"
+                f"{name!r} is the base model, which has no versions and cannot be unloaded", param="lora_name"
             )
         near = _near(name, self._served)
         hint = _did_you_mean(near) or "; GET /v1/adapters lists those that are"
         return NotServedError(f"the adapter {name!r} is not loaded{hint}")
-
-
-def _is_missing(folder: Path) -> bool:
-    try:
-        os.stat(folder)
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError):  # who reads it says why it cannot be
-        return False
-    return False
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:

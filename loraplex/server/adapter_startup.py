@@ -15,7 +15,7 @@ one that the API loaded has its name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -25,6 +25,7 @@ from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.peft_reader import read_adapters
 from loraplex.adapters.registry import AdapterRegistry, Origin, RegistryEntry
+from loraplex.adapters.rollout import NO_OTHERS, Rollout, VersionRef, moved_on
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
     AdapterError,
@@ -37,6 +38,8 @@ from loraplex.core.errors import (
 )
 from loraplex.core.hub import HubRepo
 from loraplex.server.adapter_service import AdapterService
+from loraplex.server.canary_startup import restore_canaries
+from loraplex.server.served_adapter import ServedAdapter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +107,19 @@ class _Candidate:
     def where(self) -> str:
         return str(self.source or self.repo or self.path)
 
+    @property
+    def rollout(self) -> Rollout:
+        """The other versions of what is registered; none if that is not what is served."""
+        return NO_OTHERS if self.registered is None or self.origin is None else self.registered.rollout
+
+    def served_as(self, spec: AdapterSpec) -> ServedAdapter:
+        """The name with the version to serve. That which it stood for may be rolled back to."""
+        previous, entry = self.rollout.previous, self.registered
+        if entry is not None and self.origin is not None:
+            old = VersionRef(version=entry.spec.version, path=entry.spec.path, source=entry.source)
+            previous = moved_on(previous, old, spec.version)
+        return ServedAdapter(name=self.name, spec=spec, source=self.source, previous=previous)
+
     def change_note(self, spec: AdapterSpec) -> str | None:
         """What a user should know if `spec` is not what the name stood for before."""
         if self.registered is None or self.registered.spec.version == spec.version:
@@ -144,19 +160,31 @@ async def start_adapters(
     for candidate, spec in all_served:
         if change := candidate.change_note(spec):
             notes.append(change)
+    canaries = {each.name: each.rollout.canary for each, _ in all_served if each.rollout.canary is not None}
+    notes += await restore_canaries(service, canaries)
     notes += await asyncio.to_thread(_other_base_notes, service)
     names = {candidate.name for candidate in choice.first}
     gone = [entry.name for entry in entries.values() if _is_of_folder(entry) and entry.name not in names]
-    notes += await asyncio.to_thread(_register, service.registry, all_served, gone)
+    rollouts = {adapter.name: adapter.rollout for adapter in service.served()}
+    notes += await asyncio.to_thread(_register, service.registry, all_served, rollouts, gone)
     return StartReport(num_served=len(all_served), num_skipped=len(skipped), notes=(*skipped, *notes))
 
 
-def _register(registry: AdapterRegistry, served: Sequence[_Served], gone: Sequence[str]) -> list[str]:
+def _register(
+    registry: AdapterRegistry,
+    served: Sequence[_Served],
+    rollouts: Mapping[str, Rollout],
+    gone: Sequence[str],
+) -> list[str]:
     """Bring the registry up to what is served; returns notes on what it did not take."""
     to_register: dict[Origin, list[tuple[str, AdapterSpec]]] = {origin: [] for origin in Origin}
     for candidate, spec in served:
         entry = candidate.registered
-        is_registered = entry is not None and entry.spec == spec and registry.holds(candidate.name)
+        is_registered = (
+            entry is not None
+            and (entry.spec, entry.rollout) == (spec, rollouts[candidate.name])
+            and registry.holds(candidate.name)
+        )
         if candidate.origin is not None and not is_registered:
             to_register[candidate.origin].append((candidate.name, spec))
     sources = {candidate.name: candidate.source for candidate, _ in served}
@@ -164,7 +192,8 @@ def _register(registry: AdapterRegistry, served: Sequence[_Served], gone: Sequen
     try:
         registry.remove_many(gone)
         for origin, adapters in to_register.items():
-            for name, pid in registry.put_many(adapters, origin=origin, sources=sources).items():
+            blocked = registry.put_many(adapters, origin=origin, sources=sources, rollouts=rollouts)
+            for name, pid in blocked.items():
                 reason = registry.explain_blocked(name, pid)
                 notes.append(f"adapter {name!r} is served, but not registered: {reason}")
     except StorageError as error:
@@ -191,7 +220,7 @@ async def _serve(
         if isinstance(spec, UserError):
             continue
         try:
-            await service.adopt(candidate.name, spec)
+            await service.adopt(candidate.served_as(spec))
         except (UserError, CapacityError) as error:
             _raise_if_given(candidate, error)
             failed[candidate.name] = error
@@ -212,7 +241,7 @@ def _other_base_notes(service: AdapterService) -> list[str]:
     """One note for each other base model that is named: adapters of one project tend to name the same."""
     by_base: dict[str, list[str]] = {}
     for adapter in service.served():
-        if other := other_base(adapter.spec.path, service.known_as):
+        if other := other_base(adapter.spec.path, service.files.known_as):
             by_base.setdefault(other, []).append(adapter.name)
     return [
         f"{name_adapters(names)}: {other_base_warning(other, service.base_model)}"
@@ -315,7 +344,7 @@ def _remembered(service: AdapterService, entry: RegistryEntry) -> _Candidate:
     if entry.source is not None:
         return _remembered_of_hub(service, candidate, entry.source)
     try:
-        service.allowed.check(entry.spec.path)
+        service.files.allowed.check(entry.spec.path)
     except PathNotAllowedError:
         closed = PathNotAllowedError(
             f"{entry.spec.path} is outside the folders that adapters may be loaded from; start the server "
@@ -329,7 +358,7 @@ def _remembered_of_hub(service: AdapterService, candidate: _Candidate, source: H
     """The commit that was loaded then; it is fetched again only where the cache has lost it."""
     candidate = replace(candidate, source=source)
     try:
-        service.hub.allowed.check(source)
+        service.files.hub.allowed.check(source)
     except PathNotAllowedError:
         closed = PathNotAllowedError(
             f"{source.repo_id} is no repository that adapters may be fetched from; start the server with "
@@ -364,7 +393,7 @@ def _candidate(name: str, path: Path, requested_by: _RequestedBy, entry: Registr
 
 def _fetch_missing(service: AdapterService, candidates: Sequence[_Candidate]) -> list[_Candidate]:
     """All that is to be fetched, fetched at once; an error takes the place of what could not be had."""
-    fetched = iter(service.hub.fetch_many([each.repo for each in candidates if each.repo is not None]))
+    fetched = iter(service.files.hub.fetch_many([each.repo for each in candidates if each.repo is not None]))
     return [each if each.repo is None else _fetched(each, each.repo, next(fetched)) for each in candidates]
 
 
@@ -380,8 +409,8 @@ def _read_missing(service: AdapterService, candidates: Sequence[_Candidate]) -> 
     unread = [each for each in candidates if each.spec is None]
     from_api = [each.path for each in unread if each.is_checked]
     given = [each.path for each in unread if not each.is_checked]
-    read_given = iter(read_adapters(given, service.shape))
-    read_from_api = iter(read_adapters(from_api, service.shape, open_file=service.allowed.open))
+    read_given = iter(read_adapters(given, service.files.shape))
+    read_from_api = iter(read_adapters(from_api, service.files.shape, open_file=service.files.allowed.open))
     return [
         each.spec if each.spec is not None else next(read_from_api if each.is_checked else read_given)
         for each in candidates

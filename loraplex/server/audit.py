@@ -1,4 +1,5 @@
-"""The audit log: one line for each change of an adapter that a request asked for, done or not.
+"""The audit log: one line for each change of an adapter that a request asked for, done or not, and before it
+one for the version that was staged, if one was.
 
 Whoever refuses such a request writes the line: the route, or what stands before it (see `refusal`).
 
@@ -8,9 +9,9 @@ What a server loads by itself when it starts is not in it: the banner and the re
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from starlette.types import Scope
@@ -24,19 +25,31 @@ logger = logging.getLogger("loraplex.audit")
 
 LOAD_PATH: Final = "/v1/load_lora_adapter"
 UNLOAD_PATH: Final = "/v1/unload_lora_adapter"
+PROMOTE_PATH: Final = "/v1/promote_lora_adapter"
+ABORT_PATH: Final = "/v1/abort_lora_adapter"
+ROLL_BACK_PATH: Final = "/v1/rollback_lora_adapter"
 
-_VERBS: Final = {LOAD_PATH: "load", UNLOAD_PATH: "unload"}
+_VERBS: Final = {
+    LOAD_PATH: "load",
+    UNLOAD_PATH: "unload",
+    PROMOTE_PATH: "promote",
+    ABORT_PATH: "abort",
+    ROLL_BACK_PATH: "rollback",
+}
 _MAX_REASON_CHARS: Final = 300
 
 
 @dataclass(kw_only=True, slots=True)
 class AdapterChange:
-    """A load or unload under way. Versions are those that the name stands for before and after it.
+    """A change of an adapter under way. Versions are those that the name stands for before and after it; of
+    a canary, which the name does not stand for, that which it leaves and that which comes on trial.
 
-    `name` is None until the request's body was read.
+    `name` is None until the request's body was read. `on_staged` writes the line about a version that is
+    ready on all replicas.
     """
 
     verb: str
+    on_staged: Callable[[str], None] = lambda version: None
     name: str | None = None
     source: str | None = None
     old_version: str | None = None
@@ -50,6 +63,12 @@ def audited(scope: Scope, clock: Clock) -> Iterator[AdapterChange]:
     client's, or as failed. The block fills in what it finds out about it."""
     started_s = clock.now_s()
     record, change = request_record(scope), AdapterChange(verb=_VERBS[scope["path"]])
+
+    def on_staged(version: str) -> None:
+        staged = replace(change, verb="stage", new_version=version)
+        _write(record, staged, None, clock.now_s() - started_s)
+
+    change.on_staged = on_staged
     try:
         yield change
     except BaseException as error:

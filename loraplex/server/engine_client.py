@@ -25,6 +25,7 @@ from loraplex.core.errors import EngineDeadError, LoraplexError, RequestMovedErr
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.output_stream import OutputStream
+from loraplex.engine.staging import answer_once
 from loraplex.server.engine_child import EngineChild
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
@@ -209,6 +210,10 @@ class EngineClient:
         # Sent even if one is under way already: it may be of another folder.
         self._child.send(AddAdapter(spec))
         await asyncio.shield(reply)
+
+    async def stage_adapter(self, version: str) -> None:
+        """See AsyncEngine."""
+        await answer_once(self, version)
 
     async def remove_adapter(self, version: str) -> None:
         """See AsyncEngine. Also returns if the engine dies first: its successor never knew the version."""

@@ -18,13 +18,13 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.request import FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
-from loraplex.server.adapter_service import Lease
 from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import describe
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.pacing import Pacer
 from loraplex.server.request_log import request_record
 from loraplex.server.responses import PromptTokensDetails, Usage
+from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
 
 logger = logging.getLogger(__name__)
@@ -196,6 +196,7 @@ class _UsageCount:
         self._num_prompt_tokens = sum(map(len, generation.prompts))
         self._num_siblings = generation.params.n
         self._prompt_only = generation.prompt_only
+        self._version = generation.lease.version
         self._num_completion_tokens = 0
         self._num_cached_tokens: dict[int, int] = {}
 
@@ -213,6 +214,7 @@ class _UsageCount:
             completion_tokens=self._num_completion_tokens,
             total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens.values())),
+            adapter_version=msgspec.UNSET if self._version is None else self._version,
         )
 
 

@@ -17,7 +17,6 @@ from loraplex.core.words import plural
 from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.request_checks import check_vocabulary
 from loraplex.engine.text_engine import TextEngine
-from loraplex.server.adapter_service import Lease
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
@@ -29,6 +28,7 @@ from loraplex.server.request_log import request_record
 from loraplex.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from loraplex.server.responses import ChatCompletion, Completion
 from loraplex.server.sampling import chat_params, completion_params
+from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
 
 # Prompts × n of one request; each is a request of its own to the engine.
@@ -70,18 +70,21 @@ def generation_router(deps: ServerDeps) -> APIRouter:
     return router
 
 
-def _lease(deps: ServerDeps, request: Request, model: str) -> Lease:
-    """Hold the model that a request asks for, and note it in the request's log record."""
+def _lease(deps: ServerDeps, request: Request, body: SamplingFields) -> Lease:
+    """Hold the model that a request asks for, and note it in the request's log record.
+
+    Where a canary is on trial a user, if the request names one, is always answered by the same version.
+    """
     record = request_record(request.scope)
-    record.ask(model)
-    lease = deps.adapters.lease(model)
+    record.ask(body.model)
+    lease = deps.adapters.lease(body.model, key=body.user or body.safety_identifier or record.request_id)
     record.version = lease.version
     return lease
 
 
 async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> GenerationResponse:
     with ExitStack() as on_failure:
-        lease = _lease(deps, request, body.model)
+        lease = _lease(deps, request, body)
         on_failure.callback(lease.release)
         params = chat_params(body)
         ticket = deps.waiting.admit(params.n, param="n")
@@ -115,7 +118,7 @@ async def _start_completion(
     deps: ServerDeps, request: Request, body: CompletionRequest
 ) -> GenerationResponse:
     with ExitStack() as on_failure:
-        lease = _lease(deps, request, body.model)
+        lease = _lease(deps, request, body)
         on_failure.callback(lease.release)
         params = completion_params(body)
         ticket = deps.waiting.admit(_num_choices(body, params))
@@ -181,6 +184,7 @@ def _response(
     ticket.encoded(generation.prompts, generation.params.n)
     meter = deps.metrics.meter(
         adapter=generation.lease.name,
+        is_canary=generation.lease.is_canary,
         num_prompt_tokens=sum(map(len, generation.prompts)),
         num_choices=len(generation.prompts) * generation.params.n,
         arrival_s=request_record(request.scope).arrival_s,

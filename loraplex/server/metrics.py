@@ -62,10 +62,13 @@ class Histogram:
 class Traffic:
     """Requests of one adapter name."""
 
-    __slots__ = ("num_hits", "num_requests", "num_running", "num_tokens", "num_waiting", "ttft")
+    __slots__ = (
+        "num_canary_requests", "num_hits", "num_requests", "num_running", "num_tokens", "num_waiting", "ttft"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.num_requests = 0
+        self.num_canary_requests = 0
         self.num_hits = 0
         self.num_tokens = 0
         self.num_waiting = 0
@@ -79,7 +82,7 @@ class Traffic:
     def copy(self) -> Traffic:
         copied = Traffic.__new__(Traffic)
         copied.num_requests, copied.num_tokens = self.num_requests, self.num_tokens
-        copied.num_hits = self.num_hits
+        copied.num_hits, copied.num_canary_requests = self.num_hits, self.num_canary_requests
         copied.num_waiting, copied.num_running = self.num_waiting, self.num_running
         copied.ttft = self.ttft.copy()
         return copied
@@ -126,11 +129,18 @@ class ServerMetrics:
         self._traffic.pop(adapter, None)
 
     def meter(
-        self, *, adapter: str | None, num_prompt_tokens: int, num_choices: int, arrival_s: float
+        self,
+        *,
+        adapter: str | None,
+        num_prompt_tokens: int,
+        num_choices: int,
+        arrival_s: float,
+        is_canary: bool = False,
     ) -> RequestMeter:
         """Begin to measure a request; `close` must be called on what this returns."""
         # A request for the base model counts into a Traffic that is not exported.
         traffic = Traffic() if adapter is None else self.traffic(adapter)
+        traffic.num_canary_requests += is_canary
         return RequestMeter(self, traffic, num_prompt_tokens, num_choices, arrival_s)
 
 

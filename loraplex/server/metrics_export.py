@@ -14,9 +14,9 @@ from prometheus_client.metrics_core import Metric
 from loraplex.core.request import FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.server.adapter_metrics import render_adapters
-from loraplex.server.adapter_service import ServedAdapter
 from loraplex.server.engine_status import EngineState, ReplicaStatus
 from loraplex.server.metrics import Histogram, ServerMetrics
+from loraplex.server.served_adapter import ServedAdapter
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _VLLM_REASONS: Final = {  # ours -> vLLM's word for it

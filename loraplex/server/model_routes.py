@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -12,14 +12,20 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.stats import AdapterStats
-from loraplex.server.adapter_service import ServedAdapter, Unloaded
-from loraplex.server.audit import LOAD_PATH, UNLOAD_PATH, audited
+from loraplex.server.adapter_service import Unloaded
+from loraplex.server.audit import ABORT_PATH, LOAD_PATH, PROMOTE_PATH, ROLL_BACK_PATH, UNLOAD_PATH, audited
 from loraplex.server.auth import Administrators
 from loraplex.server.deps import ServerDeps
 from loraplex.server.openapi import operation
 from loraplex.server.request_log import VERSION_HEADER
-from loraplex.server.requests import LoadAdapterRequest, UnloadAdapterRequest
-from loraplex.server.responses import AdapterInfo, AdapterList, Model, ModelList
+from loraplex.server.requests import (
+    AdapterNameRequest,
+    LoadAdapterRequest,
+    RollBackAdapterRequest,
+    UnloadAdapterRequest,
+)
+from loraplex.server.responses import AdapterInfo, AdapterList, CanaryInfo, Model, ModelList, PreviousVersion
+from loraplex.server.served_adapter import ServedAdapter, ServedCanary
 
 _TEXT: Final = "text/plain"
 
@@ -29,6 +35,7 @@ def model_router(deps: ServerDeps) -> APIRouter:
     administrators = Administrators(deps.admin_keys)
     _add_lists(router, deps, administrators)
     _add_changes(router, deps, administrators)
+    _add_rollouts(router, deps, administrators)
     return router
 
 
@@ -60,10 +67,7 @@ def _add_lists(router: APIRouter, deps: ServerDeps, administrators: Administrato
         stats = await deps.text.engine.stats()
         by_version = {adapter.version: adapter for adapter in stats.adapters}
         served = deps.adapters.served()
-        data = [
-            _adapter_info(deps, adapter, by_version.get(adapter.version), shows_paths=shows_paths)
-            for adapter in served
-        ]
+        data = [_adapter_info(deps, adapter, by_version, shows_paths=shows_paths) for adapter in served]
         return json_response(AdapterList(data=data))
 
 
@@ -83,14 +87,25 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
             async with deps.bodies.read(request, LoadAdapterRequest) as body:
                 change.name, change.source = body.lora_name, body.lora_path
                 change.old_version = deps.adapters.version_of(body.lora_name)
-                if change.old_version is not None:
+                if body.canary_share is not None:
+                    change.verb, change.note = "canary", f"share {body.canary_share:g}"
+                elif change.old_version is not None:
                     change.verb = "reload"
-                adapter = await deps.adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
-            change.new_version = adapter.version
-        return PlainTextResponse(
-            f"Success: LoRA adapter '{body.lora_name}' added successfully.",
-            headers={VERSION_HEADER.decode(): adapter.version},
+                adapter = await deps.adapters.load(
+                    body.lora_name,
+                    body.lora_path,
+                    replace=body.load_inplace,
+                    canary_share=body.canary_share,
+                    on_staged=change.on_staged,
+                )
+            loaded = adapter.version if adapter.canary is None else adapter.canary.version
+            change.new_version = loaded
+        outcome = (
+            "added successfully"
+            if adapter.canary is None
+            else f"has a canary, version {loaded[:12]}, with a share of {adapter.canary.share:g}"
         )
+        return _success(body.lora_name, outcome, loaded)
 
     @router.post(
         UNLOAD_PATH,
@@ -117,7 +132,74 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
         outcome = (
             "removed successfully" if change.note is None else f"unloaded from this server; {change.note}"
         )
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' {outcome}.")
+        return _success(name, outcome)
+
+
+def _add_rollouts(router: APIRouter, deps: ServerDeps, administrators: Administrators) -> None:
+    errors = (401, 403, 404, 409, 503, 507)
+
+    @router.post(
+        PROMOTE_PATH,
+        **operation(
+            summary="Let an adapter's canary answer all of its requests",
+            body=AdapterNameRequest,
+            answer_text=_TEXT,
+            errors=errors,
+        ),
+    )
+    async def promote_lora_adapter(request: Request) -> Response:
+        with audited(request.scope, deps.metrics.clock) as change:
+            administrators.require(request.scope)
+            async with deps.bodies.read(request, AdapterNameRequest) as body:
+                name = change.name = body.lora_name
+            change.old_version = deps.adapters.version_of(name)
+            adapter = await deps.adapters.promote(name, on_staged=change.on_staged)
+            change.new_version = adapter.version
+        return _success(name, f"is version {adapter.version[:12]} now", adapter.version)
+
+    @router.post(
+        ABORT_PATH,
+        **operation(
+            summary="End the trial of an adapter's canary",
+            body=AdapterNameRequest,
+            answer_text=_TEXT,
+            errors=errors,
+        ),
+    )
+    async def abort_lora_adapter(request: Request) -> Response:
+        with audited(request.scope, deps.metrics.clock) as change:
+            administrators.require(request.scope)
+            async with deps.bodies.read(request, AdapterNameRequest) as body:
+                name = change.name = body.lora_name
+            change.old_version = deps.adapters.canary_of(name)
+            adapter = await deps.adapters.abort(name)
+            change.new_version = adapter.version
+        return _success(name, f"is version {adapter.version[:12]} for all requests", adapter.version)
+
+    @router.post(
+        ROLL_BACK_PATH,
+        **operation(
+            summary="Let an adapter be the version that it was before",
+            body=RollBackAdapterRequest,
+            answer_text=_TEXT,
+            errors=errors,
+        ),
+    )
+    async def rollback_lora_adapter(request: Request) -> Response:
+        with audited(request.scope, deps.metrics.clock) as change:
+            administrators.require(request.scope)
+            async with deps.bodies.read(request, RollBackAdapterRequest) as body:
+                name = change.name = body.lora_name
+            change.old_version = deps.adapters.version_of(name)
+            adapter = await deps.adapters.roll_back(name, body.version, on_staged=change.on_staged)
+            change.new_version = adapter.version
+        return _success(name, f"is version {adapter.version[:12]} again", adapter.version)
+
+
+def _success(name: str, outcome: str, version: str | None = None) -> Response:
+    """vLLM's way of saying so, with the version that the change was about."""
+    headers = {} if version is None else {VERSION_HEADER.decode(): version}
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' {outcome}.", headers=headers)
 
 
 def json_response(answer: msgspec.Struct) -> Response:
@@ -159,20 +241,57 @@ def _model(
 
 
 def _adapter_info(
-    deps: ServerDeps, adapter: ServedAdapter, stats: AdapterStats | None, *, shows_paths: bool
+    deps: ServerDeps, adapter: ServedAdapter, by_version: Mapping[str, AdapterStats], *, shows_paths: bool
 ) -> AdapterInfo:
-    """`stats` is None for a moment after the engine was restarted; the adapter then is on disk only."""
     traffic = deps.metrics.find_traffic(adapter.name)
+    stats = _stats_of(adapter.version, by_version)
     return AdapterInfo(
         name=adapter.name,
         version=adapter.version,
         path=str(adapter.spec.path) if shows_paths else None,
         rank=adapter.spec.max_rank,
-        bytes=stats.num_bytes if stats else 0,
-        tier=stats.tier if stats else "disk",
+        bytes=stats.num_bytes,
+        tier=stats.tier,
         in_flight=traffic.num_in_flight if traffic else 0,
         hits=traffic.num_hits if traffic else 0,
-        loads=stats.loads if stats else 0,
+        loads=stats.loads,
         requests=traffic.num_requests if traffic else 0,
         tokens=traffic.num_tokens if traffic else 0,
+        canary=_canary_info(
+            adapter.canary,
+            by_version,
+            num_requests=traffic.num_canary_requests if traffic else 0,
+            shows_paths=shows_paths,
+        ),
+        previous=[
+            PreviousVersion(version=ref.version, path=ref.where if shows_paths else None)
+            for ref in adapter.previous
+        ],
     )
+
+
+def _canary_info(
+    canary: ServedCanary | None,
+    by_version: Mapping[str, AdapterStats],
+    *,
+    num_requests: int,
+    shows_paths: bool,
+) -> CanaryInfo | None:
+    if canary is None:
+        return None
+    spec, stats = canary.adapter.spec, _stats_of(canary.version, by_version)
+    return CanaryInfo(
+        version=canary.version,
+        share=canary.share,
+        path=str(spec.path) if shows_paths else None,
+        rank=spec.max_rank,
+        bytes=stats.num_bytes,
+        tier=stats.tier,
+        requests=num_requests,
+    )
+
+
+def _stats_of(version: str, by_version: Mapping[str, AdapterStats]) -> AdapterStats:
+    """For a moment after the engine was restarted it does not know the adapter, which is on disk only."""
+    unknown = AdapterStats(version=version, tier="disk", num_bytes=0, in_flight=0, loads=0)
+    return by_version.get(version, unknown)

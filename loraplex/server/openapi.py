@@ -9,12 +9,14 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from loraplex.server.requests import (
+    AdapterNameRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     LeaveRequest,
     LoadAdapterRequest,
     ReplicaRequest,
+    RollBackAdapterRequest,
     ScaleRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
@@ -51,9 +53,10 @@ _ERROR_TEXT: Final = {
 BODY_ERRORS: Final = (400, 408, 413, 415, 503)
 
 _STRUCTS: Final = (
-    ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, TokenizeRequest,
-    DetokenizeRequest, ChatCompletion, Completion, Model, ModelList, AdapterList, Tokens, Text, Version,
-    Health, ReplicaRequest, LeaveRequest, ScaleRequest, ReplicaList, ErrorBody,
+    ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest, AdapterNameRequest,
+    RollBackAdapterRequest, TokenizeRequest, DetokenizeRequest, ChatCompletion, Completion, Model, ModelList,
+    AdapterList, Tokens, Text, Version, Health, ReplicaRequest, LeaveRequest,
+    ScaleRequest, ReplicaList, ErrorBody,
 )  # fmt: skip
 
 

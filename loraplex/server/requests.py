@@ -142,6 +142,19 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     lora_name: str
     lora_path: Annotated[str, Meta(min_length=1)]
     load_inplace: bool = False
+    # Above 0 and below 1: the new version answers this share of the requests beside the one that is served.
+    canary_share: float | None = None
+
+
+class AdapterNameRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    lora_name: str
+
+
+class RollBackAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`version`: the beginning of a previous version's hash; by default it is the last one before."""
+
+    lora_name: str
+    version: str | None = None
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -28,10 +28,13 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """`adapter_version`: the content hash of the adapter that answered; absent for the base model."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    adapter_version: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,9 +135,33 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[Model]
 
 
+class PreviousVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that a name stood for, and may be rolled back to if its files are still the same.
+
+    `path` is the folder or repository that it was read from; only administrators see it.
+    """
+
+    version: str
+    path: str | None
+
+
+class CanaryInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A version on trial. `requests`: what it has answered since start, with canaries that were before it
+    under the same name. `path` is its folder; only administrators see it."""
+
+    version: str
+    share: float
+    path: str | None
+    rank: int
+    bytes: int
+    tier: str
+    requests: int
+
+
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter. `version`, `rank`, `bytes`, `tier` and `loads` are those of its weights, which several
-    names may share; `in_flight`, `hits`, `requests` and `tokens` are those of this name, since start.
+    names may share; `in_flight`, `hits`, `requests` and `tokens` are those of this name, since start, with
+    its canary's. `previous`: versions that it stood for before, latest first.
 
     `path` is its folder; only administrators see it.
     """
@@ -150,6 +177,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     loads: int
     requests: int
     tokens: int
+    canary: CanaryInfo | None
+    previous: list[PreviousVersion]
 
 
 class AdapterList(msgspec.Struct, frozen=True, kw_only=True):

@@ -110,4 +110,4 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
 def _check_model(deps: ServerDeps, model: str | None) -> None:
     """All models share one tokenizer, but a name that does not exist is still a mistake."""
     if model is not None:
-        deps.adapters.lease(model).release()
+        deps.adapters.find(model)

@@ -1,4 +1,4 @@
-"""How many requests hold an adapter version, and a way to wait for the last of them."""
+"""The requests that hold an adapter version, and a way to wait for the last of them."""
 
 from __future__ import annotations
 
@@ -29,3 +29,23 @@ class VersionUse:
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
+
+
+class Lease:
+    """A request's hold on the model it asked for. `name` and `version` are None for the base model."""
+
+    def __init__(
+        self, *, name: str | None, version: str | None, use: VersionUse | None, is_canary: bool = False
+    ) -> None:
+        self.name = name
+        self.version = version
+        self.is_canary = is_canary
+        self._use = use
+        if use is not None:
+            use.acquire()
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._use is not None:
+            self._use.release()
+            self._use = None

@@ -24,6 +24,7 @@ from loraplex.adapters.registry import (
     base_model_key,
     read_registry,
 )
+from loraplex.adapters.rollout import NO_OTHERS, Canary, Rollout, VersionRef
 from loraplex.core.errors import InvalidRequestError, StorageError
 from loraplex.core.hub import HubRepo
 
@@ -107,6 +108,11 @@ def test_an_entry_knows_where_it_came_from(tmp_path: Path) -> None:
     assert [entry.origin for _, entry in read_registry(tmp_path)] == [Origin.API, Origin.FOLDER, Origin.API]
 
 
+ROLLOUT = Rollout(
+    canary=Canary(ref=VersionRef(version="v9", path=Path("/adapters/nine")), share=0.25),
+    previous=(VersionRef(version="v0", path=Path("/adapters/zero")),),
+)
+
 # The columns that each schema added; the first had those before them.
 OLD_COLUMNS = ("origin", "source", "writer")
 
@@ -156,6 +162,56 @@ def test_the_repository_of_an_adapter_is_kept_with_its_commit(tmp_path: Path) ->
         registry._connection.execute("UPDATE adapters SET source = '../x'")
         with pytest.raises(StorageError, match="is damaged"):
             registry.all()
+
+
+def test_a_database_without_other_versions_is_brought_up_to_date(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put_many([("a", make_spec("v1")), ("b", make_spec("v2"))])
+        registry._connection.executescript(
+            """
+            ALTER TABLE adapters DROP COLUMN canary;
+            ALTER TABLE adapters DROP COLUMN previous;
+            PRAGMA user_version = 5;
+            """
+        )
+    for _ in range(2):
+        with opened(tmp_path) as registry:
+            assert [(entry.name, entry.rollout) for entry in registry.all()] == [
+                ("a", NO_OTHERS),
+                ("b", NO_OTHERS),
+            ]
+            registry.put("c", make_spec("v3"), rollout=ROLLOUT)
+            entry = registry.get("c")
+            assert entry is not None
+            assert entry.rollout == ROLLOUT
+            registry.remove("c")
+
+
+def test_the_other_versions_of_a_name_are_kept_with_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put("a", make_spec("v1"), rollout=ROLLOUT)
+        registry.put_many([("b", make_spec("v1")), ("c", make_spec("v1"))], rollouts={"c": ROLLOUT})
+    with opened(tmp_path) as registry:
+        assert {entry.name: entry.rollout for entry in registry.all()} == {
+            "a": ROLLOUT,
+            "b": NO_OTHERS,
+            "c": ROLLOUT,
+        }
+        registry.put("a", make_spec("v2"))
+        assert [entry.rollout for _, entry in read_registry(tmp_path)] == [NO_OTHERS, NO_OTHERS, ROLLOUT]
+        registry._connection.execute("UPDATE adapters SET canary = '{}'")
+        with pytest.raises(StorageError, match="is damaged"):
+            registry.all()
+
+
+def test_a_deleted_database_is_made_again_with_the_other_versions(tmp_path: Path) -> None:
+    with opened(tmp_path) as registry:
+        registry.put("a", make_spec("v1"), rollout=ROLLOUT)
+        for file in tmp_path.glob(f"{DATABASE_FILE}*"):
+            file.unlink()
+        entry = registry.get("a")
+        assert entry is not None
+        assert entry.rollout == ROLLOUT
 
 
 def test_one_bad_name_leaves_out_all(tmp_path: Path) -> None:
@@ -303,7 +359,7 @@ def test_a_damaged_entry_is_explained(tmp_path: Path) -> None:
 def test_the_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
         registry._connection.execute("PRAGMA user_version = 7")
-    with pytest.raises(StorageError, match=r"newer version \(schema 7, this one knows 5\)"):
+    with pytest.raises(StorageError, match=r"newer version \(schema 7, this one knows 6\)"):
         AdapterRegistry(tmp_path, BASE_MODEL)
 
 

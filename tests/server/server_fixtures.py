@@ -26,7 +26,7 @@ from loraplex.core.clock import Clock, ManualClock, MonotonicClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.shape import ModelShape
 from loraplex.engine.text_engine import TextEngine
-from loraplex.server.adapter_service import AdapterService, ServedAdapter
+from loraplex.server.adapter_service import AdapterService
 from loraplex.server.app import create_app
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.connections import ConnectionBook, ConnectionLimits
@@ -35,6 +35,7 @@ from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
+from loraplex.server.served_adapter import ServedAdapter
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 

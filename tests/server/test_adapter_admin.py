@@ -247,7 +247,7 @@ def test_the_base_model_cannot_be_unloaded(api: Api) -> None:
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["message"], error["param"]) == (
-        "'base' is the base model, which cannot be unloaded",
+        "'base' is the base model, which has no versions and cannot be unloaded",
         "lora_name",
     )
 
@@ -369,7 +369,7 @@ def test_a_new_adapter_of_the_name_keeps_its_counters_when_the_old_one_has_drain
     api: Api, folder: Path
 ) -> None:
     async def scenario() -> None:
-        lease = api.served.service.lease("new")
+        lease = api.served.service.lease("new", key="k")
         body = {"lora_name": "new"}
         unloading = asyncio.create_task(api.send("POST", "/v1/unload_lora_adapter", json=body))
         while "new" in {adapter.name for adapter in api.served.service.served()}:
@@ -388,7 +388,7 @@ def test_a_new_adapter_of_the_name_keeps_its_counters_when_the_old_one_has_drain
 
 def test_a_version_that_comes_back_while_it_is_retired_stays(api: Api, folder: Path) -> None:
     async def scenario() -> None:
-        lease = api.served.service.lease("new")
+        lease = api.served.service.lease("new", key="k")
         unloading = asyncio.create_task(api.served.service.unload("new", drain_timeout_s=30))
         while "new" in {adapter.name for adapter in api.served.service.served()}:
             await asyncio.sleep(0)

@@ -114,7 +114,7 @@ def test_an_adapter_of_the_api_is_not_served_from_a_folder_that_is_closed_now(
     load(api, "two", folder / "one")
     more = tmp_path / "more"
     write_adapter(more / "two", seed=9)
-    api.served.service.allowed = AllowedPaths([more] if given == "another folder" else [])
+    api.served.service.files.allowed = AllowedPaths([more] if given == "another folder" else [])
     report = restart(api, *([more] if given == "another folder" else []))
     [closed] = report.notes
     assert f"{folder / 'one'} is outside the folders" in closed
@@ -128,7 +128,7 @@ def test_an_adapter_of_the_api_is_not_served_from_a_folder_that_is_closed_now(
 
     # Neither forgotten nor replaced by the folder's: it is served again as soon as it may be.
     assert api.served.service.registry.names() == ["two"]
-    api.served.service.allowed = AllowedPaths([folder])
+    api.served.service.files.allowed = AllowedPaths([folder])
     assert restart(api).notes == ()
     assert paths(api) == {"two": folder / "one"}
 
@@ -137,7 +137,7 @@ def test_an_adapter_of_the_api_is_not_served_from_a_folder_that_is_closed_now(
 def test_the_folder_that_the_api_loaded_may_be_given_as_well(api: Api, folder: Path, is_open: bool) -> None:
     restart(api, folder)
     load(api, "two", folder / "two", load_inplace=True)
-    api.served.service.allowed = AllowedPaths([folder] if is_open else [])
+    api.served.service.files.allowed = AllowedPaths([folder] if is_open else [])
     assert restart(api, folder).notes == ()
     assert paths(api)["two"] == folder / "two"
 
@@ -145,7 +145,7 @@ def test_the_folder_that_the_api_loaded_may_be_given_as_well(api: Api, folder: P
     write_adapter(folder / "two", seed=7)
     assert restart(api, folder).notes == ("adapter 'two': its files have changed; serving the new version",)
     assert restart(api, folder).notes == ()
-    api.served.service.allowed = AllowedPaths([folder])
+    api.served.service.files.allowed = AllowedPaths([folder])
     assert restart(api).notes == ()
     assert paths(api) == {"two": folder / "two"}
 

@@ -326,7 +326,7 @@ def test_wrong_paths_and_methods_are_answered_in_the_same_shape(
 
 
 def test_a_bug_is_answered_without_its_details(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> None:
+    def broken(*args: Any, **options: Any) -> None:
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr(api.served.deps.adapters, "lease", broken)

@@ -209,13 +209,13 @@ def test_a_restart_fetches_again_what_the_cache_has_lost(serve: Callable[..., Ap
 def test_a_restart_does_not_serve_a_repository_that_is_closed_now(serve: Callable[..., Api]) -> None:
     api = serve("org/*")
     load(api, "new", "org/one")
-    api.served.service.hub.allowed = AllowedRepos()
+    api.served.service.files.hub.allowed = AllowedRepos()
     report = restart(api)
     assert (paths(api), report.num_skipped) == ({}, 1)
     [note] = report.notes
     assert note.startswith("adapter 'new' is not served: org/one is no repository that")
     assert "--allow-adapter-repo org/one to serve it again" in note
-    api.served.service.hub.allowed = AllowedRepos(["org/one"])
+    api.served.service.files.hub.allowed = AllowedRepos(["org/one"])
     assert restart(api).notes == ()
     assert set(paths(api)) == {"new"}
 

@@ -23,6 +23,9 @@ BODIES = [
     "/v1/completions",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
+    "/v1/promote_lora_adapter",
+    "/v1/abort_lora_adapter",
+    "/v1/rollback_lora_adapter",
     "/tokenize",
     "/detokenize",
 ]

@@ -26,7 +26,7 @@ from test_live_server import client_of, connect, request_bytes
 
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.core.clock import ManualClock
-from loraplex.core.errors import EngineClosedError, EngineDeadError
+from loraplex.core.errors import AdapterError, EngineClosedError, EngineDeadError
 from loraplex.core.logs import TextFormatter
 from loraplex.server.body import BodyLimits
 
@@ -203,7 +203,7 @@ def test_routes_that_are_asked_all_the_time_are_logged_when_debugging(api: Api, 
 def test_a_bug_has_a_line_and_its_answer_an_id(
     api: Api, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: Any) -> None:
+    def broken(*args: Any, **options: Any) -> None:
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr(api.served.deps.adapters, "lease", broken)
@@ -355,6 +355,47 @@ def test_names_cannot_forge_lines(api: Api, lines: Lines) -> None:
     assert len(lines.text) < 1500
 
 
+def test_the_changes_of_a_trial_are_audited(
+    make_api: Callable[..., Api], tmp_path: Path, audit: Lines
+) -> None:
+    api = make_api(allowed=[tmp_path])
+    for seed in (1, 2):
+        write_adapter(tmp_path / str(seed), seed=seed)
+    load: dict[str, Any] = {"lora_name": "sql", "lora_path": "1"}
+    api.post("/v1/load_lora_adapter", load)
+    first = audit.take()["new_version"]
+
+    def changes(verb: str, body: dict[str, Any]) -> list[tuple[str, str | None, str | None]]:
+        """Message, old and new version of the lines about a change."""
+        api.post(f"/v1/{verb}_lora_adapter", body)
+        lines = [audit.take()]
+        if lines[0]["message"] == "adapter stage":
+            lines.append(audit.take())
+        return [(line["message"], line.get("old_version"), line.get("new_version")) for line in lines]
+
+    trial, name = {**load, "lora_path": "2", "canary_share": 0.5}, {"lora_name": "sql"}
+    staged, begun = changes("load", trial)
+    second = str(begun[2])
+    assert second != first
+    assert staged == ("adapter stage", first, second)
+    assert begun == ("adapter canary", first, second)
+    assert changes("abort", name) == [("adapter abort", second, first)]
+    assert changes("promote", name) == [("adapter promote refused", first, None)]
+    changes("load", trial)
+    assert changes("promote", name) == [
+        ("adapter stage", first, second),
+        ("adapter promote", first, second),
+    ]
+    api.served.engine.stage_failure = AdapterError("its weights file ends too early")
+    assert changes("rollback", name) == [("adapter rollback refused", second, None)]
+    api.served.engine.stage_failure = None
+    assert changes("rollback", name) == [
+        ("adapter stage", second, first),
+        ("adapter rollback", second, first),
+    ]
+    audit.assert_none()
+
+
 def test_changes_of_adapters_are_audited(make_api: Callable[..., Api], tmp_path: Path, audit: Lines) -> None:
     api = make_api(allowed=[tmp_path / "open"], api_keys=("key",))
     one = str(write_adapter(tmp_path / "open" / "one"))
@@ -382,9 +423,11 @@ def test_changes_of_adapters_are_audited(make_api: Callable[..., Api], tmp_path:
     again = load("sql", two)
     assert (again["message"], again["old_version"]) == ("adapter reload refused", first)
     assert "load_inplace" in again["reason"]
-    reloaded = load("sql", two, load_inplace=True)
-    assert (reloaded["message"], reloaded["old_version"]) == ("adapter reload", first)
-    assert reloaded["new_version"] != first
+    staged = load("sql", two, load_inplace=True)
+    reloaded = audit.take()
+    assert (staged["message"], reloaded["message"]) == ("adapter stage", "adapter reload")
+    assert staged["old_version"] == reloaded["old_version"] == first
+    assert staged["new_version"] == reloaded["new_version"] != first
     closed = load("other", str(tmp_path))
     assert (closed["message"], closed["result"]) == ("adapter load refused", "refused")
     assert closed["reason"].startswith("PathNotAllowedError")

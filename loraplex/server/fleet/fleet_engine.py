@@ -299,6 +299,22 @@ class FleetEngine:
         if self._routing is not None:
             self._routing.add(spec)
 
+    async def stage_adapter(self, version: str) -> None:
+        """See AsyncEngine: on all replicas that serve. One that dies meanwhile reads the version from its
+        files when it is back, as it does with all others."""
+        serving = [replica for replica in self._present() if replica.healthy]
+        if not serving:
+            raise EngineDeadError("no replica is there to stage the adapter on; try again when one is back")
+        results = await asyncio.gather(
+            *(replica.stage_adapter(version) for replica in serving), return_exceptions=True
+        )
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in errors:
+            if not isinstance(error, EngineDeadError):
+                raise error
+        if len(errors) == len(serving):
+            raise errors[0]
+
     async def remove_adapter(self, version: str) -> None:
         self._specs.pop(version, None)
         results = await asyncio.gather(

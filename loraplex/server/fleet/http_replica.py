@@ -22,6 +22,7 @@ from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.engine.staging import answer_once
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
 from loraplex.server.fleet.backend_adapters import BackendAdapters, SeenPath, adapter_name
@@ -203,6 +204,10 @@ class HttpReplica:
             raise
         except EngineDeadError:
             self._look.set()  # noted, and loaded when the server is there again
+
+    async def stage_adapter(self, version: str) -> None:
+        """See AsyncEngine."""
+        await answer_once(self, version)
 
     async def remove_adapter(self, version: str) -> None:
         """See AsyncEngine. Also returns if the server goes away first; it then forgets the version when it is

@@ -1,0 +1,131 @@
+"""From what a request calls an adapter to its files, read and hashed: allowed folders, and the hub's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.adapters.allowed_paths import AllowedPaths
+from loraplex.adapters.base_name import other_base
+from loraplex.adapters.hub import neither
+from loraplex.adapters.open_file import open_regular
+from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.rollout import VersionRef
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.errors import AdapterError, AdapterFormatError, PathNotAllowedError
+from loraplex.core.hub import HubRepo, parse_hub_repo
+from loraplex.core.shape import ModelShape
+from loraplex.server.hub_adapters import HubAdapters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadAdapter:
+    """An adapter that was read. `source`: the repository and commit that its files were fetched from, if
+    any. `other_base`: the base model that it names, if that is another one."""
+
+    spec: AdapterSpec
+    source: HubRepo | None
+    other_base: str | None = None
+
+    @property
+    def ref(self) -> VersionRef:
+        return VersionRef(version=self.spec.version, path=self.spec.path, source=self.source)
+
+
+class AdapterFiles:
+    """The adapters that may be loaded for one base model. `known_as` has the names of that."""
+
+    def __init__(
+        self, *, shape: ModelShape, allowed: AllowedPaths, hub: HubAdapters, known_as: frozenset[str]
+    ) -> None:
+        self.shape = shape
+        self.allowed = allowed
+        self.hub = hub
+        self.known_as = known_as
+
+    async def read(self, path: str) -> ReadAdapter:
+        """Read the adapter in a folder or of a repository, which is fetched whole before anything is read.
+
+        Raises AdapterError if there is none or it cannot be served, PathNotAllowedError.
+        """
+        located = self._locate(path)
+        if isinstance(located, Path):
+            return await asyncio.to_thread(self._read, located, None)
+        folder = await self.hub.fetch(located)
+        return await asyncio.to_thread(self._read, folder, located.at(folder.name))
+
+    async def read_again(self, ref: VersionRef) -> ReadAdapter:
+        """Read a version whose files were read before.
+
+        AdapterFormatError if they are gone or hold another content now; PathNotAllowedError if where they are
+        was closed since.
+        """
+        try:
+            found = await self._read_ref(ref)
+        except AdapterError as error:
+            raise AdapterFormatError(
+                f"version {ref.version[:12]} cannot be read from {ref.where} any more: {error}; put its "
+                "files back, or load it from where they are now"
+            ) from error
+        if found.spec.version != ref.version:
+            raise AdapterFormatError(
+                f"the files in {ref.where} have changed since version {ref.version[:12]} was read from them; "
+                f"by their content hash they are version {found.spec.version[:12]} now; put the old ones "
+                "back, or load that version from where it is now"
+            )
+        return found
+
+    async def _read_ref(self, ref: VersionRef) -> ReadAdapter:
+        if ref.source is None:
+            return await asyncio.to_thread(self._read, self._check_path(str(ref.path)), None)
+        self.hub.allowed.check(ref.source)
+        folder = await self.hub.fetch(ref.source)
+        return await asyncio.to_thread(self._read, folder, ref.source)
+
+    def _read(self, folder: Path, source: HubRepo | None) -> ReadAdapter:
+        # What the hub's client fetched lies in its cache, as symlinks to where it keeps the contents.
+        open_file = self.allowed.open if source is None else open_regular
+        spec = read_adapter(folder, self.shape, open_file=open_file)
+        other = other_base(folder, self.known_as, open_file)
+        return ReadAdapter(spec=spec, source=source, other_base=other)
+
+    def _locate(self, path: str) -> Path | HubRepo:
+        """The folder or repository that a request means, if it may be loaded; a folder that exists wins."""
+        repo = parse_hub_repo(path)
+        if repo is None:
+            folder = self._check_path(path)
+            if _is_missing(folder):
+                raise AdapterFormatError(neither(self.allowed.explain_missing(path)))
+            return folder
+        if self.allowed.roots:
+            folder = self._check_path(path)
+            if os.path.exists(folder):
+                return folder
+        try:
+            self.hub.allowed.check(repo)
+        except PathNotAllowedError as error:
+            raise PathNotAllowedError(
+                f"{self.allowed.explain_missing(path)}, and {error}, or with --allow-adapter-dir FOLDER to "
+                "open a folder"
+            ) from None
+        return repo
+
+    def _check_path(self, path: str) -> Path:
+        try:
+            return self.allowed.check(path)
+        except PathNotAllowedError as error:
+            raise PathNotAllowedError(
+                f"{error}; start the server with --allow-adapter-dir FOLDER to open one"
+            ) from None
+
+
+def _is_missing(folder: Path) -> bool:
+    try:
+        os.stat(folder)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):  # who reads it says why it cannot be
+        return False
+    return False
