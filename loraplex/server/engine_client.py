@@ -22,7 +22,7 @@ from loraplex.core.errors import EngineDeadError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.output_stream import OutputStream
-from loraplex.server.engine_child import EngineChild
+from loraplex.server.engine_child import EngineChild, EngineHandle
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
 from loraplex.server.protocol_ipc import (
@@ -68,7 +68,8 @@ class EngineClient:
     """An AsyncEngine whose core lives in a supervised child process. For use in one event loop.
 
     `config` is what the factory takes: any type that msgspec encodes and the child can import. Adapters
-    are remembered here and given to every new child, so they survive its crashes.
+    are remembered here and given to every new child, so they survive its crashes. `start_child`: starts it
+    somewhere else than on this machine, and is given what is to be called for each event.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class EngineClient:
         factory: str = DEFAULT_FACTORY,
         options: ClientOptions | None = None,
         clock: Clock | None = None,
+        start_child: Callable[[Callable[[Event], None]], EngineHandle] | None = None,
     ) -> None:
         self._config = config
         self._factory = factory
         self._options = options or ClientOptions()
         self._clock = clock or MonotonicClock()
+        self._new_child = start_child or self._local_child
         self._crashes = CrashHistory(self._options.restart, self._clock)
         self._on_progress: Callable[[StartProgress], None] | None = None
 
@@ -91,7 +94,7 @@ class EngineClient:
         self.failed = asyncio.Event()
         """Set when a started engine has died too often and is not started again."""
         self._progress: StartProgress | None = None
-        self._child: EngineChild | None = None
+        self._child: EngineHandle | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
         self._streams: dict[str, OutputStream] = {}
@@ -112,12 +115,13 @@ class EngineClient:
 
     @property
     def status(self) -> EngineStatus:
-        pid = self._child.pid if self._child is not None and self.healthy else None
+        child = self._child if self.healthy else None
         return EngineStatus(
             state=self._life.state,
             message=self._life.message,
             num_restarts=self._num_restarts,
-            pid=pid,
+            pid=None if child is None else child.pid,
+            node=None if child is None else child.node,
             phase=None if self._progress is None else self._progress.phase,
             fraction=None if self._progress is None else self._progress.fraction,
         )
@@ -271,11 +275,14 @@ class EngineClient:
                 for output in outputs:
                     stream.push(output)
 
-    async def _start_child(self, add_adapters: Awaitable[object] | None = None) -> EngineChild:
-        self._progress = None
-        child = EngineChild(
-            factory=self._factory, config=self._config, env=self._options.env, on_event=self._on_event
+    def _local_child(self, on_event: Callable[[Event], None]) -> EngineHandle:
+        return EngineChild(
+            factory=self._factory, config=self._config, env=self._options.env, on_event=on_event
         )
+
+    async def _start_child(self, add_adapters: Awaitable[object] | None = None) -> EngineHandle:
+        self._progress = None
+        child = self._new_child(self._on_event)
         self._child = child
         try:
             await child.loaded
@@ -299,7 +306,7 @@ class EngineClient:
         self._life.set(EngineState.READY, "")
         return child
 
-    async def _supervise(self, child: EngineChild) -> None:
+    async def _supervise(self, child: EngineHandle) -> None:
         """Replace the child whenever it ends, until it ends too often."""
         try:
             while True:
@@ -320,7 +327,7 @@ class EngineClient:
             logger.exception("%s", self._life.message)
             self.failed.set()
 
-    async def _restart(self, reason: str) -> EngineChild:
+    async def _restart(self, reason: str) -> EngineHandle:
         """A new child that is ready; EngineDeadError when the policy has seen enough crashes."""
         delay_s = self._crashes.crashed(while_starting=False)
         while delay_s is not None:
@@ -334,7 +341,7 @@ class EngineClient:
                 delay_s = self._crashes.crashed(while_starting=True)
         raise EngineDeadError(f"the engine process died too often and is not started again ({reason})")
 
-    async def _ready_child(self) -> EngineChild:
+    async def _ready_child(self) -> EngineHandle:
         """Return the child as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
         await self._life.wait_ready(self._options.ready_timeout_s)
         assert self._child is not None
@@ -356,7 +363,7 @@ class EngineClient:
         self._stats, self._stats_taken_s, self._stats_reply = EngineStats(), float("-inf"), None
 
 
-async def _unless_exited(adding: Awaitable[object], child: EngineChild) -> None:
+async def _unless_exited(adding: Awaitable[object], child: EngineHandle) -> None:
     """Wait for something that needs the child, but not for longer than that lives."""
     task, exiting = asyncio.ensure_future(adding), asyncio.create_task(child.exited.wait())
     try:
