@@ -110,5 +110,6 @@ def bind_any_port(socket: Socket, host: str) -> str:
     is_v6 = ":" in host
     socket.ipv6 = is_v6
     socket.bind(f"tcp://[{host}]:*" if is_v6 else f"tcp://{host}:*")
-    address: str = socket.last_endpoint.decode(KEY_ENCODING)
-    return address
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.decode(KEY_ENCODING)

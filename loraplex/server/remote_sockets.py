@@ -18,7 +18,7 @@ from loraplex.server.protocol_ipc import Remote
 
 
 class RemoteSockets:
-    """The sockets of the HTTP process for one engine on another machine. Nobody may connect before `admit`."""
+    """The sockets of the HTTP process for one engine elsewhere. Nobody may connect before `admit`."""
 
     def __init__(self, context: Context, host: str) -> None:
         """Listen for events at `host`, an address of this machine."""
