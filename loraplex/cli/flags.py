@@ -1,4 +1,5 @@
-"""Options of commands: flags without a value in --help, and lists of options that commands have in common.
+"""Options of commands: flags without a value in --help, options whose value may be left out, and lists of
+options that commands have in common.
 
 Recent releases of typer show `<bool>` behind every flag that has no metavar, as if it took a value: behind
 `--help` and its own options for shell completion, too. All flags of all commands are given an empty one here.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
+from itertools import zip_longest
 from typing import Any, Final, TypeVar, get_type_hints
 
 import typer
@@ -15,6 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+WITHOUT_VALUE: Final = ""
+"""The value of an option that was given without one, which it may be if its metavar is in brackets."""
 _NO_VALUE: Final = ""
 
 
@@ -56,6 +60,9 @@ def _parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _with_values(args, self.get_params(ctx)))
+
     def get_params(self, ctx: Any) -> Any:
         return _without_values(super().get_params(ctx))
 
@@ -71,3 +78,20 @@ def _without_values(options: Sequence[Any]) -> Sequence[Any]:
         if getattr(option, "is_flag", False):
             option.metavar = _NO_VALUE
     return options
+
+
+def _with_values(args: Sequence[str], options: Sequence[Any]) -> list[str]:
+    """Give options their empty value that may be left out, and were: no other word follows them."""
+    optional = {
+        name
+        for each in options
+        if (each.metavar or "").startswith("[")
+        for name in each.opts
+        if name.startswith("-")
+    }
+    found: list[str] = []
+    for arg, following in zip_longest(args, args[1:]):
+        found.append(arg)
+        if arg in optional and (following is None or following.startswith("-")):
+            found.append(WITHOUT_VALUE)
+    return found

@@ -6,6 +6,7 @@ Imports wait until a command runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 
 from loraplex.cli import serve_options as option
 from loraplex.cli.early_stop import exit_0_on_signal
-from loraplex.cli.flags import takes_options_of
+from loraplex.cli.flags import WITHOUT_VALUE, takes_options_of
 from loraplex.cli.serve import run_server, serve_options
 from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, rows_of
 from loraplex.cli.table import number_column, print_table, text_column
@@ -37,6 +38,7 @@ _COLUMNS: Final = (
     number_column("sent"),
     number_column("restarts"),
     number_column("pid", show=str),
+    text_column("node"),
     text_column("message"),
 )
 _SEEN_COLUMNS: Final = (
@@ -57,6 +59,7 @@ _SEEN_COLUMNS: Final = (
 def serve(
     replicas: option.Replicas = None,
     routing: option.Routing = "auto",
+    ray: option.Ray = None,
     backend: option.BackendUrls = None,
     backend_key: option.BackendKey = None,
     backend_admin_key: option.BackendAdminKey = None,
@@ -65,15 +68,20 @@ def serve(
     log_format: option.Format = LogFormat.TEXT,
     **options: Any,
 ) -> None:
-    """Serve a base model and its LoRA adapters by several engine processes behind one address, or by servers
-    that run already."""
+    """Serve a base model and its LoRA adapters behind one address: by several engine processes, on this
+    machine or on a Ray cluster, or by servers that run already."""
     from loraplex.fleet.routers.named import router_named
     from loraplex.server.fleet.backend_replicas import Backends
+    from loraplex.server.fleet.ray_cluster import RayPlace
 
     router_named(routing)  # a name that does not exist should not cost a start to find out
     if backend and replicas is not None:
         raise typer.BadParameter(
             "replicas are started here, backends run already; give one of both", param_hint="--replicas"
+        )
+    if backend and ray is not None:
+        raise typer.BadParameter(
+            "Ray places replicas that are started, backends run already; give one of both", param_hint="--ray"
         )
     backends = Backends(
         urls=tuple(backend or ()),
@@ -86,8 +94,14 @@ def serve(
         num_replicas=replicas or _DEFAULT_REPLICAS,
         routing=routing,
         backends=backends if backend else None,
+        ray=None if ray is None else RayPlace(address=_ray_address(ray)),
     )
     run_server(asked, log_level, log_format)
+
+
+def _ray_address(given: str) -> str | None:
+    """Return the cluster that is meant: without an address, the one that Ray's own programs take."""
+    return (os.environ.get("RAY_ADDRESS") or None) if given == WITHOUT_VALUE else given
 
 
 def status(base_url: BaseUrl = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:

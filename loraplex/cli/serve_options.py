@@ -35,6 +35,14 @@ Replicas = Annotated[
     int | None,
     typer.Option(min=1, max=64, help="Engine processes, each with GPUs or cores of its own; 2 by default."),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[ADDRESS]",
+        help="Let Ray place the engine processes: on the cluster with its head at HOST:PORT, or on one that "
+        "is started on this machine. Needs the extra `ray`.",
+    ),
+]
 BackendUrls = Annotated[
     list[str] | None,
     typer.Option(

@@ -26,7 +26,7 @@ from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.output_stream import OutputStream
 from loraplex.engine.staging import answer_once
-from loraplex.server.engine_child import EngineChild
+from loraplex.server.engine_child import EngineChild, EngineHandle
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
 from loraplex.server.heartbeat import BEAT_S, Signs, Silence
@@ -78,7 +78,8 @@ class EngineClient:
     """An AsyncEngine whose core lives in a supervised child process. For use in one event loop.
 
     `config` is what the factory takes: any type that msgspec encodes and the child can import. Adapters
-    are remembered here and given to every new child, so they survive its crashes.
+    are remembered here and given to every new child, so they survive its crashes. `start_child`: starts it
+    somewhere else than on this machine, and is given what is to be called for each event.
     """
 
     def __init__(
@@ -88,11 +89,13 @@ class EngineClient:
         factory: str = DEFAULT_FACTORY,
         options: ClientOptions | None = None,
         clock: Clock | None = None,
+        start_child: Callable[[Callable[[Event], None]], EngineHandle] | None = None,
     ) -> None:
         self._config = config
         self._factory = factory
         self._options = options or ClientOptions()
         self._clock = clock or MonotonicClock()
+        self._new_child = start_child or self._local_child
         self._crashes = CrashHistory(self._options.restart, self._clock)
         self._on_progress: Callable[[StartProgress], None] | None = None
 
@@ -101,7 +104,7 @@ class EngineClient:
         self.failed = asyncio.Event()
         """Set when a started engine has died too often and is not started again."""
         self._progress: StartProgress | None = None
-        self._child: EngineChild | None = None
+        self._child: EngineHandle | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
         self._streams: dict[str, OutputStream] = {}
@@ -124,12 +127,13 @@ class EngineClient:
 
     @property
     def status(self) -> EngineStatus:
-        pid = self._child.pid if self._child is not None and self.healthy else None
+        child = self._child if self.healthy else None
         return EngineStatus(
             state=self._life.state,
             message=self._life.message,
             num_restarts=self._num_restarts,
-            pid=pid,
+            pid=None if child is None else child.pid,
+            node=None if child is None else child.node,
             phase=None if self._progress is None else self._progress.phase,
             fraction=None if self._progress is None else self._progress.fraction,
         )
@@ -240,7 +244,7 @@ class EngineClient:
             await asyncio.wait([self._stats_reply], timeout=self._options.stats_timeout_s)
         return self._stats
 
-    def _ask_stats(self, child: EngineChild) -> None:
+    def _ask_stats(self, child: EngineHandle) -> None:
         child.send(GetStats())
         self._num_asked += 1
 
@@ -303,12 +307,15 @@ class EngineClient:
                 for output in outputs:
                     stream.push(output)
 
-    async def _start_child(self, add_adapters: Awaitable[object] | None = None) -> EngineChild:
+    def _local_child(self, on_event: Callable[[Event], None]) -> EngineHandle:
+        return EngineChild(
+            factory=self._factory, config=self._config, env=self._options.env, on_event=on_event
+        )
+
+    async def _start_child(self, add_adapters: Awaitable[object] | None = None) -> EngineHandle:
         self._progress = None
         self._num_asked, self._num_answered = 0, 0
-        child = EngineChild(
-            factory=self._factory, config=self._config, env=self._options.env, on_event=self._on_event
-        )
+        child = self._new_child(self._on_event)
         self._child = child
         try:
             await child.loaded
@@ -332,7 +339,7 @@ class EngineClient:
         self._life.set(EngineState.READY, "")
         return child
 
-    async def _supervise(self, child: EngineChild) -> None:
+    async def _supervise(self, child: EngineHandle) -> None:
         """Replace the child whenever it ends, until it ends too often."""
         try:
             while True:
@@ -353,7 +360,7 @@ class EngineClient:
             logger.exception("%s", self._life.message)
             self.failed.set()
 
-    async def _watch(self, child: EngineChild) -> None:
+    async def _watch(self, child: EngineHandle) -> None:
         """Return when the child has exited, which one that stays silent is made to."""
         silence = Silence(silent_s=self._options.silent_s, lost_s=self._options.lost_s)
         is_killed = False
@@ -371,7 +378,7 @@ class EngineClient:
                     child.kill(f"it gave no sign of life for {silence.seconds:g} s")
                     is_killed = True
 
-    def _fall_silent(self, child: EngineChild, seconds: float) -> None:
+    def _fall_silent(self, child: EngineHandle, seconds: float) -> None:
         """Let nobody wait for a child that may never answer; requests that it has are taken from it."""
         message = f"the engine process has given no sign of life for {seconds:g} s"
         logger.warning("%s", message)
@@ -379,9 +386,9 @@ class EngineClient:
         self._back_with = None
         for request_id, stream in self._streams.items():
             child.send(Cancel(request_id))
-            stream.fail(EngineDeadError(f"{message}, while it served this request; send the request again"))
+            stream.fail(RequestMovedError(f"{message}, while it served this request; send the request again"))
 
-    async def _restart(self, reason: str) -> EngineChild:
+    async def _restart(self, reason: str) -> EngineHandle:
         """A new child that is ready; EngineDeadError when the policy has seen enough crashes."""
         delay_s = self._crashes.crashed(while_starting=False)
         while delay_s is not None:
@@ -395,7 +402,7 @@ class EngineClient:
                 delay_s = self._crashes.crashed(while_starting=True)
         raise EngineDeadError(f"the engine process died too often and is not started again ({reason})")
 
-    async def _ready_child(self) -> EngineChild:
+    async def _ready_child(self) -> EngineHandle:
         """Return the child as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
         await self._life.wait_ready(self._options.ready_timeout_s)
         assert self._child is not None
@@ -417,7 +424,7 @@ class EngineClient:
         self._stats, self._stats_taken_s, self._stats_reply = EngineStats(), float("-inf"), None
 
 
-async def _unless_exited(adding: Awaitable[object], child: EngineChild) -> None:
+async def _unless_exited(adding: Awaitable[object], child: EngineHandle) -> None:
     """Wait for something that needs the child, but not for longer than that lives."""
     task, exiting = asyncio.ensure_future(adding), asyncio.create_task(child.exited.wait())
     try:

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any, Final
 
 import msgspec
@@ -26,10 +27,9 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
+from loraplex.server.engine_sockets import bind_commands, calling_when_cut, connect_events
 from loraplex.server.heartbeat import Heartbeat
 from loraplex.server.protocol_ipc import (
-    COMMANDS_SOCKET,
-    EVENTS_SOCKET,
     AdapterAdded,
     AdapterRemoved,
     AddAdapter,
@@ -55,7 +55,6 @@ from loraplex.server.protocol_ipc import (
     decode_command,
     decode_extra,
     encode,
-    endpoint,
     has_message,
 )
 
@@ -212,6 +211,10 @@ def _wait_for_end_of_stdin() -> None:
     # os.read and not sys.stdin, whose lock would be held by this thread when the interpreter ends.
     while os.read(0, 1024):
         pass
+    _leave()
+
+
+def _leave() -> None:
     os._exit(EXIT_PARENT_GONE)
 
 
@@ -223,15 +226,20 @@ def describe(error: BaseException) -> str:
 
 def serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]]) -> int:
     """Build the core and drive it to its end; the exit code of the process."""
-    events, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    for socket in (events, commands):
-        socket.set_hwm(0)  # what waits is bounded by the requests; dropping or blocking is never right
-    events.connect(endpoint(launch.socket_dir, EVENTS_SOCKET))
-    commands.bind(endpoint(launch.socket_dir, COMMANDS_SOCKET))
-    events.send(encode(Listening()))
+    events = connect_events(context, launch)
+    # One that is started by somebody else than the HTTP process must notice by itself that this is gone.
+    watching = calling_when_cut(events, _leave) if launch.remote is not None else nullcontext()
+    with watching:
+        return _serve(launch, context, events)
+
+
+def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.Socket[bytes]) -> int:
+    commands, address = bind_commands(context, launch)
+    events.send(encode(Listening(address)))
     hello = decode_command(commands.recv())
     assert isinstance(hello, Hello)
-    shutil.rmtree(launch.socket_dir, ignore_errors=True)
+    if launch.socket_dir:
+        shutil.rmtree(launch.socket_dir, ignore_errors=True)
     started_s = time.monotonic()
     try:
         core = build_core(launch, events)
@@ -279,7 +287,7 @@ def main() -> int:
     with logging_to_stderr(launch.log_level, launch.log_format, "engine"):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            with Heartbeat(context, endpoint(launch.socket_dir, EVENTS_SOCKET)):
+            with Heartbeat(connect_events(context, launch)):
                 return serve(launch, context)
         finally:
             context.destroy(linger=1000)

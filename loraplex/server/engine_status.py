@@ -22,7 +22,8 @@ class EngineState(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStatus:
     """Where the engine process stands. `message` says why when it is not ready; `phase` is what is being done
-    about it, and `fraction` how much of that is done, as far as it is known."""
+    about it, and `fraction` how much of that is done, as far as it is known. `node`: the machine of `pid`, if
+    it is not this one."""
 
     state: EngineState
     message: str
@@ -30,6 +31,7 @@ class EngineStatus:
     pid: int | None
     phase: str | None = None
     fraction: float | None = None
+    node: str | None = None
 
     def explain(self) -> str:
         """Return what a person should know, and do, when the engine is not ready."""

@@ -80,6 +80,7 @@ def _list(fleet: Fleet) -> ReplicaList:
                 sent=each.num_sent,
                 restarts=each.status.num_restarts,
                 pid=each.status.pid,
+                node=each.status.node,
             )
             for each in fleet.replicas
         ]

@@ -22,9 +22,9 @@ BEAT_S: Final = 0.25
 class Heartbeat:
     """In the engine process: gives signs of life, by a thread with a socket of its own, until it is left."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.connect(address)
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        """`socket`: for events, and for nothing else; it is closed at the end."""
+        self._socket = socket
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 

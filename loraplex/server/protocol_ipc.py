@@ -24,6 +24,7 @@ from its edge-triggered descriptor without the wake-ups that sending on it would
 binds the events socket before the child exists, and connects to the commands socket when told that
 the child has bound it, so neither side ever sends into a socket without a peer. Once both have heard
 from each other the sockets' names are removed: what does not exist cannot be left behind by a kill -9.
+An engine on another machine is started by somebody there (`Remote`), and the sockets are TCP.
 """
 
 from __future__ import annotations
@@ -55,13 +56,26 @@ def has_message(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
 
 
+class Remote(msgspec.Struct, frozen=True, kw_only=True):
+    """Sockets of an engine on another machine. `events`: where the HTTP process listens; `host`: the engine's
+    own address. Keys are those of CurveZMQ: `front_key` the public one of the HTTP process."""
+
+    events: str
+    front_key: str
+    host: str = ""
+    public_key: str = ""
+    secret_key: str = ""
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """All a child needs to build its core; `factory` and `config_type` are "module:name"."""
+    """All a child needs to build its core; `factory` and `config_type` are "module:name". `socket_dir` is of
+    a child of the HTTP process, `remote` of one on another machine."""
 
     factory: str
     config_type: str
     config: msgspec.Raw
-    socket_dir: str
+    socket_dir: str = ""
+    remote: Remote | None = None
     parent_pid: int
     log_level: int
     log_format: LogFormat = LogFormat.TEXT
@@ -138,7 +152,9 @@ class Shutdown(Message, frozen=True):
 
 
 class Listening(Message, frozen=True):
-    pass
+    """The child has bound the socket for commands, whose address this is."""
+
+    commands: str
 
 
 class StartProgress(Message, frozen=True):

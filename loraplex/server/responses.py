@@ -202,7 +202,8 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`state`: new, starting, ready, restarting, failed or closed; `message` says why it is not ready.
-    `drained`: it is sent no more requests, by order."""
+    `drained`: it is sent no more requests, by order. `pid`: of its engine process, on the machine `node` if
+    that is not the server's own."""
 
     replica: int
     state: str
@@ -212,6 +213,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     sent: int
     restarts: int
     pid: int | None
+    node: str | None
 
 
 class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,6 +60,7 @@ from loraplex.server.web_guard import WebAccess
 
 if TYPE_CHECKING:
     from loraplex.server.fleet.backend_replicas import Backends
+    from loraplex.server.fleet.ray_cluster import RayPlace
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,9 @@ class ServeOptions:
     `adapter_dirs` are served and open for loading, the allowed ones only open.
     `adapters` are served and open nothing; `allow_adapter_repos` are patterns of hub repositories.
     `shutdown_grace_s`: how long requests in flight may go on after the signal to end.
-    `num_replicas`: engine processes; `backends`: servers that compute instead of any; `routing`: by which
-    router requests are shared among several of either.
+    `num_replicas`: engine processes; `ray`: the cluster that they are placed on, if not on this machine;
+    `backends`: servers that compute instead of any; `routing`: by which router requests are shared among
+    several of either.
     `engine_factory`: "module:name" of what builds the core in the engine process.
     """
 
@@ -103,6 +105,7 @@ class ServeOptions:
     num_replicas: int = 1
     routing: str = "auto"
     backends: Backends | None = None
+    ray: RayPlace | None = None
     engine_factory: str = DEFAULT_FACTORY
 
 
@@ -269,7 +272,7 @@ async def _start(
     registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
-    client, fleet = _engine(options, config.shape, base_model, state_dir)
+    client, fleet = await _engine(options, config.shape, base_model, state_dir, stack)
     stack.push_async_callback(client.close)
     service = AdapterService(
         base_model=base_model,
@@ -334,11 +337,11 @@ async def _start(
     return deps, client, report.num_skipped
 
 
-def _engine(
-    options: ServeOptions, shape: ModelShape, base_model: str, state_dir: Path
+async def _engine(
+    options: ServeOptions, shape: ModelShape, base_model: str, state_dir: Path, stack: AsyncExitStack
 ) -> tuple[SupervisedEngine, Fleet | None]:
     """Return what computes, not started yet: one engine process, a fleet of them, or servers elsewhere."""
-    if options.backends is None and options.num_replicas == 1:
+    if options.backends is None and options.ray is None and options.num_replicas == 1:
         return SoleEngine(options.engine, factory=options.engine_factory), None
     # Not needed by a single server.
     from loraplex.server.fleet.decision_log import DecisionLog
@@ -352,6 +355,23 @@ def _engine(
             options.backends, base_names=names, shape=shape, routing=options.routing, log=log
         )
         return behind, behind
+    if options.ray is not None:
+        from loraplex.server.fleet.ray_cluster import RayCluster
+        from loraplex.server.fleet.ray_replicas import ray_fleet
+
+        cluster = await RayCluster.connect(options.ray)
+        stack.push_async_callback(cluster.close)
+        placed = ray_fleet(
+            options.engine,
+            shape,
+            cluster=cluster,
+            about=await cluster.about(),
+            num_replicas=options.num_replicas,
+            routing=options.routing,
+            factory=options.engine_factory,
+            log=log,
+        )
+        return placed, placed
     from loraplex.server.fleet.local_replicas import local_fleet
 
     fleet = local_fleet(

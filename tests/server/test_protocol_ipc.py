@@ -20,7 +20,7 @@ COMMANDS: list[ipc.Command] = [
 ]
 LOGPROB = TokenLogprob(token_id=3, logprob=-0.5, top=((3, -0.5), (4, -2.0)))
 EVENTS: list[ipc.Event] = [
-    ipc.Listening(),
+    ipc.Listening("ipc:///tmp/x/commands.sock"),
     ipc.StartProgress("weights", 0.25),
     ipc.Loaded(),
     ipc.Ready(num_kv_blocks=10, max_model_len=64, load_s=1.5),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -58,20 +59,26 @@ def local_fleet(
         env = {_VISIBLE: ",".join(own)} if own else {}
         return EngineClient(engine, factory=factory, options=ClientOptions(env=env))
 
+    setup = FleetSetup(
+        make=make,
+        limits=limits_of(engine),
+        routing=routing,
+        costs=guessed_costs(shape, "cuda" if gpus else "cpu", engine.num_threads),
+        most=most,
+    )
+    return FleetEngine(setup, num_replicas, log)
+
+
+def limits_of(engine: EngineOptions) -> Callable[[Ready], Limits]:
+    """Return what tells the limits of an engine process with these options, once it is ready."""
+
     def limits(info: Ready) -> Limits:
         assert info.num_kv_blocks is not None, "an engine process tells it"
         return Limits(
             max_running=engine.max_running, kv_tokens=max(info.num_kv_blocks * engine.block_size, 1)
         )
 
-    setup = FleetSetup(
-        make=make,
-        limits=limits,
-        routing=routing,
-        costs=guessed_costs(shape, "cuda" if gpus else "cpu", engine.num_threads),
-        most=most,
-    )
-    return FleetEngine(setup, num_replicas, log)
+    return limits
 
 
 def _gpus() -> tuple[str, ...]:

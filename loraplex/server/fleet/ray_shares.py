@@ -1,0 +1,60 @@
+"""What each replica of a fleet holds of a Ray cluster: GPUs of one node, or cores of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from loraplex.core.errors import UserError
+from loraplex.core.words import plural
+from loraplex.engine.options import EngineOptions
+from loraplex.server.fleet.ray_messages import Connected, Node, Resources
+
+
+def share_of(engine: EngineOptions, about: Connected, num_replicas: int) -> tuple[EngineOptions, Resources]:
+    """Return the engine's options for its share of the cluster, and what Ray is to hold for it.
+
+    Raises UserError if there is too little for all replicas.
+    """
+    has_gpus = any(node.gpus for node in about.nodes) if engine.device == "auto" else engine.device != "cpu"
+    if has_gpus:
+        gpus = engine.tensor_parallel
+        _check(num_replicas, gpus, "GPU", [(node.host, node.gpus) for node in about.nodes], about.free.gpus)
+        device = "cuda" if engine.device == "auto" else engine.device
+        return replace(engine, device=device), {"GPU": float(gpus), "CPU": 1.0 + (engine.cpu_workers or 0)}
+    cores = engine.num_threads or _most_cores(about.nodes, num_replicas)
+    _check(num_replicas, cores, "core", [(node.host, node.cpus) for node in about.nodes], about.free.cpus)
+    return replace(engine, device="cpu", num_threads=cores), {"CPU": float(cores)}
+
+
+def _most_cores(nodes: Sequence[Node], num_replicas: int) -> int:
+    """Return the most cores that all replicas can have, each of one node; one if there are too few."""
+    largest = max((int(node.cpus) for node in nodes), default=0)
+    return next(
+        (
+            cores
+            for cores in range(largest, 0, -1)
+            if sum(int(node.cpus // cores) for node in nodes) >= num_replicas
+        ),
+        1,
+    )
+
+
+def _check(
+    num_replicas: int, each: int, kind: str, there: Sequence[tuple[str, float]], num_free: float
+) -> None:
+    """Raise UserError unless the nodes have so many for each replica, and nobody else holds them."""
+    wanted = num_replicas * each
+    wants = (
+        f"{num_replicas} {plural('replica', num_replicas)} with {each} {plural(kind, each)} each want "
+        f"{wanted} {plural(kind, wanted)}"
+    )
+    fewer = "--replicas or --tensor-parallel" if kind == "GPU" else "--replicas or --threads"
+    if sum(int(number // each) for _, number in there) < num_replicas:
+        nodes = ", ".join(f"{number:g} on {host}" for host, number in there)
+        other = ", or use --device cpu" if kind == "GPU" else ""
+        raise UserError(f"{wants}, and Ray has {nodes}; lower {fewer}, add nodes{other}")
+    if num_free < wanted:
+        raise UserError(
+            f"{wants}, and Ray has {num_free:g} that nobody holds; lower {fewer}, or end what holds the rest"
+        )
