@@ -220,9 +220,7 @@ class World:
     async def ask(self, key: str) -> None:
         if self.model.stable is None:
             return
-        lease = self.service.lease("bot", key=key)
-        assert lease.version == self._promised(key)
-        await self._answer(lease)
+        await self._answer(self.service.lease("bot", key=key), self._promised(key))
 
     async def begin(self, key: str) -> None:
         """A request that is answered later, whatever happens to its name until then."""
@@ -231,16 +229,16 @@ class World:
 
     async def end(self) -> None:
         if self._held:
-            lease, promised = self._held.pop(0)
-            assert lease.version == promised
-            await self._answer(lease)
+            await self._answer(*self._held.pop(0))
 
-    async def _answer(self, lease: Lease) -> None:
-        assert lease.version is not None
+    async def _answer(self, lease: Lease, promised: str) -> None:
         self._num_asked += 1
-        found = await tokens(self._engine, lease.version, f"{self._root.name}-{self._num_asked}")
-        assert found == self._texts[lease.version]
-        lease.release()
+        try:
+            assert lease.version == promised
+            found = await tokens(self._engine, lease.version, f"{self._root.name}-{self._num_asked}")
+            assert found == self._texts[promised]
+        finally:
+            lease.release()
 
     def _promised(self, key: str) -> str:
         model = self.model
@@ -271,17 +269,23 @@ class World:
 
 NUMBERS = st.integers(0, NUM_VERSIONS - 1)
 KEYS = st.sampled_from([f"user-{number}" for number in range(6)])
+LOADS = st.tuples(st.just("load"), NUMBERS)
+TRIALS = st.tuples(st.just("try_out"), NUMBERS, st.sampled_from([0.2, 0.5, 0.8]))
 STEPS = st.one_of(
-    st.tuples(st.just("load"), NUMBERS),
-    st.tuples(st.just("try_out"), NUMBERS, st.sampled_from([0.2, 0.5, 0.8])),
-    st.tuples(st.sampled_from(["promote", "abort", "roll_back", "end", "restart", "mend_files"])),
+    LOADS,
+    LOADS,
+    TRIALS,
+    st.tuples(st.sampled_from(["promote", "abort"])),
+    st.tuples(st.just("roll_back")),
+    st.tuples(st.just("roll_back")),
+    st.tuples(st.sampled_from(["end", "restart", "mend_files"])),
     st.tuples(st.just("break_files"), NUMBERS),
-    st.tuples(st.sampled_from(["ask", "begin"]), KEYS),
+    st.tuples(st.just("begin"), KEYS),
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(first=NUMBERS, steps=st.lists(STEPS, min_size=4, max_size=16))
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(first=NUMBERS, steps=st.lists(STEPS, min_size=12, max_size=20))
 def test_an_answer_is_of_the_version_that_was_promised(
     folder: Path, engine: LocalAsyncEngine, specs: list[AdapterSpec], first: int, steps: list[tuple[Any, ...]]
 ) -> None:
