@@ -169,7 +169,7 @@ def test_one_that_does_not_move_is_given_up_with_its_place() -> None:
         async with running(cluster) as client:
             stopped = pid_of(client)
             os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(errors.EngineDeadError, match=r"the connection to node 127\.0\.0\.1 was cut"):
+            with pytest.raises(errors.EngineDeadError, match="has given no sign of life"):
                 await tokens(client, request_of("r"))
             await is_back(client, 1)
             assert cluster.num_actors == 2
