@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -32,6 +33,8 @@ from loraplex.server.continuing import Outputs, continuing
 PROMPT = [11, 42, 7, 99, 150, 42]
 CONTEXT = 256
 MAX_DEATHS = 3
+NUMBERS = count()
+"""Of requests: an engine may still be at the last tokens of one that has ended early."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def answers(engine: Perilous, params: SamplingParams, adapter: str | None) -> li
 
     async def read() -> list[Seen]:
         seen = [Seen() for _ in range(params.n)]
-        async for batch in text.stream(PROMPT, params, adapter=adapter, request_id="r"):
+        async for batch in text.stream(PROMPT, params, adapter=adapter, request_id=f"r{next(NUMBERS)}"):
             for delta in batch:
                 seen[delta.choice].add(delta)
         return seen

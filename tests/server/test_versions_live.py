@@ -119,9 +119,8 @@ def started(folder: Path, state: Path, command: str) -> Iterator[tuple[subproces
         yield process, Server(url)
 
 
-@pytest.mark.parametrize("command", ["serve", "fleet serve"])
-def test_the_life_of_a_name(folder: Path, tmp_path: Path, command: str) -> None:
-    with started(folder, tmp_path, command) as (process, server):
+def test_the_life_of_a_name(folder: Path, tmp_path: Path) -> None:
+    with started(folder, tmp_path, "serve") as (process, server):
         texts: dict[str, str] = {}  # by version
         for name in VERSIONS:
             server.do("load", name, name)
@@ -147,7 +146,7 @@ def test_the_life_of_a_name(folder: Path, tmp_path: Path, command: str) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
 
-    with started(folder, tmp_path, command) as (_, server):
+    with started(folder, tmp_path, "serve") as (_, server):
         assert server.roles() == [("stable", "v0", 0.6), ("canary", "v1", 0.4)]
         check_share()
         failed = server.refuses("load", "bot", "v2", "--replace")
