@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+# One more than there are cores, up to four: many tests wait for processes that they have started.
+WORKERS = $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 4))")
 
 .PHONY: demo test format clean
 
@@ -17,7 +19,7 @@ test: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks.make_tables --check
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff format .

@@ -74,8 +74,8 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
         return measure(options, lambda phase, share: (shares.append(share), progress(phase, share))[1])
 
     monkeypatch.setattr(profile_scenarios, "profile_machine", watched)
-    # Every third case: which there are is tested below.
-    monkeypatch.setattr(profile_scenarios, "step_cases", lambda *limits: step_cases(*limits)[::3])
+    # Every fifth case: which there are is tested below.
+    monkeypatch.setattr(profile_scenarios, "step_cases", lambda *limits: step_cases(*limits)[::5])
     result = profile("--shape", "tiny", "--device", "cpu", "--repeats", "1", "--threads", "1")
     assert result.exit_code == 0, result.output
     subject = subject_of(TINY, "cpu", torch.float32)
