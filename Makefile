@@ -5,10 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
-# One more than there are cores, up to four: many tests wait for processes that they have started.
-WORKERS = $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 4))")
 
-.PHONY: demo test format clean
+.PHONY: demo test test-all format clean
 
 demo: $(STAMP)
 	$(BIN)/loraplex demo
@@ -19,7 +17,10 @@ test: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks.make_tables --check
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow"
+
+test-all: test
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m slow
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff format .

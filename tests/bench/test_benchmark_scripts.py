@@ -290,6 +290,7 @@ def test_a_suite_not_measured_is_named() -> None:
         cpu_tables.bystanders_table({"measurements": [without]})
 
 
+@pytest.mark.slow
 def test_cpu_lora_workers_are_measured_against_torch(tmp_path: Path) -> None:
     out = tmp_path / "assist.json"
     threads = torch.get_num_threads()
@@ -326,6 +327,7 @@ def test_engines_are_measured_beside_busy_programs(tmp_path: Path) -> None:
         assert found[name]["runs"]["one thread"][0]["threads_at_end"] == 1
 
 
+@pytest.mark.slow
 def test_cold_starts_are_measured_by_policy(tmp_path: Path) -> None:
     out = tmp_path / "gpu_cold.json"
     requests = [

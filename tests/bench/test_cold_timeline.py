@@ -149,6 +149,7 @@ def test_a_trace_file_is_read_for_marks_and_the_device(tmp_path: Path) -> None:
     assert read_trace(path) == [mark("step", 5.5, 7.5), on(13, "_wait", 5.5, 7.5), on(21, HTOD, 5.5, 7.5, 64)]
 
 
+@pytest.mark.slow
 def test_cold_starts_are_traced_on_a_cpu_too(tmp_path: Path) -> None:
     out = tmp_path / "gpu_cold.json"
     gpu_cold.main(["timeline", "--tiny", "--out", str(out)])

@@ -12,6 +12,7 @@ pytest.importorskip("benchmarks", reason="the scripts are only in a checkout")
 from benchmarks import fleet_front, paced_core
 
 
+@pytest.mark.slow
 def test_what_is_seen_of_paced_tokens_is_counted(tmp_path: Path) -> None:
     found = fleet_front.measure(2, rate=10.0, duration_s=1.0, scratch=tmp_path)
     assert (found["replicas"], found["requests"], found["failed"]) == (2, 10, 0)

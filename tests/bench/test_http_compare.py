@@ -130,6 +130,7 @@ def cells(section: dict[str, Any]) -> list[tuple[int, str]]:
     return [(run["adapters"], run["load"]) for run in section["runs"]]
 
 
+@pytest.mark.slow
 def test_our_server_is_measured_run_by_run(tmp_path: Path, vllm_site: Path) -> None:
     out = tmp_path / "out.json"
     status = http_compare.main(

@@ -63,6 +63,7 @@ def profile(*args: str) -> Result:
     return CliRunner().invoke(app, ["profile", *args])
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,8 +75,8 @@ def test_a_profile_is_written_where_an_engine_of_this_kind_looks_for_it(
         return measure(options, lambda phase, share: (shares.append(share), progress(phase, share))[1])
 
     monkeypatch.setattr(profile_scenarios, "profile_machine", watched)
-    # Every fifth case: which there are is tested below.
-    monkeypatch.setattr(profile_scenarios, "step_cases", lambda *limits: step_cases(*limits)[::5])
+    # Every third case: which there are is tested below.
+    monkeypatch.setattr(profile_scenarios, "step_cases", lambda *limits: step_cases(*limits)[::3])
     result = profile("--shape", "tiny", "--device", "cpu", "--repeats", "1", "--threads", "1")
     assert result.exit_code == 0, result.output
     subject = subject_of(TINY, "cpu", torch.float32)

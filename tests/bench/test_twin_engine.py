@@ -44,6 +44,7 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> CostModel:
     return replace(default_cost_model(subject, shape, element_bytes=4, num_cores=2), memory=memory)
 
 
+@pytest.mark.slow
 def test_a_workload_is_served_by_both(profile: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin_engine, "LOADS", (1.0,))
     [found] = twin_engine.measure(SETTING, [profile])

@@ -116,14 +116,14 @@ def test_what_is_taught_passes_the_check_it_is_judged_by(name: str, monkeypatch:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str | None, list[str]]:
-    """Every adapter's and the base's answers to every held-out prompt, by loraplex in one batch."""
-    names = [None, *NAMES]
-    conversations = [[{"role": "user", "content": prompt}] for _ in names for prompt in HELD_OUT_PROMPTS]
-    adapters = [name for name in names for _ in HELD_OUT_PROMPTS]
+    """Every adapter's and the base's answers to every second held-out prompt, by loraplex in one batch."""
+    names, prompts = [None, *NAMES], HELD_OUT_PROMPTS[::2]
+    conversations = [[{"role": "user", "content": prompt}] for _ in names for prompt in prompts]
+    adapters = [name for name in names for _ in prompts]
     with LLM(ensure_demo_base(), adapters=DEMO_ADAPTERS_DIR, max_model_len=512) as llm:
         params = SamplingParams(max_tokens=MAX_NEW_TOKENS, temperature=0)
         texts = [completion.text for completion in llm.chat(conversations, adapter=adapters, params=params)]
-    count = len(HELD_OUT_PROMPTS)
+    count = len(prompts)
     return {name: texts[index * count : (index + 1) * count] for index, name in enumerate(names)}
 
 

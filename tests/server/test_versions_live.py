@@ -194,6 +194,7 @@ def test_the_life_of_a_name(folder: Path, tmp_path: Path) -> None:
         assert "serves no adapter 'bot'" in server.refuses("versions", "bot")
 
 
+@pytest.mark.slow
 def test_a_fleet_stages_a_version_on_every_replica_before_anybody_asks_for_it(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_runs_to_predict_are_left_out_of_the_fit(runs_file: Path, monkeypatch: p
     assert {sample.key for sample in seen[0].kv_samples} == {setup.key for setup in asked.setups[5:]}
 
 
+@pytest.mark.slow
 def test_other_runs_of_the_same_engine_are_predicted(runs_file: Path, tmp_path: Path) -> None:
     """From nine runs, so that it is not close; but the costs are not those that the fit begins with."""
     asked = tmp_path / "asked.csv"

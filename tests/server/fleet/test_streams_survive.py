@@ -146,6 +146,7 @@ def test_streams_outlive_their_engine_processes(fleet: str) -> None:
     assert replicas(fleet)[number]["in_flight"] == 0
 
 
+@pytest.mark.slow
 def test_a_stream_outlives_the_server_behind_the_front(folder: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         servers = []
