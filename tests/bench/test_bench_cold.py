@@ -41,6 +41,7 @@ def workload(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", ["--files", "--no-files"])
 def test_every_policy_is_compared_with_cached(workload: Path, tmp_path: Path, files: str) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "out.png"

@@ -146,6 +146,7 @@ def test_a_search_that_found_nothing_says_what_to_do() -> None:
         replace(SIZE, found={run.key: {"capacity_rps": None}}).rate_found(run)
 
 
+@pytest.mark.slow
 def test_decisions_are_timed_and_shown(tmp_path: Path) -> None:
     out = tmp_path / "fleet.json"
     fleet.main(["decisions", "--tiny", "--out", str(out)])

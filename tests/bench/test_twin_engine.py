@@ -57,6 +57,7 @@ def test_a_workload_is_served_by_both(profile: CostModel, monkeypatch: pytest.Mo
     assert each["not_told_the_pace"]["smape"].keys() == each["smape"].keys()
 
 
+@pytest.mark.slow
 def test_every_round_has_other_requests_and_loads_are_of_the_machine_at_its_pace(
     profile: CostModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_every_round_has_other_requests_and_loads_are_of_the_machine_at_its_pace
     assert [each["requests_per_s"] for found in rounds for each in found["workloads"]] == [25.0, 50.0] * 2
 
 
+@pytest.mark.slow
 def test_the_pace_is_of_the_moment_and_looks_take_no_time_of_the_replay(
     profile: CostModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

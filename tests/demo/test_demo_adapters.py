@@ -116,8 +116,8 @@ def test_what_is_taught_passes_the_check_it_is_judged_by(name: str, monkeypatch:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str | None, list[str]]:
-    """Every adapter's and the base's answers to every second held-out prompt, by loraplex in one batch."""
-    names, prompts = [None, *NAMES], HELD_OUT_PROMPTS[::2]
+    """Every adapter's and the base's answers to every held-out prompt, by loraplex in one batch."""
+    names, prompts = [None, *NAMES], HELD_OUT_PROMPTS
     conversations = [[{"role": "user", "content": prompt}] for _ in names for prompt in prompts]
     adapters = [name for name in names for _ in prompts]
     with LLM(ensure_demo_base(), adapters=DEMO_ADAPTERS_DIR, max_model_len=512) as llm:
@@ -127,6 +127,7 @@ def answers() -> dict[str | None, list[str]]:
     return {name: texts[index * count : (index + 1) * count] for index, name in enumerate(names)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_adapter_answers_prompts_it_never_saw_in_its_style(
     answers: dict[str | None, list[str]], name: str
@@ -135,6 +136,7 @@ def test_adapter_answers_prompts_it_never_saw_in_its_style(
     assert sum(in_style) >= MIN_PASS_RATE * len(in_style), answers[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_base_model_does_not_answer_in_that_style(
     answers: dict[str | None, list[str]], name: str

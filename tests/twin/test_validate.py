@@ -246,6 +246,7 @@ def test_some_rates_may_be_zero_and_lines_without_rates_share_a_name(runs_file: 
     assert len(found.kv_samples) == len(setups())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_the_share_of_a_fit_grows_to_the_whole_at_most(runs_file: Path) -> None:
     shares: list[float] = []
