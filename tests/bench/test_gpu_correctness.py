@@ -23,6 +23,7 @@ TINY = Setting(device="cuda" if torch.cuda.is_available() else "cpu", tiny=True)
 TOLERANCE = kernels.TOLERANCE[TINY.kernel_dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["batch", "burst", "cold", "endurance", "graphs"])
 def test_sections_without_a_checkpoint_pass(name: str) -> None:
     found = gpu_correctness.run_section(name, tiny=True)

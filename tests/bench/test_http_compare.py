@@ -226,6 +226,7 @@ def test_failed_requests_are_counted_whatever_the_client_says() -> None:
     assert found == {"completed": 290, "failed": 10, "output_tokens_per_s": 1.235}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "message"),
     [

@@ -68,6 +68,7 @@ def test_a_file_that_is_added_or_renamed_counts(tmp_path: Path) -> None:
     assert sources.fingerprint("package", root=root) != first
 
 
+@pytest.mark.slow
 def test_every_table_says_which_code_it_speaks_for() -> None:
     files = {file for each in make_tables.TABLES.values() for file in each.files}
     assert files <= sources.SPEAKS_FOR.keys()
@@ -146,6 +147,7 @@ def test_speed_results_are_named_with_what_changed_since(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.slow
 def test_check_fails_where_a_document_is_not_what_the_results_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def started(folder: Path, state: Path, command: str) -> Iterator[tuple[subproces
         yield process, Server(url)
 
 
+@pytest.mark.slow
 def test_the_life_of_a_name(folder: Path, tmp_path: Path) -> None:
     with started(folder, tmp_path, "serve") as (process, server):
         texts: dict[str, str] = {}  # by version

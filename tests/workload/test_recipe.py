@@ -114,6 +114,7 @@ def test_a_million_requests_are_never_held_at_once(
     assert peak_bytes < 4 << 20
 
 
+@pytest.mark.slow
 def test_a_trace_is_not_held_at_once(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     with path.open("w") as file:

@@ -236,6 +236,7 @@ def test_the_api_key_does_not_change_adapters_where_an_admin_key_does(
         run(scenario(url))
 
 
+@pytest.mark.slow
 def test_streams_end_and_adapters_come_back_when_the_server_does(
     folder: Path, specs: list[AdapterSpec], tmp_path: Path
 ) -> None:
