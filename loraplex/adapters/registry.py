@@ -92,7 +92,7 @@ class Removal:
 
 
 def base_model_key(model: str, shape: ModelShape) -> str:
-    """What entries are kept under: a model's id or path, and its shape in case the path holds another now."""
+    """Return what entries are kept under: a model's id or path, and its shape, as a path may hold another."""
     digest = hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()
     return f"{model}@{digest[:16]}"
 

@@ -151,7 +151,7 @@ def _error_of(exc: sqlite3.Error, path: Path) -> StorageError:
 
 
 def _explain(exc: sqlite3.Error, code: int, path: Path) -> str:
-    """What went wrong and the fix."""
+    """Return what went wrong and the fix."""
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return f"{path} cannot be written ({exc}); make the state folder writable, or choose another"
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):

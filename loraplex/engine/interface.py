@@ -42,8 +42,8 @@ class EngineCore(Protocol):
         ...
 
     def has_work(self) -> bool:
-        """Whether calling `step` can make progress. A read from a disk that does not answer is work only if
-        it ends after all: ask again every second or so."""
+        """Tell whether calling `step` can make progress. A read from a disk that does not answer is work only
+        if it ends after all: ask again every second or so."""
         ...
 
     def step(self) -> Sequence[EngineOutput]:

@@ -55,7 +55,7 @@ class SamplingState:
 
     @property
     def plain_greedy(self) -> bool:
-        """Whether the likeliest token is the answer, with no further ado."""
+        """Tell whether the likeliest token is always the answer."""
         params = self.params
         return (
             params.greedy

@@ -76,7 +76,7 @@ class Sequence:
         return Chunk(self.request_id, self.adapter, start, self.token_ids[start:end], self.block_ids, samples)
 
     def needs_no_more(self, max_model_len: int) -> bool:
-        """Whether the tokens under way are the last ones, whatever they turn out to be."""
+        """Tell whether the tokens under way are the last ones, whatever they turn out to be."""
         if self.num_unknown == 0:
             return False
         limit, max_tokens = max_model_len, self.request.params.max_tokens
@@ -85,7 +85,7 @@ class Sequence:
         return self.num_tokens >= limit
 
     def stops_at(self, token_id: int) -> bool:
-        """Whether this token, sampled next, ends it."""
+        """Tell whether this token, sampled next, ends it."""
         params, eos_token_ids = self.request.params, self.request.eos_token_ids
         if token_id not in params.stop_token_ids and (params.ignore_eos or token_id not in eos_token_ids):
             return False

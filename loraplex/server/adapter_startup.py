@@ -91,7 +91,7 @@ class _Candidate:
 
     @property
     def is_checked(self) -> bool:
-        """Whether it may only be read from folders that are open for loading."""
+        """Tell whether it may only be read from folders that are open for loading."""
         return self.requested_by is _RequestedBy.API and self.source is None
 
     @property
@@ -121,7 +121,7 @@ class _Candidate:
         return ServedAdapter(name=self.name, spec=spec, source=self.source, previous=previous)
 
     def change_note(self, spec: AdapterSpec) -> str | None:
-        """What a user should know if `spec` is not what the name stood for before."""
+        """Return what a user should know if `spec` is not what the name stood for before."""
         if self.registered is None or self.registered.spec.version == spec.version:
             return None
         if self.origin is None:

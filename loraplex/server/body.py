@@ -149,7 +149,7 @@ def decode_struct(body: bytes | bytearray, kind: type[T]) -> T:
 
 
 def _json_hint(body: bytes | bytearray, message: str) -> str:
-    """What people send most often that is not JSON. `message`: the decoder's, which says where it stopped."""
+    """Return what is probably wrong with a body. `message`: the decoder's, which says where it stopped."""
     if not body.strip():
         return " (it is empty)"
     place = _BYTE.search(message)

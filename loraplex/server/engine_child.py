@@ -72,7 +72,7 @@ class EngineHandle(ABC):
     @property
     @abstractmethod
     def pid(self) -> int | None:
-        """Of the engine process, on its own machine; None while it is not known."""
+        """Return the id of the engine process on its own machine; None while it is not known."""
 
     @property
     def node(self) -> str | None:
@@ -130,7 +130,7 @@ class EngineHandle(ABC):
         return True
 
     def _note(self, event: Event) -> None:
-        """What this handle itself needs of an event."""
+        """Act on what this handle itself needs of an event."""
         match event:
             case Listening(address):
                 self._commands = self._connect_commands(address)

@@ -197,7 +197,7 @@ def _add_rollouts(router: APIRouter, deps: ServerDeps, administrators: Administr
 
 
 def _success(name: str, outcome: str, version: str | None = None) -> Response:
-    """vLLM's way of saying so, with the version that the change was about."""
+    """Answer as vLLM does, with the version that the change was about."""
     headers = {} if version is None else {VERSION_HEADER.decode(): version}
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {outcome}.", headers=headers)
 
@@ -292,6 +292,6 @@ def _canary_info(
 
 
 def _stats_of(version: str, by_version: Mapping[str, AdapterStats]) -> AdapterStats:
-    """For a moment after the engine was restarted it does not know the adapter, which is on disk only."""
+    """Return the stats of a version: on disk if the engine, just restarted, does not know it yet."""
     unknown = AdapterStats(version=version, tier="disk", num_bytes=0, in_flight=0, loads=0)
     return by_version.get(version, unknown)

@@ -120,7 +120,7 @@ class Seat:
             remove_placement_group(self._group)
 
     def _drop_if_released(self) -> None:
-        """For what was made after somebody else has released all that there was."""
+        """Release what was made after somebody else had released all there was, and raise PlacingError."""
         if self._is_released:
             self.release()
             raise PlacingError("the replica was closed")
