@@ -72,7 +72,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """Return, for each prefix of a pattern, the length of its longest proper prefix that is its suffix too."""
+    """Return, for each prefix, the length of its longest proper prefix that is a suffix of it."""
     table = [0] * len(pattern)
     length = 0
     for position in range(1, len(pattern)):
