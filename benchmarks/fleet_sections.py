@@ -140,8 +140,9 @@ def key_of(name: str, policy: str, seed: int = 0, *, is_search: bool) -> str:
     return f"{name}, {'capacity of ' if is_search else ''}{policy}, seed {seed}"
 
 
-FAR, NEAR = 1.5, 1.1
-"""Steps of a search: where nothing is known, and from the rate that another policy or seed sustains."""
+FAR, NEAR, NEXT_SEED = 1.5, 1.1, 1.04
+"""Steps of a search: where nothing is known, from the rate that another policy sustains, and from the rate
+that the same policy sustains with another seed."""
 
 
 def sixty(size: Size) -> Iterator[list[Run]]:
@@ -195,7 +196,7 @@ def capacities(size: Size, fleets: Mapping[str, Fleet], policies: Sequence[str])
             name=name,
             fleet=replace(fleet, rate=rate, seed=seed),
             policy=policy,
-            step=NEAR,
+            step=NEXT_SEED,
         )
         for name, fleet in fleets.items()
         for policy in policies
