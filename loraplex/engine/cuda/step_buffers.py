@@ -8,6 +8,7 @@ of them is not looked at. Padding decodes and logit rows stand for the last row,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -77,11 +78,24 @@ class StepSizes:
 class HostBlock:
     """A step's block while it is filled. Pinned memory: the device fetches it."""
 
-    def __init__(self, sizes: StepSizes, scratch_slot: int, pinned: bool) -> None:
+    def __init__(
+        self,
+        sizes: StepSizes,
+        scratch_slot: int,
+        pinned: bool,
+        block_tables: Mapping[str, npt.NDArray[np.int64]] | None = None,
+    ) -> None:
+        """`block_tables`: by field, and padding where there is none. They are nearly all of a block and grow
+        with context, so that each of their entries is written once."""
         self.tensor = torch.empty(sizes.num_integers, dtype=torch.int64, pin_memory=pinned)
-        integers = self.tensor.numpy()
-        integers.fill(0)  # torch would wake its threads for a megabyte, which takes longer than the filling
-        self._views = _split(integers, sizes)
+        self._views = _split(self.tensor.numpy(), sizes)
+        tables = block_tables or {}
+        for field, view in self._views.items():
+            # By numpy: torch would wake its threads for a megabyte, which takes longer than the writing.
+            if field in tables:
+                _write_table(view, tables[field])
+            else:
+                view.fill(0)
         self._views["slots"][:] = scratch_slot
         self._views["token_seats"][:] = SCRATCH_SEAT
         self._views["logit_seats"][:] = SCRATCH_SEAT
@@ -94,6 +108,14 @@ class HostBlock:
         if array.size > 0:
             view = self._views[field]
             view[tuple(slice(0, length) for length in array.shape)] = array
+
+
+def _write_table(view: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) -> None:
+    """Write a table to the corner of a larger one, and zeros around it."""
+    num_rows, width = table.shape
+    view[:num_rows, :width] = table
+    view[:num_rows, width:] = 0
+    view[num_rows:] = 0
 
 
 class DeviceBlock:

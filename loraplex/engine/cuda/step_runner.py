@@ -10,7 +10,7 @@ yet, and those that score prompts run kernel by kernel; so do all where kernels 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -184,7 +184,7 @@ class StepRunner:
         block = DeviceBlock(
             key.sizes, torch.empty(key.sizes.num_integers, dtype=torch.int64, device=self._device)
         )
-        block.upload(self._empty_block(key.sizes))
+        block.upload(self._host_block(key.sizes))
         lora = no_tiles(key.groups, shares=key.shares).steps(self._decoder.config.shape, block)
         _, logits_LV = self._forward(block, lora)
         tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
@@ -227,7 +227,7 @@ class StepRunner:
         assert buffers is not None
         assert self._recorder is not None
         block = DeviceBlock(sizes, buffers.integers)
-        block.tensor.copy_(self._empty_block(sizes).tensor)
+        block.tensor.copy_(self._host_block(sizes).tensor)
         lora = no_tiles(key.groups, shares=key.shares)
         steps = lora.steps(self._decoder.config.shape, block, buffers.scratch)
         logits_LV, tokens_L2 = buffers.logits_LV[: sizes.logits], buffers.tokens_L2[: sizes.logits]
@@ -242,8 +242,11 @@ class StepRunner:
         self._launched |= traits
         return _Graph(block=block, replay=replay, logits_LV=logits_LV, tokens_L2=tokens_L2)
 
-    def _empty_block(self, sizes: StepSizes) -> HostBlock:
-        return HostBlock(sizes, self._scratch_slot, pinned=self._device.type == "cuda")
+    def _host_block(
+        self, sizes: StepSizes, block_tables: Mapping[str, npt.NDArray[np.int64]] | None = None
+    ) -> HostBlock:
+        pinned = self._device.type == "cuda"
+        return HostBlock(sizes, self._scratch_slot, pinned, block_tables)
 
     def _fill(
         self,
@@ -254,7 +257,11 @@ class StepRunner:
         wanted_copies: npt.NDArray[np.int64] | None,
     ) -> HostBlock:
         batch = built.batch
-        block = self._empty_block(sizes)
+        tables = {
+            "decode_blocks": batch.decode_blocks_DB.numpy(),
+            "span_blocks": batch.span_blocks_SB.numpy(),
+        }
+        block = self._host_block(sizes, tables)
         block["token_ids"] = batch.token_ids_T.numpy()
         block["follows"] = seats.follows
         block["token_seats"] = seats.rows
@@ -262,11 +269,9 @@ class StepRunner:
         block["slots"] = batch.slots_T.numpy()
         block["decode_rows"] = batch.decode_rows_D.numpy()
         block["decode_context"] = batch.decode_context_D.numpy()
-        block["decode_blocks"] = batch.decode_blocks_DB.numpy()
         block["span_starts"] = batch.span_starts_S.numpy()
         block["span_lens"] = batch.span_lens_S.numpy()
         block["span_context"] = batch.span_context_S.numpy()
-        block["span_blocks"] = batch.span_blocks_SB.numpy()
         block["logit_rows"] = batch.logit_rows_L.numpy()
         block["logit_seats"] = seats.logits
         block["decode_tiles"], block["decode_tables"] = lora.decode_tiles
