@@ -20,15 +20,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
+from urllib.parse import urlsplit
 
-import aiohttp
 import numpy as np
 
 from benchmarks.paced_core import FIRST_TOKEN_S, NUM_TIMES, PACE_S, age_s
 from benchmarks.servers import ServerCommand, running
 from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
+from loraplex.bench.load import run
 from loraplex.core.whole_file import write_whole
 
 FILE: Final = "fleet_front.json"
@@ -36,6 +37,7 @@ RESULTS: Final = Path(__file__).parent / "results" / FILE
 NUM_TOKENS: Final = 40
 """At this pace, a stream lasts two seconds: 100 requests/s are 200 open streams."""
 _TOKEN: Final = re.compile(rb'"text":"([^"]*)"')
+_END: Final = b"data: [DONE]"
 
 
 @dataclass(kw_only=True)
@@ -62,34 +64,83 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
     return {name: round(float(value), 3) for name, value in zip(("p50", "p95", "p99"), found, strict=True)}
 
 
-async def one_request(session: aiohttp.ClientSession, url: str, seen: Seen) -> None:
-    body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": NUM_TOKENS, "stream": True}
-    sent_s = time.monotonic()
-    first_s = sent_s
-    ages: list[float] = []
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        async for chunk in response.content.iter_any():
-            words = [word for text in _TOKEN.findall(chunk) for word in text.split()]
-            if words and not ages:
-                first_s = time.monotonic()
-            ages += [age_s(int(word[1:])) for word in words]
-    if len(ages) != NUM_TOKENS:
-        seen.num_failed += 1
-        return
-    seen.ttft_s.append(first_s - sent_s - FIRST_TOKEN_S)
-    seen.token_s += ages
-    seen.gap_s += np.diff(ages).tolist()
+class Connection(asyncio.Protocol):
+    """A connection that sends one request after the other and reads the stream of each. Plain: whatever a
+    client computes it takes from the server, which has the same cores."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ages: list[float] = []
+        self.first_s = 0.0
+        self._unread = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(exc or ConnectionError("the server closed the connection"))
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        events, mark, rest = self._unread.rpartition(b"\n\n")
+        if not mark:
+            return
+        self._unread = rest
+        words = [word for text in _TOKEN.findall(events) for word in text.split()]
+        if words and not self.ages:
+            self.first_s = time.monotonic()
+        self.ages += [age_s(int(word[1:])) for word in words]
+        if _END in events:
+            self.ended.set_result(None)
+
+    async def answer(self, request: bytes, seen: Seen) -> None:
+        """Send a request, and wait for the end of its answer."""
+        assert self.transport is not None
+        self.ended = asyncio.get_running_loop().create_future()
+        self._unread, self.ages = b"", []
+        sent_s = time.monotonic()
+        self.transport.write(request)
+        await self.ended
+        if len(self.ages) != NUM_TOKENS:
+            seen.num_failed += 1
+            return
+        seen.ttft_s.append(self.first_s - sent_s - FIRST_TOKEN_S)
+        seen.token_s += self.ages
+        seen.gap_s += np.diff(self.ages).tolist()
 
 
 async def load(url: str, *, rate: float, duration_s: float) -> Seen:
-    """Send requests at fixed intervals, whatever becomes of those before them."""
+    """Send requests at fixed intervals, whatever becomes of those before them. Connections are used again."""
+    address = urlsplit(url)
+    assert address.hostname is not None
+    assert address.port is not None
+    host, port = address.hostname, address.port
+    body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": NUM_TOKENS, "stream": True}
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
     seen = Seen()
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as requests:
+    idle: list[Connection] = []
+
+    async def send() -> None:
+        if idle:
+            connection = idle.pop()
+        else:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(Connection, host, port)
+        await connection.answer(request, seen)
+        idle.append(connection)
+
+    async with asyncio.TaskGroup() as requests:
         begun_s = time.monotonic()
         for number in range(int(rate * duration_s)):
             await asyncio.sleep(max(begun_s + number / rate - time.monotonic(), 0.0))
-            requests.create_task(one_request(session, url, seen))
+            requests.create_task(send())
+    for connection in idle:
+        assert connection.transport is not None
+        connection.transport.close()
     return seen
 
 
@@ -141,8 +192,8 @@ def measure(num_replicas: int, *, rate: float, duration_s: float, scratch: Path)
         )
     )
     with running(command, log_path=scratch / f"server-{num_replicas}.log") as server:
-        asyncio.run(load(server.base_url, rate=rate, duration_s=min(duration_s, 3.0)))  # a warm-up
-        seen = asyncio.run(load(server.base_url, rate=rate, duration_s=duration_s))
+        run(load(server.base_url, rate=rate, duration_s=min(duration_s, 3.0)))  # a warm-up
+        seen = run(load(server.base_url, rate=rate, duration_s=duration_s))
     return {"replicas": num_replicas, **seen.summary()}
 
 

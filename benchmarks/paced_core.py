@@ -20,7 +20,7 @@ PACE_S: Final = 0.05
 NUM_TIMES: Final = 16_384
 TICK_S: Final = 1e-4
 """A token's id is the time in ticks, modulo their number: clocks of processes on one machine are the same."""
-_LONGEST_WAIT_S: Final = 0.002
+_LONGEST_WAIT_S: Final = 0.001
 """A new request must not wait for the next token of another one."""
 
 
