@@ -1,13 +1,13 @@
 """Do streams survive the replicas that serve them? Replicas are killed or stopped under streams.
 
-    python -m benchmarks.fleet_kills --kills 200      # about 40 minutes on two cores
+    python -m benchmarks.fleet_kills --kills 200      # about 25 minutes on two cores
 
 `loraplex fleet serve` runs three replicas of a small random model. Clients stream answers, greedy and seeded,
 with and without adapters, penalties and log-probabilities, one after the other. Again and again a replica
-that serves streams is killed (SIGKILL) or stopped (SIGSTOP), and the next one's turn comes when the fleet is
-whole again. Every answer is held against the one that was given before anything was killed, token by token.
-Pauses are gaps between tokens of the streams that lost their replica: of all streams as many as it served,
-those with the longest gaps.
+that serves streams is killed (SIGKILL) or stopped (SIGSTOP), while at least one other is ready. Then the same
+in front of three servers, whose connections are cut. Every answer is held against the one that was given
+before anything was killed, token by token. Pauses are gaps between tokens of the streams that lost their
+replica: of all streams as many as it served, those with the longest gaps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,8 @@ import aiohttp
 import numpy as np
 
 from benchmarks.cpu_serve import checkpoint
+from benchmarks.cuttable import Cuttable
+from benchmarks.make_checkpoint import Checkpoint
 from benchmarks.servers import ServerCommand, running
 from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
@@ -42,10 +45,14 @@ RESULTS: Final = Path(__file__).parent / "results" / FILE
 NUM_REPLICAS: Final = 3
 NUM_ADAPTERS: Final = 16
 NUM_STREAMS: Final = 9
-MAX_TOKENS: Final = 300
+MAX_TOKENS: Final = 200
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSTOP)
+CUT: Final = "connections cut"
 _LOOK_S: Final = 0.1
-_WHOLE_TIMEOUT_S: Final = 180.0
+_READY_TIMEOUT_S: Final = 180.0
+_BETWEEN_S: Final = 2.0
+"""Between two kills: streams that lost a replica may lose the next one too, but not always."""
+_ON_THE_WAY_S: Final = 1.0
 _KINDS: Final[dict[str, dict[str, Any]]] = {
     "greedy": {"temperature": 0},
     "greedy, penalties": {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 0.5},
@@ -72,15 +79,17 @@ class Answer:
     error: str | None = None
 
     def gap_s(self, at_s: float) -> float | None:
-        """Return the longest gap between two tokens that ends after `at_s`; None if there is none."""
-        later = [end - begin for begin, end in pairwise(self.times_s) if end > at_s]
-        return max(later, default=None)
+        """Return the longest gap between two tokens that ends after `at_s` and begins before or soon after,
+        as tokens may still be on their way; None if there is none."""
+        gaps = pairwise(self.times_s)
+        return max((end - begin for begin, end in gaps if begin - _ON_THE_WAY_S < at_s < end), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """`gaps_s`: of all streams that were open."""
+    """`way`: how a replica was taken from its streams. `gaps_s`: of all streams that were open."""
 
+    way: str
     at_s: float
     num_streams: int
     gaps_s: list[float] = field(default_factory=list)
@@ -94,8 +103,21 @@ class Kill:
 class Outcome:
     ends: Counter[str] = field(default_factory=Counter)
     kills: list[Kill] = field(default_factory=list)
-    whole_again_s: dict[str, list[float]] = field(default_factory=dict)
+    replaced_s: dict[str, list[float]] = field(default_factory=dict)
     wrong: list[dict[str, Any]] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        pauses_s: dict[str, list[float]] = {}
+        for each in self.kills:
+            pauses_s.setdefault(each.way, []).extend(each.pauses_s)
+        return {
+            "kills": dict(Counter(each.way for each in self.kills)),
+            "answers": dict(self.ends),
+            "wrong": self.wrong,
+            "pauses": {way: len(each) for way, each in pauses_s.items()},
+            "pause_s": {way: _quantiles(each) for way, each in pauses_s.items()},
+            "replaced_s": {way: _quantiles(each) for way, each in self.replaced_s.items()},
+        }
 
 
 def requests() -> list[Asked]:
@@ -177,66 +199,88 @@ def _difference(got: Sequence[int], expected: Sequence[int]) -> dict[str, int]:
     return {"tokens": len(got), "expected_tokens": len(expected), "first_difference": same}
 
 
-async def kill(session: aiohttp.ClientSession, url: str, num_kills: int, outcome: Outcome) -> None:
-    """End a replica that serves streams, by each signal in turn; wait until the fleet is whole again."""
+class Victims:
+    """The replicas of a fleet, and how each is taken from its streams."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+
+    async def replicas(self) -> list[dict[str, Any]]:
+        async with self._session.get(f"{self._url}/v1/fleet") as response:
+            found: list[dict[str, Any]] = (await response.json())["data"]
+            return found
+
+    async def serving(self) -> list[dict[str, Any]]:
+        """Return the replicas that serve streams, as soon as two are ready and one of them does."""
+        async with asyncio.timeout(_READY_TIMEOUT_S):
+            while True:
+                ready = [each for each in await self.replicas() if each["state"] == "ready"]
+                serving = [each for each in ready if each["in_flight"]]
+                if len(ready) >= 2 and serving:
+                    return serving
+                await asyncio.sleep(_LOOK_S)
+
+    async def replaced(self, victim: Mapping[str, Any]) -> None:
+        """Wait until another process serves in the place of a replica."""
+        async with asyncio.timeout(_READY_TIMEOUT_S):
+            while True:
+                now = (await self.replicas())[victim["replica"]]
+                if now["state"] == "ready" and now["pid"] != victim["pid"]:
+                    return
+                await asyncio.sleep(_LOOK_S)
+
+
+async def kill(victims: Victims, num_kills: int, outcome: Outcome, cuts: Sequence[Cuttable]) -> None:
+    """Take replicas from their streams, one after the other, each by the next way there is: by cutting its
+    connections if there are `cuts`, else by signals. At least one that is ready is left each time."""
     rng = random.Random(0)
-    for number in range(num_kills):
-        chosen = SIGNALS[number % len(SIGNALS)]
-        serving = [each for each in await _whole(session, url) if each["in_flight"]]
-        await asyncio.sleep(rng.random())  # anywhere in their answers
-        victim = rng.choice(serving)
-        killed_s = time.monotonic()
-        os.kill(victim["pid"], chosen)
-        outcome.kills.append(Kill(at_s=killed_s, num_streams=victim["in_flight"]))
-        await _gone(session, url, victim["replica"], victim["pid"])
-        await _whole(session, url)
-        took_s = time.monotonic() - killed_s
-        outcome.whole_again_s.setdefault(chosen.name, []).append(took_s)
-        print(
-            f"kill {number + 1}/{num_kills} {chosen.name}: {took_s:.1f} s, {dict(outcome.ends)}", flush=True
-        )
+    async with asyncio.TaskGroup() as replacing:
+        for number in range(num_kills):
+            await victims.serving()
+            await asyncio.sleep(rng.random())  # anywhere in their answers
+            victim = rng.choice(await victims.serving())
+            at_s = time.monotonic()
+            if cuts:
+                way = CUT
+                cuts[victim["replica"]].cut()
+            else:
+                way = SIGNALS[number % len(SIGNALS)].name
+                os.kill(victim["pid"], SIGNALS[number % len(SIGNALS)])
+                replacing.create_task(_time_replacement(victims, victim, way, at_s, outcome))
+            outcome.kills.append(Kill(way=way, at_s=at_s, num_streams=victim["in_flight"]))
+            print(f"{number + 1}/{num_kills} {way}: {dict(outcome.ends)}", flush=True)
+            await asyncio.sleep(_BETWEEN_S)
 
 
-async def _replicas(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
-    async with session.get(f"{url}/v1/fleet") as response:
-        found: list[dict[str, Any]] = (await response.json())["data"]
-        return found
+async def _time_replacement(
+    victims: Victims, victim: Mapping[str, Any], way: str, at_s: float, outcome: Outcome
+) -> None:
+    await victims.replaced(victim)
+    outcome.replaced_s.setdefault(way, []).append(time.monotonic() - at_s)
 
 
-async def _gone(session: aiohttp.ClientSession, url: str, number: int, pid: int) -> None:
-    async with asyncio.timeout(_WHOLE_TIMEOUT_S):
-        while (await _replicas(session, url))[number]["pid"] == pid:
-            await asyncio.sleep(_LOOK_S)
-
-
-async def _whole(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
-    """Return the replicas when all are ready, and some serve streams."""
-    async with asyncio.timeout(_WHOLE_TIMEOUT_S):
-        while True:
-            found = await _replicas(session, url)
-            if all(each["state"] == "ready" for each in found) and any(each["in_flight"] for each in found):
-                return found
-            await asyncio.sleep(_LOOK_S)
-
-
-async def disturb(url: str, num_kills: int) -> Outcome:
+async def disturb(
+    url: str, num_kills: int, cuts: Sequence[Cuttable], expected: dict[str, list[int]]
+) -> Outcome:
+    """`expected`: undisturbed answers by request; those that are not there are asked for first."""
     outcome, ended = Outcome(), asyncio.Event()
     asked = requests()
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        expected = {}
         for each in asked:
-            answer = await ask(session, url, each)
-            assert answer.error is None, answer.error
-            expected[_key(each)] = answer.token_ids
+            if _key(each) not in expected:
+                answer = await ask(session, url, each)
+                assert answer.error is None, answer.error
+                expected[_key(each)] = answer.token_ids
         turns = _turns(asked)
         streams = [
             asyncio.create_task(stream_for_ever(session, url, turns, expected, outcome, ended))
             for _ in range(NUM_STREAMS)
         ]
         try:
-            await kill(session, url, num_kills, outcome)
+            await kill(Victims(session, url), num_kills, outcome, cuts)
         finally:
             ended.set()
             await asyncio.gather(*streams)
@@ -247,6 +291,62 @@ def _turns(asked: Sequence[Asked]) -> Iterator[Asked]:
     rng = random.Random(1)
     while True:
         yield rng.choice(asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the fleets of a run have in common."""
+
+    served: Checkpoint
+    scratch: Path
+    logs: Path
+
+    def command(self, name: str, *args: str) -> ServerCommand:
+        program = str(Path(sys.executable).with_name("loraplex"))
+        model = ("--model", str(self.served.base), "--served-model-name", "base")
+        adapters = ("--adapters", str(self.served.adapters))
+        where = ("--port", "{port}", "--state-dir", str(self.scratch / name))
+        return ServerCommand(args=(program, *args, *model, *adapters, *where))
+
+
+_ENGINE: Final = ("--dtype", "float32", "--threads", "1", "--kv-memory", "256MiB")
+
+
+async def kill_processes(setting: Setting, num_kills: int, expected: dict[str, list[int]]) -> Outcome:
+    """Kill and stop the engine processes of a fleet."""
+    command = setting.command("fleet", "fleet", "serve", "--replicas", str(NUM_REPLICAS), *_ENGINE)
+    with running(command, log_path=setting.logs / "fleet-kills.log") as server:
+        return await disturb(server.base_url, num_kills, (), expected)
+
+
+async def cut_connections(setting: Setting, num_kills: int, expected: dict[str, list[int]]) -> Outcome:
+    """Cut the connections between a front and the servers behind it."""
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_context
+        cuts, addresses = [], []
+        for number in range(NUM_REPLICAS):
+            command = setting.command(f"server-{number}", "serve", *_ENGINE)
+            server = enter(running(command, log_path=setting.logs / f"fleet-cuts-{number}.log"))
+            cuts.append(Cuttable(server.base_url))
+            addresses.append(await cuts[-1].start())
+            stack.push_async_callback(cuts[-1].close)
+        backends = [part for address in addresses for part in ("--backend", address)]
+        front = running(
+            setting.command("front", "fleet", "serve", *backends), log_path=setting.logs / "fleet-cuts.log"
+        )
+        # In a thread: the front speaks to the servers through this process while it starts.
+        server = await asyncio.to_thread(enter, front)
+        return await disturb(server.base_url, num_kills, cuts, expected)
+
+
+async def measure(setting: Setting, num_kills: int) -> dict[str, Any]:
+    expected: dict[str, list[int]] = {}
+    num_cuts = num_kills // 3
+    parts = {
+        "processes": await kill_processes(setting, num_kills - num_cuts, expected),
+        "servers": await cut_connections(setting, num_cuts, expected),
+    }
+    return {name: outcome.summary() for name, outcome in parts.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -261,23 +361,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     served = checkpoint(args.work_dir.resolve() / f"checkpoint-{NUM_ADAPTERS}", num_adapters=NUM_ADAPTERS)
     here = environment() | {"sources": fingerprints(FILE)}
     with tempfile.TemporaryDirectory(prefix="loraplex-kills-") as scratch:
-        command = ServerCommand(
-            args=(
-                *(
-                    str(Path(sys.executable).with_name("loraplex")),
-                    "fleet",
-                    "serve",
-                    "--replicas",
-                    str(NUM_REPLICAS),
-                ),
-                *("--model", str(served.base), "--served-model-name", "base"),
-                *("--adapters", str(served.adapters), "--dtype", "float32", "--threads", "1"),
-                *("--port", "{port}", "--state-dir", scratch),
-            )
-        )
-        with running(command, log_path=args.work_dir / "fleet-kills.log") as server:
-            outcome = asyncio.run(disturb(server.base_url, args.kills))
-    pauses_s = [pause_s for each in outcome.kills for pause_s in each.pauses_s]
+        setting = Setting(served=served, scratch=Path(scratch), logs=args.work_dir)
+        found = asyncio.run(measure(setting, args.kills))
     document = here | {
         "parameters": {
             "kills": args.kills,
@@ -285,14 +370,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             "streams": NUM_STREAMS,
             "tokens": MAX_TOKENS,
         },
-        "answers": dict(outcome.ends),
-        "wrong": outcome.wrong,
-        "pause_s": _quantiles(pauses_s),
-        "streams_disturbed": len(pauses_s),
-        "whole_again_s": {name: _quantiles(each) for name, each in outcome.whole_again_s.items()},
+        **found,
     }
     write_whole(args.out, json.dumps(document, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in document.items() if key != "sources"}, indent=1))
+    print(json.dumps(found, indent=1))
 
 
 def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
