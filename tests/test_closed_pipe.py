@@ -39,6 +39,15 @@ def test_errors_keep_their_message_and_exit_code(tmp_path: Path) -> None:
     assert done.returncode in (1, 2)
 
 
+def test_a_full_disk_is_told_in_a_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.stderr.splitlines() == [
+        "error: the output cannot be written (No space left on device); make room, or write elsewhere"
+    ]
+    assert done.returncode == 1
+
+
 def test_what_is_read_to_the_end_ends_well() -> None:
     done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -30,6 +30,13 @@ def outlive_the_reader() -> None:
     sys.stderr = _with_pipe(sys.stderr, _Pipe)
 
 
+def drop_output(descriptor: int) -> None:
+    """Have all that is still written to a descriptor go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
 def _with_pipe(old: TextIO, kind: type[_Pipe]) -> TextIO:
     """Return a stream to the same descriptor through `kind`; the stream itself if that is no pipe."""
     try:
@@ -54,9 +61,7 @@ class _Pipe(io.FileIO):
             return super().write(data)
         except BrokenPipeError:
             # Also for what is still in buffers, of which the interpreter would complain at its end.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            drop_output(self.fileno())
             self._on_closed()
             return len(data)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import sys
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 import loraplex
 from loraplex.cli import adapter, bench, fleet, profile, twin, workload
-from loraplex.cli.closed_pipe import end_with_the_reader
+from loraplex.cli.closed_pipe import drop_output, end_with_the_reader
 from loraplex.cli.flags import App
 from loraplex.cli.serve import demo, serve
 from loraplex.core.errors import EngineFailedError, LoraplexError
 from loraplex.core.exits import EXIT_ENGINE_FAILED
+
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 app = App(
     help="Many LoRA adapters on one base LLM, at little more than the price of the base model.",
@@ -48,11 +51,25 @@ def main() -> None:
     """
     end_with_the_reader()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # an error that the end of the interpreter meets would be a traceback
     except LoraplexError as error:
         message = " ".join(str(error).split())
-        typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
+        _say(f"error: {message}")
         sys.exit(EXIT_ENGINE_FAILED if isinstance(error, EngineFailedError) else 1)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        drop_output(sys.stdout.fileno())
+        where = f" to {error.filename}" if error.filename else ""
+        _say(f"error: the output cannot be written{where} ({error.strerror}); make room, or write elsewhere")
+        sys.exit(1)
+
+
+def _say(message: str) -> None:
+    typer.secho(message, fg=typer.colors.RED, err=True)
 
 
 if __name__ == "__main__":
