@@ -42,6 +42,8 @@ _UNITS: Final = {
 }
 """By the ends of names; for readers."""
 _MAX_FILE_BYTES: Final = 1 << 20
+_MOST: Final = 1e6
+"""No cost is larger: a step of eleven days is a mistake, and one of 1e300 s would stop a simulation's clock."""
 
 
 class ProfileError(UserError):
@@ -196,8 +198,8 @@ def _number(value: object, place: str, *, least: float = 0.0) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number) or number < least:
-        raise ValueError(f"{place} is {number}, not a finite number of at least {least:g}")
+    if not math.isfinite(number) or not least <= number <= _MOST:
+        raise ValueError(f"{place} is {number}, not a number of at least {least:g} and at most {_MOST:g}")
     return number
 
 

@@ -67,6 +67,10 @@ Change = Callable[[dict[str, Any]], object]
         (lambda p: p["disk"].update(latency_s=float("inf")), "disk: latency_s is inf"),
         (lambda p: p["disk"].update(latency_s=10**400), "disk: latency_s is inf"),
         (lambda p: p["disk"].update(latency_s=-1e-9), "disk: latency_s is -1e-09"),
+        (
+            lambda p: p["disk"].update(latency_s=1e300),
+            "disk: latency_s is 1e+300, not a number of at least 0 and at most",
+        ),
         (lambda p: p["disk"].update(latency_s=True), "disk: latency_s is True, not a number"),
         (lambda p: p["disk"].update(latency_s="1"), "disk: latency_s is '1', not a number"),
         (lambda p: p.update(disk=[1]), "disk is not an object"),
