@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from contextlib import suppress
+from typing import Final
 from urllib.parse import urlsplit
 
-_CHUNK_BYTES = 1 << 16
+_CHUNK_BYTES: Final = 1 << 16
+_RESET: Final = struct.pack("ii", 1, 0)
+"""Closing the socket resets the connection."""
 
 
 class Cuttable:
@@ -24,6 +29,7 @@ class Cuttable:
     def cut(self) -> None:
         """Cut all connections, without a goodbye. New ones may come at once."""
         for writer in self._writers:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             writer.transport.abort()
 
     async def close(self) -> None:

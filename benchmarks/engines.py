@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
 from benchmarks.make_checkpoint import MAX_POSITIONS, Checkpoint
 from benchmarks.servers import ServerCommand
@@ -87,6 +88,33 @@ def loraplex(
     return Engine(name="loraplex", label="loraplex", version=__version__, command=ServerCommand(args=args))
 
 
+VLLM_ENV: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def vllm_backend(checkpoint: Checkpoint, *, venv: Path, num_slots: int) -> Engine:
+    """A vLLM that a fleet can use: adapters are loaded while it runs, `num_slots` of them run at a time,
+    and its log says when one gets a slot."""
+    args = (
+        *(str(venv.resolve() / "bin" / "vllm"), "serve", str(checkpoint.base)),
+        *("--served-model-name", "base", "--port", "{port}", "--dtype", "float32"),
+        *("--max-model-len", str(MAX_POSITIONS), "--disable-uvicorn-access-log", "--enforce-eager"),
+        *("--enable-lora", "--max-loras", str(num_slots), "--max-lora-rank", "64"),
+    )
+    env = {**VLLM_ENV, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    return Engine(
+        name="vllm-backend",
+        label="vLLM-cpu behind a fleet",
+        version=_version_in(venv, "vllm-cpu"),
+        command=ServerCommand(args=args, env=env),
+        traffic=(ADAPTERS,),
+    )
+
+
 def vllm(checkpoint: Checkpoint, *, venv: Path, lora: bool, variant: str | None = None) -> Engine:
     chosen = VLLM_VARIANTS[variant or VLLM_BEST[lora]]
     args = [
@@ -98,13 +126,7 @@ def vllm(checkpoint: Checkpoint, *, venv: Path, lora: bool, variant: str | None 
     if lora:
         args += ["--enable-lora", "--max-loras", "16", "--max-lora-rank", "64", "--lora-modules"]
         args += [f"{name}={checkpoint.adapters / name}" for name in checkpoint.adapter_names]
-    env = {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        **chosen.env,
-    }
+    env = {**VLLM_ENV, **chosen.env}
     if chosen.preload_openmp:
         env["LD_PRELOAD"] = str(venv.resolve() / "lib" / "libiomp5.so")
     name = "vllm-lora" if lora else "vllm"

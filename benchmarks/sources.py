@@ -110,6 +110,8 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         )
     },
     "fleet_front.json": {"*": ("loraplex/server", "loraplex/fleet")},
+    "vllm_answers.json": {"*": ("loraplex/server/fleet", "tests/server/fleet/vllm_dialect.py")},
+    "fleet_vllm.json": {"*": ("loraplex/server/fleet", "loraplex/fleet")},
     "fleet_kills.json": {"*": (*_SERVER, "loraplex/fleet")},
     "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", _ENGINE_COSTS)},
     "gpu_start.json": {"*": _SERVER},
