@@ -174,6 +174,13 @@ class LiveController(Controller):
             stage = Stage(replica, adapter)
             self.view.plan = self._change.staged(self.view.plan, stage, is_there=is_there)
 
+    def wants(self, replica: int, adapter: int) -> bool:
+        """Tell whether a replica is to have an adapter by the plan that is in effect or comes into it."""
+        pending, plan = self._change.pending.get(adapter), self.view.plan
+        if pending is not None and replica in pending.waiting:
+            return True
+        return plan is not None and replica in plan.replicas[adapter]
+
     def _has(self, replica: int, adapter: int) -> bool:
         tiers = self.view.tiers
         return replica in tiers.on_host(adapter) or replica in tiers.on_device(adapter)

@@ -1,18 +1,26 @@
-"""Policies for fleets that serve: which of them there can be, and the planner of one."""
+"""Policies for fleets that serve: which of them there can be, and the controller of one."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from loraplex.core.errors import UserError
 from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.live_controller import LiveController
+from loraplex.fleet.migration.migrate import Migrator
+from loraplex.fleet.migration.trigger import PERIOD_S as MIGRATION_PERIOD_S
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.placements.token_rates import token_rates
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.policy import AUTO, ORACLE, PLACEMENTS, NamedPlacement, PlacementContext, Policy
 from loraplex.fleet.replanner import Replanner
+from loraplex.fleet.routers.named import router_named
 from loraplex.fleet.view import FleetView
+
+_STAY_S: Final = 30.0
+"""A request that has migrated stays where it is for so long: each move costs its client a pause."""
 
 
 def check_live_policy(policy: Policy, *, shares_memory: bool) -> None:
@@ -38,16 +46,28 @@ def check_live_policy(policy: Policy, *, shares_memory: bool) -> None:
         )
 
 
-def live_planner(
-    policy: Policy, view: FleetView, *, period_s: float, pads: bool, device_bytes: int | None
-) -> Replanner | None:
-    """Return the planner of a fleet that has no adapters yet; None if every replica serves every adapter.
+def live_controller(
+    policy: Policy, view: FleetView, *, period_s: float, pads: bool, device_bytes: int | None, now_s: float
+) -> LiveController:
+    """Return the controller of a fleet that has no adapters yet. `pads`: kernels compute with the largest
+    rank for all. `device_bytes`: for adapters and KV cache, if they share any.
 
     Host memory has no limit here: a replica reads from disk what it does not hold.
     """
     named = PLACEMENTS[policy.placement]
-    if named is None:
-        return None
+    migrator = Migrator(period_s=min(period_s, MIGRATION_PERIOD_S), stay_s=_STAY_S)
+    return LiveController(
+        view=view,
+        router=router_named(policy.routing),
+        planner=None if named is None else _planner(named, view, period_s, device_bytes, pads=pads),
+        migrator=migrator if policy.migrates else None,
+        now_s=now_s,
+    )
+
+
+def _planner(
+    named: NamedPlacement, view: FleetView, period_s: float, device_bytes: int | None, *, pads: bool
+) -> Replanner:
     return Replanner(
         _ByPresentCosts(named=named, view=view, pads=pads),
         adapters=AdapterTable.of(ranks=(), num_bytes=()),

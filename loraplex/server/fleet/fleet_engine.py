@@ -187,6 +187,11 @@ class FleetEngine:
     def undrain(self, number: int) -> None:
         self._members.undrain(number)
 
+    def place(self) -> None:
+        """Decide now where adapters live and which requests move, if there is anything to decide."""
+        if self._placing is not None:
+            self._placing.tick()
+
     async def _look(self) -> None:
         """Ask replicas again and again which adapters they hold, and write down what was decided."""
         routing, log = self._routing, self._log
@@ -281,12 +286,7 @@ class FleetEngine:
         assert replica.info is not None
         self._members.put(number, replica)
         routing.join(number, self._setup.limits(replica.info))
-        self._place()
-
-    def _place(self) -> None:
-        """Give places to what came just now."""
-        if self._placing is not None:
-            self._placing.tick()
+        self.place()
 
     async def _leave(self, number: int, *, move: bool) -> None:
         """Close a replica that is drained, after its requests."""
@@ -335,7 +335,7 @@ class FleetEngine:
         self._specs.setdefault(spec.version, {})[spec.path] = spec
         if self._routing is not None:
             self._routing.add(spec)
-            self._place()
+            self.place()
 
     async def stage_adapter(self, version: str) -> None:
         """See AsyncEngine: on all replicas that serve and that it is placed on. One that dies meanwhile reads

@@ -15,13 +15,11 @@ from loraplex.core.stats import EngineStats
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.answer_length import AnswerLength
 from loraplex.fleet.live_controller import LiveController
-from loraplex.fleet.live_policy import live_planner
+from loraplex.fleet.live_policy import live_controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
-from loraplex.fleet.migration.migrate import Migrator
 from loraplex.fleet.plan import Entry
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.request import RoutedRequest
-from loraplex.fleet.routers.named import router_named
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
 from loraplex.perf.cost_model import KernelKind
@@ -50,8 +48,6 @@ from loraplex.server.fleet.routing_state import controller_state, placed_adapter
 
 _ELEMENT_BYTES: Final = 2
 """Bytes of a LoRA parameter in memory; where it has four, all adapters are equally underestimated."""
-_STAY_S: Final = 30.0
-"""A request that has migrated stays where it is for so long: each move costs its client a pause."""
 
 
 class Tick(NamedTuple):
@@ -101,18 +97,12 @@ class LiveRouting:
             costs=StepSetCosts(self._costs, rank_bytes=0.0),
             moves=self,
         )
-        policy = Policy.of_name(first.policy)
-        self._controller = LiveController(
-            view=self.view,
-            router=router_named(policy.routing),
-            planner=live_planner(
-                policy,
-                self.view,
-                period_s=first.period_s,
-                pads=self._costs.kernels is KernelKind.PADDED,
-                device_bytes=first.device_bytes,
-            ),
-            migrator=Migrator(stay_s=_STAY_S) if policy.migrates else None,
+        self._controller = live_controller(
+            Policy.of_name(first.policy),
+            self.view,
+            period_s=first.period_s,
+            pads=self._costs.kernels is KernelKind.PADDED,
+            device_bytes=first.device_bytes,
             now_s=first.now_s,
         )
         self._num_given = 0  # adapters that the controller has
@@ -297,6 +287,12 @@ class LiveRouting:
         if is_there:
             self._use(replica, version)
         self._current().staged(replica, self._numbers[version], is_there=is_there)
+
+    def wants(self, replica: int, version: str) -> bool:
+        """Tell whether a replica that was asked to bring in a version still has to."""
+        if version not in self._numbers or version in self._removed:
+            return False
+        return self._current().wants(replica, self._numbers[version])
 
     def placed_on(self, version: str) -> Entry | None:
         """Return the replicas that the plan gives a version to; None if there is no plan."""

@@ -82,6 +82,8 @@ class Placing:
         is_there = False
         try:
             async with self._turns[replica], asyncio.timeout(_STAGE_TIMEOUT_S):
+                if not self._routing.wants(replica, version):  # any more
+                    return
                 await bring_in(self._members[replica], version)
             is_there = True
             self.num_brought[replica] += 1
