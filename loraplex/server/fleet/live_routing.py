@@ -36,6 +36,7 @@ from loraplex.server.fleet.routing_events import (
     Holds,
     Joined,
     Limits,
+    Lost,
     Moved,
     Open,
     PlanState,
@@ -158,6 +159,8 @@ class LiveRouting:
                 self.accept(replica, accepts=accepts)
             case Holds(replica=replica, version=version):
                 self._place(replica, version, _Place(event.on_device, event.on_host))
+            case Lost(replica=replica):
+                self.lost(replica)
             case Staged(replica=replica, version=version, is_there=is_there):
                 self.staged(replica, version, is_there=is_there)
             case Open(request_id=request_id, replica=replica):
@@ -321,11 +324,18 @@ class LiveRouting:
 
     def join(self, replica: int, limits: Limits) -> None:
         """Have one replica more, or another one, which holds nothing yet, in the place of one that left."""
+        self.lost(replica)
         self._record(Joined(replica=replica, limits=limits))
         self._limits[replica : replica + 1] = [limits]
-        for version in [version for where, version in self._places if where == replica]:
-            self._forget_place(replica, version)
         self._current().join(replica, _limits(limits))
+
+    def lost(self, replica: int) -> None:
+        """Record that a replica is down, and holds nothing any more."""
+        held = [version for where, version in self._places if where == replica]
+        if held:
+            self._record(Lost(replica=replica))
+        for version in held:
+            self._forget_place(replica, version)
 
     def accept(self, replica: int, *, accepts: bool) -> None:
         """Send a replica requests from now on, or none."""

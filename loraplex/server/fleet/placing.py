@@ -64,6 +64,9 @@ class Placing:
     def tick(self) -> None:
         """Decide now what there is to decide, and begin to do it. Raises UserError for a plan that does not
         fit the fleet."""
+        for number, member in enumerate(self._members):
+            if not member.healthy:
+                self._routing.lost(number)
         found = self._routing.tick(self._clock.now_s(), self._members.serving, self._requests.num_output)
         if found is None:
             return

@@ -99,6 +99,12 @@ class Holds(_Event, frozen=True, tag="holds"):
     on_host: bool = False
 
 
+class Lost(_Event, frozen=True, tag="lost"):
+    """A replica is down, and holds nothing any more."""
+
+    replica: int
+
+
 class Open(_Event, frozen=True, tag="open"):
     """A request that was sent before the routing began anew and has not ended."""
 
@@ -183,6 +189,7 @@ RoutingEvent = (
     | Joined
     | Accepts
     | Holds
+    | Lost
     | Open
     | Sent
     | FirstToken

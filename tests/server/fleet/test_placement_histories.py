@@ -102,6 +102,7 @@ class LiveFleet:
             return
         self.serving.discard(replica)
         self.routing.accept(replica, accepts=False)
+        self.routing.lost(replica)
         for request_id in [each for each, where in self.replica_of.items() if where == replica]:
             self.end(request_id, None)
             self.send(attempt_id(request_id.partition("+")[0], next(self._numbers)), None, 30)
@@ -184,7 +185,7 @@ def act(fleet: LiveFleet, kind: str, one: int, two: int) -> None:
             fleet.begin_anew()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(POLICIES), st.integers(1, 3), ACTIONS)
 def test_whatever_comes_and_goes_every_adapter_is_served(
     policy: str, num_replicas: int, actions: list[tuple[str, int, int]]
