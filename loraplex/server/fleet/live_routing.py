@@ -25,6 +25,7 @@ from loraplex.fleet.view import FleetView
 from loraplex.perf.cost_model import KernelKind
 from loraplex.perf.profile_json import profile_from_json
 from loraplex.perf.set_costs import StepSetCosts
+from loraplex.server.fleet.held_adapters import Held, HeldAdapters
 from loraplex.server.fleet.routing_events import (
     Accepts,
     AdapterKnown,
@@ -58,13 +59,6 @@ class Tick(NamedTuple):
     stages: list[tuple[int, str]]
 
 
-class _Place(NamedTuple):
-    """Where a replica has an adapter."""
-
-    on_device: bool = False
-    on_host: bool = False
-
-
 class LiveRouting:
     """Decides which replica serves a request and where adapters live, by a policy that the twin simulates as
     well. A request keeps its name over the replicas that it is sent to one after the other.
@@ -90,7 +84,6 @@ class LiveRouting:
         self._ranks: list[int] = []
         self._bytes: list[int] = []
         self._removed: set[str] = set()
-        self._places: dict[tuple[int, str], _Place] = {}
         self._limits = list(first.limits)
         self.view = FleetView(
             load=FleetLoad(list(map(_limits, first.limits)), AnswerLength(first.mean_tokens)),
@@ -98,6 +91,7 @@ class LiveRouting:
             costs=StepSetCosts(self._costs, rank_bytes=0.0),
             moves=self,
         )
+        self._held = HeldAdapters(self.view.tiers, self._numbers, self._record)
         self._controller = live_controller(
             Policy.of_name(first.policy),
             self.view,
@@ -132,9 +126,7 @@ class LiveRouting:
         for replica in range(load.num_replicas):
             if not load.accepts[replica]:
                 yield Accepts(replica=replica, accepts=False)
-        for (replica, version), place in self._places.items():
-            if self._numbers[version] in kept:
-                yield _holds(replica, version, place)
+        yield from (holds for holds in self._held.events() if self._numbers[holds.version] in kept)
         running = {request_id for request_id, _, _ in load.running()}
         for replica, request_id, request in opened:
             yield Open(
@@ -158,7 +150,7 @@ class LiveRouting:
             case Accepts(replica=replica, accepts=accepts):
                 self.accept(replica, accepts=accepts)
             case Holds(replica=replica, version=version):
-                self._place(replica, version, _Place(event.on_device, event.on_host))
+                self._held.set(replica, version, Held(event.on_device, event.on_host))
             case Lost(replica=replica):
                 self.lost(replica)
             case Staged(replica=replica, version=version, is_there=is_there):
@@ -225,7 +217,7 @@ class LiveRouting:
             )
         )
         if version is not None:
-            self._use(replica, version)
+            self._held.use(replica, version, self._limits[replica].max_adapters)
         return replica
 
     def first_token(self, request_id: str) -> None:
@@ -288,7 +280,7 @@ class LiveRouting:
             return
         self._record(Staged(replica=replica, version=version, is_there=is_there))
         if is_there:
-            self._use(replica, version)
+            self._held.use(replica, version, self._limits[replica].max_adapters)
         self._current().staged(replica, self._numbers[version], is_there=is_there)
 
     def wants(self, replica: int, version: str) -> bool:
@@ -306,7 +298,7 @@ class LiveRouting:
 
     def has(self, replica: int, version: str) -> bool:
         """Tell whether a replica has a version in its memory, as far as that is known."""
-        return any(self._places.get((replica, version), _Place()))
+        return self._held.has(replica, version)
 
     def num_placed(self) -> list[int]:
         """Return how many adapters each replica is placed with."""
@@ -331,11 +323,7 @@ class LiveRouting:
 
     def lost(self, replica: int) -> None:
         """Record that a replica is down, and holds nothing any more."""
-        held = [version for where, version in self._places if where == replica]
-        if held:
-            self._record(Lost(replica=replica))
-        for version in held:
-            self._forget_place(replica, version)
+        self._held.lose(replica)
 
     def accept(self, replica: int, *, accepts: bool) -> None:
         """Send a replica requests from now on, or none."""
@@ -364,7 +352,7 @@ class LiveRouting:
         for adapter in stats.adapters:
             if adapter.version in self._numbers:
                 on_device = adapter.tier in ready or adapter.in_flight > 0
-                self._place(replica, adapter.version, _Place(on_device, adapter.tier == "host"))
+                self._held.set(replica, adapter.version, Held(on_device, adapter.tier == "host"))
 
     def remove(self, version: str) -> None:
         """Give a version no place any more. Requests that have it go on."""
@@ -385,36 +373,6 @@ class LiveRouting:
             self._ranks.append(rank)
             self._bytes.append(num_bytes)
         self._record(AdapterKnown(version=version, rank=rank, num_bytes=num_bytes))
-
-    def _use(self, replica: int, version: str) -> None:
-        """Record that a replica will compute with an adapter. Where only so many have a place, the one used
-        longest ago makes way: a server that does not tell what it holds is taken to do so."""
-        key, places = (replica, version), self._places
-        self._place(replica, version, places.get(key, _Place())._replace(on_device=True))
-        places[key] = places.pop(key)  # the latest is last
-        most = self._limits[replica].max_adapters
-        if most is not None:
-            held = [each for (where, each), place in places.items() if where == replica and place.on_device]
-            for oldest in held[: max(len(held) - most, 0)]:
-                self._place(replica, oldest, places[replica, oldest]._replace(on_device=False))
-
-    def _place(self, replica: int, version: str, place: _Place) -> None:
-        """Record where a replica has an adapter, if that is news."""
-        key, number, tiers = (replica, version), self._numbers[version], self.view.tiers
-        if place == self._places.get(key, _Place()):
-            return
-        self._record(_holds(replica, version, place))
-        if not any(place):
-            self._forget_place(replica, version)
-            return
-        self._places[key] = place
-        (tiers.loaded if place.on_device else tiers.evicted)(replica, number)
-        (tiers.staged if place.on_host else tiers.dropped)(replica, number)
-
-    def _forget_place(self, replica: int, version: str) -> None:
-        self._places.pop((replica, version), None)
-        self.view.tiers.evicted(replica, self._numbers[version])
-        self.view.tiers.dropped(replica, self._numbers[version])
 
     def _record(self, event: RoutingEvent) -> None:
         """Report an event; what a routing begins with is known to whoever keeps the record."""
@@ -444,7 +402,3 @@ def _limits(limits: Limits) -> ReplicaLimits:
     return ReplicaLimits(
         max_running=limits.max_running, kv_tokens=limits.kv_tokens, max_adapters=limits.max_adapters
     )
-
-
-def _holds(replica: int, version: str, place: _Place) -> Holds:
-    return Holds(replica=replica, version=version, on_device=place.on_device, on_host=place.on_host)

@@ -48,13 +48,18 @@ class Placing:
 
     async def run(self) -> None:
         """Decide whenever it is time, until this is cancelled."""
+        problem = ""
         while True:
             left_s = self._routing.next_tick_s - self._clock.now_s()
-            await asyncio.sleep(min(max(left_s, 0.01), _LOOK_S))
+            # What was due before could not be decided, as no replica serves: one may come back.
+            await asyncio.sleep(min(left_s, _LOOK_S) if left_s > 0 else _LOOK_S)
             try:
                 self.tick()
+                problem = ""
             except LoraplexError as error:
-                logger.error("adapters stay where they are: %s", error)
+                if str(error) != problem:
+                    logger.error("adapters stay where they are: %s", error)
+                problem = str(error)
 
     async def close(self) -> None:
         for task in self._stagings:
