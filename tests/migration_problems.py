@@ -65,6 +65,7 @@ def tiny_problems(draw: st.DrawFn) -> MigrationProblem:
             replica=10 + draw(st.integers(0, num_replicas - 1)),
             kv_tokens=draw(st.integers(0, 6)),
             expected_s=draw(st.integers(0, 20)) / 4,
+            stays=draw(st.integers(0, 3)) == 0,
         )
         for index in range(draw(st.integers(1, 4)))
     ]
@@ -126,7 +127,7 @@ def all_placements(problem: MigrationProblem) -> Iterator[tuple[int, ...]]:
             [
                 place
                 for place, each in enumerate(problem.replicas)
-                if each is source or (source.gives and each.receives)
+                if each is source or (source.gives and each.receives and not one.stays)
             ]
         )
     for placement in itertools.product(*choices):

@@ -36,17 +36,21 @@ _COLUMNS: Final = (
     text_column("state"),
     number_column("in_flight"),
     number_column("sent"),
+    number_column("placed"),
     number_column("restarts"),
     number_column("pid", show=str),
     text_column("node"),
     text_column("message"),
 )
+
+
 _SEEN_COLUMNS: Final = (
     number_column("replica"),
     text_column("verdict"),
     number_column("running"),
     number_column("waiting"),
     text_column("adapter"),
+    number_column("placed"),
     number_column("step_ms"),
     number_column("queue_ms"),
     number_column("load_ms"),
@@ -59,6 +63,9 @@ _SEEN_COLUMNS: Final = (
 def serve(
     replicas: option.Replicas = None,
     routing: option.Routing = "auto",
+    placement: option.Placement = None,
+    period: option.Period = 60.0,
+    migrate: option.Migrate = False,
     ray: option.Ray = None,
     backend: option.BackendUrls = None,
     backend_key: option.BackendKey = None,
@@ -70,11 +77,12 @@ def serve(
 ) -> None:
     """Serve a base model and its LoRA adapters behind one address: by several engine processes, on this
     machine or on a Ray cluster, or by servers that run already."""
-    from loraplex.fleet.routers.named import router_named
+    from loraplex.fleet.policy import Policy
     from loraplex.server.fleet.backend_replicas import Backends
     from loraplex.server.fleet.ray_cluster import RayPlace
 
-    router_named(routing)  # a name that does not exist should not cost a start to find out
+    # A name that does not exist should not cost a start to find out.
+    policy = Policy.of(routing, placement, migrates=migrate)
     if backend and replicas is not None:
         raise typer.BadParameter(
             "replicas are started here, backends run already; give one of both", param_hint="--replicas"
@@ -92,7 +100,8 @@ def serve(
     asked = replace(
         serve_options(**options),
         num_replicas=replicas or _DEFAULT_REPLICAS,
-        routing=routing,
+        policy=policy.name,
+        period_s=period,
         backends=backends if backend else None,
         ray=None if ray is None else RayPlace(address=_ray_address(ray)),
     )
@@ -181,7 +190,7 @@ def explain(
     found = explained(request, logged_decisions(state_dir or default_state_dir()))
     if as_json:
         rows = [
-            {**msgspec.to_builtins(each.decision), "again": each.again, "routing": each.routing}
+            {**msgspec.to_builtins(each.decision), "again": each.again, "policy": each.policy}
             | {"replicas": [asdict(replica) for replica in each.replicas]}
             for each in found
         ]
@@ -193,7 +202,7 @@ def explain(
         adapter = "the base model" if decision.version is None else f"version {decision.version[:12]}"
         typer.echo(
             f"{decision.request_id}: {decision.prompt_tokens:,} prompt tokens for {adapter}, sent to replica "
-            f"{decision.replica} at {when} UTC by {each.routing}"
+            f"{decision.replica} at {when} UTC by {each.policy}"
         )
         if each.again != decision.replica:
             typer.echo(f"replayed, it would be replica {each.again}: another version of loraplex decided it")

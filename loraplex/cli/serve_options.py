@@ -70,6 +70,19 @@ Routing = Annotated[
     str,
     typer.Option(help="How replicas share requests: auto, most-idle, rank-aware, affinity, round-robin, ..."),
 ]
+Placement = Annotated[
+    str | None,
+    typer.Option(
+        help="Which replicas serve an adapter: auto, everywhere, random, ...; default: everywhere, with the "
+        "routing auto its own."
+    ),
+]
+Period = Annotated[
+    float, typer.Option("--period", min=1.0, help="Seconds after which adapters are placed again.")
+]
+Migrate = Annotated[
+    bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
+]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")]
 Device = Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")]

@@ -39,5 +39,16 @@ class AdapterTable:
         """Return the table of these columns."""
         return cls(ranks=np.array(ranks, dtype=np.int64), num_bytes=np.array(num_bytes, dtype=np.int64))
 
+    def at(self, adapters: IntArray) -> AdapterTable:
+        """Return the table of these adapters alone, which are numbered by their places in it."""
+        return AdapterTable(ranks=self.ranks[adapters], num_bytes=self.num_bytes[adapters])
+
+    def followed_by(self, added: AdapterTable) -> AdapterTable:
+        """Return the table with more adapters at its end."""
+        return AdapterTable(
+            ranks=np.concatenate([self.ranks, added.ranks]),
+            num_bytes=np.concatenate([self.num_bytes, added.num_bytes]),
+        )
+
     def __len__(self) -> int:
         return len(self.ranks)

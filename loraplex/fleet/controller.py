@@ -206,14 +206,19 @@ class Controller:
         """Record that a move was carried out: a request goes on elsewhere, with its answer so far, which has
         `num_output` tokens from all replicas that it was on."""
         load = self.view.load
-        adapter = load.request(request_id).adapter
-        # Where requests of the adapter are already, it is loaded for them.
-        is_needed = adapter is not None and replica not in load.in_flight(adapter)
+        load_s = self._load_s(load.request(request_id), replica)
         request = load.moved(request_id, replica, num_output)
         if self.pool is not None and request.adapter is not None:
             self.pool.used(replica, request.adapter)
-        load_s = float(self.view.load_s(request, load.replicas)[replica]) if is_needed else 0.0
         self._factor.record_migration(self._prefill.seconds(request.prompt_tokens) + load_s)
+
+    def _load_s(self, request: RoutedRequest, replica: int) -> float:
+        """Return the seconds of the load that a request causes on a replica. Where requests of its adapter
+        are already, it is loaded for them."""
+        load, adapter = self.view.load, request.adapter
+        if adapter is None or replica in load.in_flight(adapter):
+            return 0.0
+        return float(self.view.load_s(request, load.replicas)[replica])
 
     @property
     def next_tick_s(self) -> float:
@@ -249,12 +254,14 @@ class Controller:
         if self._planner is not None and self._since_s is not None and self._place_s <= now_s:
             drops = self._place(self._planner, since_s=self._since_s, now_s=now_s)
             self._since_s, self._place_s = now_s, now_s + self._planner.period_s
-        moves: list[Move] = []
-        if self._migrator is not None and self.may_migrate(now_s):
-            view = FleetMigrationView(self.view, num_output, self._factor.gamma)
-            self._prefill, self._output_token_s = view.costs.prefill, view.output_token_s
-            moves = self._migrator.decide(now_s, view)
-        return Decisions(drops, moves)
+        return Decisions(drops, self._migrations(now_s, num_output))
+
+    def _migrations(self, now_s: float, num_output: Callable[[Hashable], int | None]) -> list[Move]:
+        if self._migrator is None or not self.may_migrate(now_s):
+            return []
+        view = FleetMigrationView(self.view, num_output, self._factor.gamma)
+        self._prefill, self._output_token_s = view.costs.prefill, view.output_token_s
+        return self._migrator.decide(now_s, view)
 
     def _place(self, planner: Planner, *, since_s: float, now_s: float) -> list[Drop]:
         plan = planner.place(self.view.plan, since_s=since_s, now_s=now_s)

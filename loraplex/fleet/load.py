@@ -278,6 +278,24 @@ class FleetLoad:
                     column[place] -= 1.0
         return answer.everything, answer.waiting
 
+    def with_replica(self, replica: int, limits: ReplicaLimits) -> FleetLoad:
+        """Return the same load in a fleet with one replica more, or with another one in the place of a
+        replica that has left. The new one accepts requests."""
+        assert replica <= self.num_replicas, "numbers have no gaps"
+        grown = FleetLoad([*self.limits[:replica], limits, *self.limits[replica + 1 :]], self.answers)
+        grown.accepts[: self.num_replicas] = self.accepts
+        grown.accepts[replica] = True
+        grown._take_over(self)
+        return grown
+
+    def _take_over(self, other: FleetLoad) -> None:
+        """Count all requests of another load as well."""
+        for request_id, each in other._open.items():
+            self._open[request_id] = each
+            self._all.add(each.replica, each.counted, each.kv_tokens)
+            if not each.is_running:
+                self._waiting.add(each.replica, each.counted, each.kv_tokens)
+
     def replica(self, number: int) -> ReplicaLoad:
         everything, waiting = self._all, self._waiting
         num_waiting = int(waiting.num_requests[number])
@@ -294,11 +312,7 @@ class FleetLoad:
     def check_integrity(self) -> None:
         """Assert that the columns say what the open requests add up to."""
         fresh = FleetLoad(self.limits)
-        for request_id, each in self._open.items():
-            fresh._open[request_id] = each
-            fresh._all.add(each.replica, each.counted, each.kv_tokens)
-            if not each.is_running:
-                fresh._waiting.add(each.replica, each.counted, each.kv_tokens)
+        fresh._take_over(self)
         assert self._all.by_adapter == fresh._all.by_adapter
         assert self._waiting.by_adapter == fresh._waiting.by_adapter
         for kept, counted in ((self.everything, fresh.everything), (self.waiting, fresh.waiting)):

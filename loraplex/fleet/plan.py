@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, NamedTuple
@@ -15,6 +15,34 @@ from loraplex.core.words import plural
 from loraplex.fleet.adapter_table import AdapterTable
 
 _SHARE_TOLERANCE: Final = 1e-9
+
+
+class Entry(NamedTuple):
+    """An adapter's part of a plan: its replicas, and the share of its requests that each of them gets."""
+
+    replicas: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def of_weights(cls, weights: Mapping[int, float]) -> Entry:
+        """Return the entry of weights by replica, one at least; its shares are in proportion to them."""
+        if len(weights) == 1:
+            return cls(tuple(weights), (1.0,))
+        placed = tuple(sorted(weights))
+        total = sum(weights.values())
+        return cls(placed, tuple(weights[replica] / total for replica in placed))
+
+    def limited_to(self, replicas: Set[int]) -> Entry | None:
+        """Return what is left of it on these replicas, each with its part of the shares of the others; None
+        if nothing is left."""
+        if replicas >= set(self.replicas):
+            return self
+        left = {each: share for each, share in zip(*self, strict=True) if each in replicas}
+        return Entry.of_weights(left) if left else None
+
+    def renumbered(self, numbers: Mapping[int, int] | Sequence[int]) -> Entry:
+        """Return the entry with `numbers[replica]` for each replica; they ascend as those before."""
+        return Entry(tuple([numbers[replica] for replica in self.replicas]), self.shares)
 
 
 class Copies(NamedTuple):
@@ -49,18 +77,19 @@ class Plan:
     @classmethod
     def of_weights(cls, weights: Sequence[Mapping[int, float]]) -> Plan:
         """Return the plan of weights by replica, for each adapter; its shares are in proportion to them."""
-        replicas: list[tuple[int, ...]] = []
-        shares: list[tuple[float, ...]] = []
-        for by_replica in weights:
-            if len(by_replica) == 1:
-                replicas.append(tuple(by_replica))
-                shares.append((1.0,))
-            else:
-                placed = tuple(sorted(by_replica))
-                total = sum(by_replica.values())
-                replicas.append(placed)
-                shares.append(tuple(by_replica[replica] / total for replica in placed))
-        return cls(replicas=tuple(replicas), shares=tuple(shares))
+        return cls.of_entries([Entry.of_weights(each) for each in weights])
+
+    @classmethod
+    def of_entries(cls, entries: Sequence[Entry]) -> Plan:
+        """Return the plan of the entries of all adapters."""
+        return cls(
+            replicas=tuple([each.replicas for each in entries]),
+            shares=tuple([each.shares for each in entries]),
+        )
+
+    def entries(self) -> list[Entry]:
+        """Return the entries of all adapters."""
+        return list(map(Entry, self.replicas, self.shares))
 
     @property
     def num_copies(self) -> int:

@@ -39,11 +39,13 @@ class PlacementContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedPlacement:
-    """`is_static`: made once. `needs_points`: asks for operating points."""
+    """`is_static`: made once. `needs_points`: asks for operating points. `needs_device_bytes`: asks for the
+    memory that adapters share with the KV cache."""
 
     make: Callable[[PlacementContext], Placement]
     is_static: bool = False
     needs_points: bool = False
+    needs_device_bytes: bool = False
 
 
 def _loraserve(context: PlacementContext) -> Placement:
@@ -65,7 +67,8 @@ PLACEMENTS: Final[Mapping[str, NamedPlacement | None]] = {
     "contiguous": NamedPlacement(make=lambda context: ContiguousPlacement(), is_static=True),
     "random": NamedPlacement(make=lambda context: RandomPlacement(), is_static=True),
     "burst-tolerance": NamedPlacement(
-        make=lambda context: HysteresisPlacement(placement=BurstTolerancePlacement())
+        make=lambda context: HysteresisPlacement(placement=BurstTolerancePlacement()),
+        needs_device_bytes=True,
     ),
     "loraserve": NamedPlacement(make=_loraserve, needs_points=True),
     AUTO: NamedPlacement(make=_auto),

@@ -1,23 +1,34 @@
-"""Places adapters again every period, by what was asked for in the last ones."""
+"""Places adapters again every period, by what was asked for in the last ones.
+
+Adapters and replicas come and go: a placement is given those that are there, numbered without gaps, and what
+it decides is told in the fleet's own numbers, which stay.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from loraplex.core.arrays import FloatArray
+from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.placements.demand import extrapolated_demand
 from loraplex.fleet.placements.placement import Placement, PlacementProblem
-from loraplex.fleet.plan import Plan
+from loraplex.fleet.plan import Entry, Plan
 
 PERIOD_S: Final = 60.0
 _NUM_PERIODS: Final = 5
 """The number of periods whose trend is continued."""
+
+
+class Counted(NamedTuple):
+    """What was asked for, by adapter: tokens in this period, and tokens/s in the last ones, oldest first."""
+
+    tokens: FloatArray
+    rates: Sequence[FloatArray]
 
 
 class Replanner:
@@ -39,12 +50,16 @@ class Replanner:
         seed: int = 0,
         known_demand: Callable[[float], FloatArray] | None = None,
     ) -> None:
-        """`period_s`: infinite for a placement that is made once and kept."""
+        """`period_s`: infinite for a placement that is made once and kept. All replicas serve until `serve`
+        says otherwise."""
         assert period_s > 0
         self.period_s = period_s
         self._placement = placement
         self._adapters = adapters
+        self._removed: set[int] = set()
+        self._returned: set[int] = set()  # since the last plan, in which they have no place that was meant
         self._num_replicas = num_replicas
+        self._serving: tuple[int, ...] = tuple(range(num_replicas))
         self._host_bytes = host_bytes
         self._device_bytes = device_bytes
         self._seed = seed
@@ -52,23 +67,123 @@ class Replanner:
         self._tokens: FloatArray = np.zeros(len(adapters))
         self._rates: deque[FloatArray] = deque(maxlen=_NUM_PERIODS)
 
+    # ---- what there is
+
+    def add_adapters(self, added: AdapterTable) -> None:
+        """Place these as well, which have the next numbers; nobody has asked for them yet."""
+        self._adapters = self._adapters.followed_by(added)
+        self._tokens = self._padded(self._tokens)
+        self._rates = deque(map(self._padded, self._rates), _NUM_PERIODS)
+
+    def _padded(self, column: FloatArray) -> FloatArray:
+        return np.pad(column, (0, len(self._adapters) - len(column)))
+
+    def remove_adapter(self, adapter: int) -> None:
+        """Give an adapter no place any more, until it comes back."""
+        self._removed.add(adapter)
+
+    def restore_adapter(self, adapter: int) -> None:
+        """Place an adapter again that was removed."""
+        self._removed.remove(adapter)
+        self._returned.add(adapter)
+
+    def serve(self, replicas: Iterable[int], num_replicas: int) -> None:
+        """Place adapters on these of the replicas from now on, of which there is one at least."""
+        self._serving = tuple(sorted(replicas))
+        self._num_replicas = num_replicas
+        assert self._serving, "a plan needs a replica"
+
+    @property
+    def counted(self) -> Counted:
+        return Counted(self._tokens, list(self._rates))
+
+    def restore(self, counted: Counted) -> None:
+        """Go on with what another planner counted."""
+        self._tokens = counted.tokens
+        self._rates = deque(counted.rates, _NUM_PERIODS)
+
+    # ---- plans
+
     def count(self, adapter: int, num_tokens: int) -> None:
         self._tokens[adapter] += num_tokens
 
     def place(self, previous: Plan | None, *, since_s: float, now_s: float) -> Plan:
         """Return the plan of the period that begins now. Tokens counted since the last call came from
         `since_s` on, and are the latest history."""
-        return self._placement.place(
-            PlacementProblem(
-                adapters=self._adapters,
-                num_replicas=self._num_replicas,
-                demand=self._demand(since_s, now_s, is_first=previous is None),
-                host_bytes=self._host_bytes,
-                device_bytes=self._device_bytes,
-                previous=previous,
-                seed=self._seed,
-            )
+        demand = self._demand(since_s, now_s, is_first=previous is None)
+        return self._place(None if previous is None else self.mended(previous), demand)
+
+    def place_again(self, previous: Plan) -> Plan:
+        """Return a plan for replicas that were not there when the period began, which goes on."""
+        return self._place(self.mended(previous), self._expected())
+
+    def mended(self, plan: Plan) -> Plan:
+        """Return the plan itself if it has a replica that serves for each adapter and names no other, else
+        one that does and moves nothing else. What a replica had goes to the others of the adapter; an adapter
+        without any gets the places of a fresh plan."""
+        if self._is_whole and not self._returned and len(plan.replicas) == len(self._adapters):
+            return plan
+        serving = set(self._serving)
+        left = [entry.limited_to(serving) for entry in plan.entries()]
+        left += [None] * (len(self._adapters) - len(left))
+        for adapter in self._returned:
+            left[adapter] = None
+        self._returned.clear()
+        if any(left[adapter] is None for adapter in self._numbers().tolist()):
+            fresh = self._place(None, self._expected()).entries()
+            found = [entry or other for entry, other in zip(left, fresh, strict=True)]
+        else:
+            found = [entry or self._anywhere() for entry in left]
+        mended = Plan.of_entries(found)
+        return plan if mended == plan else mended
+
+    def _place(self, previous: Plan | None, demand: FloatArray) -> Plan:
+        """Ask the placement, with adapters and replicas numbered by their places among those there are."""
+        if self._is_whole:
+            return self._placement.place(self._problem(self._adapters, demand, previous))
+        numbers = self._numbers()
+        before = None if previous is None else self._among_those_there(previous, numbers)
+        problem = self._problem(self._adapters.at(numbers), demand[numbers], before)
+        placed = self._placement.place(problem)
+        if before is not None and placed is before:
+            assert previous is not None
+            return previous
+        entries = [self._anywhere()] * len(self._adapters)
+        for adapter, entry in zip(numbers.tolist(), placed.entries(), strict=True):
+            entries[adapter] = entry.renumbered(self._serving)
+        return Plan.of_entries(entries)
+
+    def _problem(self, adapters: AdapterTable, demand: FloatArray, previous: Plan | None) -> PlacementProblem:
+        return PlacementProblem(
+            adapters=adapters,
+            num_replicas=len(self._serving),
+            demand=demand,
+            host_bytes=self._host_bytes,
+            device_bytes=self._device_bytes,
+            previous=previous,
+            seed=self._seed,
         )
+
+    @property
+    def _is_whole(self) -> bool:
+        """Tell whether all replicas serve and no adapter is gone, so that numbers have no gaps."""
+        return len(self._serving) == self._num_replicas and not self._removed
+
+    def _numbers(self) -> IntArray:
+        """Return the adapters that are to have a place."""
+        there = np.ones(len(self._adapters), np.bool_)
+        there[list(self._removed)] = False
+        return there.nonzero()[0]
+
+    def _among_those_there(self, plan: Plan, numbers: IntArray) -> Plan:
+        """Return a mended plan with other numbers."""
+        places = {replica: place for place, replica in enumerate(self._serving)}
+        entries = plan.entries()
+        return Plan.of_entries([entries[adapter].renumbered(places) for adapter in numbers.tolist()])
+
+    def _anywhere(self) -> Entry:
+        """The entry of an adapter that is gone: a plan has one for each number."""
+        return Entry(self._serving[:1], (1.0,))
 
     def _demand(self, since_s: float, now_s: float, *, is_first: bool) -> FloatArray:
         """Return the tokens/s of each adapter that are expected in the period that begins now."""
@@ -80,4 +195,10 @@ class Replanner:
         assert since_s < now_s, "a rate is over some time"
         self._rates.append(self._tokens / (now_s - since_s))
         self._tokens = np.zeros(len(self._adapters))
+        return self._expected()
+
+    def _expected(self) -> FloatArray:
+        """Return the tokens/s of each adapter by the periods that are over."""
+        if not self._rates:
+            return np.ones(len(self._adapters))
         return extrapolated_demand(np.stack(self._rates))

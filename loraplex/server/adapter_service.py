@@ -78,10 +78,12 @@ class AdapterService:
         hub: HubAdapters | None = None,
         known_as: frozenset[str] | None = None,
         alias: str | None = None,
+        stages_new: bool = False,
     ) -> None:
         """`known_as` has the comparable names of the base model, beside `base_model` its served one.
 
-        Requests may also call it `alias`, which is not shown to anybody.
+        Requests may also call it `alias`, which is not shown to anybody. `stages_new`: an adapter that is
+        loaded is staged before its name is served, as a new version of a name always is.
         """
         self.base_model = base_model
         self._alias = alias
@@ -93,6 +95,7 @@ class AdapterService:
         )
         self.registry = registry
         self._engine = engine
+        self._stages_new = stages_new
         self._served: dict[str, ServedAdapter] = {}
         self._changing: set[str] = set()
         self._uses: dict[str, VersionUse] = {}
@@ -238,13 +241,14 @@ class AdapterService:
         origin: Origin = Origin.API,
     ) -> ServedAdapter:
         """Have a name as `after`, for which the engine needs what was found: known, staged if the name is
-        served, registered, and only then in use."""
+        served already or new ones are, registered, and only then in use."""
         spec = found.spec
         async with self._lock(spec.version):
             await self._engine.add_adapter(spec)
             try:
+                if before is not None or self._stages_new:
+                    await self._stage(before, after.name, spec)
                 if before is not None:
-                    await self._stage(before, spec)
                     on_staged(spec.version)
                 await self._register(after, origin)
             except BaseException:
@@ -252,12 +256,10 @@ class AdapterService:
                 raise
             return self._point(after)
 
-    async def _stage(self, before: ServedAdapter, spec: AdapterSpec) -> None:
+    async def _stage(self, before: ServedAdapter | None, name: str, spec: AdapterSpec) -> None:
         """Raises what is in the way of a version, with what is served instead in its words."""
-        outcome = (
-            f"version {spec.version[:12]} could not be staged, so {before.name!r} stays with version "
-            f"{before.version[:12]}"
-        )
+        instead = "is not served" if before is None else f"stays with version {before.version[:12]}"
+        outcome = f"version {spec.version[:12]} could not be staged, so {name!r} {instead}"
         try:
             async with asyncio.timeout(STAGE_TIMEOUT_S):
                 await self._engine.stage_adapter(spec.version)

@@ -192,10 +192,12 @@ class EngineClient:
     def continuation(self, request: EngineRequest) -> Continuation:
         return Continuation.SAME
 
-    def hand_over(self) -> None:
+    def hand_over(self, request_id: str | None = None) -> None:
+        """See Replica."""
         self._push(len(self._undelivered))
-        for stream in self._streams.values():
-            stream.fail(RequestMovedError("the engine process hands its requests over"))
+        for each, stream in self._streams.items():
+            if request_id in (None, each):
+                stream.fail(RequestMovedError("the engine process hands its requests over"))
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See AsyncEngine. Overtakes a removal of the same version that is still under way.

@@ -49,17 +49,31 @@ class EngineStatus:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStatus:
     """One replica of a fleet. `num_in_flight`: requests it was sent that have not ended; `num_sent`: all that
-    it was ever sent. `drained`: it is sent no more, by order."""
+    it was ever sent. `drained`: it is sent no more, by order. `num_placed`: adapters that the placement gives
+    it; `num_brought`: those that it ever brought in for that; `num_migrated`: requests that ever migrated to
+    it."""
 
     number: int
     status: EngineStatus
     num_in_flight: int
     num_sent: int
     drained: bool
+    num_placed: int = 0
+    num_brought: int = 0
+    num_migrated: int = 0
 
 
 class Fleet(Protocol):
     """Replicas that can be looked at, and taken out of service one by one."""
+
+    @property
+    def num_plans(self) -> int:
+        """How often adapters were given other places than before."""
+        ...
+
+    def adapter_states(self, version: str) -> list[str]:
+        """Return in words how each replica stands with a version."""
+        ...
 
     @property
     def replicas(self) -> list[ReplicaStatus]: ...

@@ -38,6 +38,7 @@ class MetricsSnapshot:
     num_refused: int
     adapters: Sequence[ServedAdapter]
     replicas: Sequence[ReplicaStatus] = ()
+    num_plans: int = 0
 
 
 def render_metrics(snapshot: MetricsSnapshot) -> bytes:
@@ -58,6 +59,7 @@ class _Page:
         self._num_refused = snapshot.num_refused
         self._adapters = snapshot.adapters
         self._replicas = snapshot.replicas
+        self._num_plans = snapshot.num_plans
 
     def describe(self) -> list[Metric]:
         return []
@@ -153,6 +155,27 @@ class _Page:
             ),
             (CounterMetricFamily, "requests", "Requests it was sent", lambda r: r.num_sent),
             (CounterMetricFamily, "restarts", "Restarts after it died", lambda r: r.status.num_restarts),
+            (
+                GaugeMetricFamily,
+                "placed_adapters",
+                "Adapters that the placement gives it",
+                lambda r: r.num_placed,
+            ),
+            (
+                CounterMetricFamily,
+                "adapters_brought",
+                "Adapters that it brought in because the placement moved them to it",
+                lambda r: r.num_brought,
+            ),
+            (
+                CounterMetricFamily,
+                "requests_migrated",
+                "Requests that migrated to it",
+                lambda r: r.num_migrated,
+            ),
+        )
+        yield self._counter(
+            "loraplex:placements", "Plans that gave adapters other places than before", self._num_plans
         )
         for kind, name, text, value in families:
             family = kind(f"loraplex:replica_{name}", text, labels=["replica"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -105,7 +105,8 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
             if adapter.canary is None
             else f"has a canary, version {loaded[:12]}, with a share of {adapter.canary.share:g}"
         )
-        return _success(body.lora_name, outcome, loaded)
+        states = [] if deps.fleet is None else deps.fleet.adapter_states(loaded)
+        return _success(body.lora_name, outcome, loaded, states)
 
     @router.post(
         UNLOAD_PATH,
@@ -196,10 +197,12 @@ def _add_rollouts(router: APIRouter, deps: ServerDeps, administrators: Administr
         return _success(name, f"is version {adapter.version[:12]} again", adapter.version)
 
 
-def _success(name: str, outcome: str, version: str | None = None) -> Response:
-    """Answer as vLLM does, with the version that the change was about."""
+def _success(name: str, outcome: str, version: str | None = None, replicas: Sequence[str] = ()) -> Response:
+    """Answer as vLLM does, with the version that the change was about, and in a fleet how each replica stands
+    with it."""
     headers = {} if version is None else {VERSION_HEADER.decode(): version}
-    return PlainTextResponse(f"Success: LoRA adapter '{name}' {outcome}.", headers=headers)
+    states = f" {'; '.join(replicas)}." if replicas else ""
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' {outcome}.{states}", headers=headers)
 
 
 def json_response(answer: msgspec.Struct) -> Response:

@@ -29,7 +29,7 @@ class Replica(SupervisedEngine, Protocol):
         """Tell what comes of a request that has tokens of its answer."""
         ...
 
-    def hand_over(self) -> None:
-        """Give up the requests in flight: what has come of them is delivered, then they raise
-        RequestMovedError."""
+    def hand_over(self, request_id: str | None = None) -> None:
+        """Give up the requests in flight, or one of them: what has come of them is delivered, then they raise
+        RequestMovedError. One that is not in flight, or cannot be given up alone just now, goes on."""
         ...

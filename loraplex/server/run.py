@@ -80,8 +80,8 @@ class ServeOptions:
     `adapters` are served and open nothing; `allow_adapter_repos` are patterns of hub repositories.
     `shutdown_grace_s`: how long requests in flight may go on after the signal to end.
     `num_replicas`: engine processes; `ray`: the cluster that they are placed on, if not on this machine;
-    `backends`: servers that compute instead of any; `routing`: by which router requests are shared among
-    several of either.
+    `backends`: servers that compute instead of any; `policy`: by which requests are shared among several of
+    either, and adapters placed, by its name (`fleet.policy`), with periods of `period_s`.
     `engine_factory`: "module:name" of what builds the core in the engine process.
     """
 
@@ -103,7 +103,8 @@ class ServeOptions:
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     shutdown_grace_s: float = 5.0
     num_replicas: int = 1
-    routing: str = "auto"
+    policy: str = "auto"
+    period_s: float = 60.0
     backends: Backends | None = None
     ray: RayPlace | None = None
     engine_factory: str = DEFAULT_FACTORY
@@ -283,6 +284,7 @@ async def _start(
         hub=HubAdapters(AllowedRepos(options.allow_adapter_repos)),
         known_as=base_names(options.engine.model, base_model),
         alias=options.engine.model.rstrip("/") if options.served_model_name is None else None,
+        stages_new=fleet is not None,
     )
     stack.push_async_callback(service.close)
     # Their files are read while the engine starts, which then gets ready for these adapters.
@@ -344,15 +346,21 @@ async def _engine(
     if options.backends is None and options.ray is None and options.num_replicas == 1:
         return SoleEngine(options.engine, factory=options.engine_factory), None
     # Not needed by a single server.
+    from loraplex.fleet.policy import Policy
     from loraplex.server.fleet.decision_log import DecisionLog
 
-    log = DecisionLog(state_dir)
+    log, policy = DecisionLog(state_dir), Policy.of_name(options.policy)
     if options.backends is not None:
         from loraplex.server.fleet.backend_replicas import backend_fleet
 
         names = (options.engine.model.rstrip("/"), base_model)
         behind = backend_fleet(
-            options.backends, base_names=names, shape=shape, routing=options.routing, log=log
+            options.backends,
+            base_names=names,
+            shape=shape,
+            policy=policy,
+            period_s=options.period_s,
+            log=log,
         )
         return behind, behind
     if options.ray is not None:
@@ -367,7 +375,8 @@ async def _engine(
             cluster=cluster,
             about=await cluster.about(),
             num_replicas=options.num_replicas,
-            routing=options.routing,
+            policy=policy,
+            period_s=options.period_s,
             factory=options.engine_factory,
             log=log,
         )
@@ -378,7 +387,8 @@ async def _engine(
         options.engine,
         shape,
         num_replicas=options.num_replicas,
-        routing=options.routing,
+        policy=policy,
+        period_s=options.period_s,
         factory=options.engine_factory,
         log=log,
     )

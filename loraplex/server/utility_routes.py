@@ -101,6 +101,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             num_refused=deps.waiting.num_refused,
             adapters=deps.adapters.served(),
             replicas=() if deps.fleet is None else deps.fleet.replicas,
+            num_plans=0 if deps.fleet is None else deps.fleet.num_plans,
         )
         # In a thread: streams go on while a page of thousands of adapters is written.
         page = await asyncio.to_thread(render_metrics, snapshot)

@@ -18,6 +18,7 @@ from loraplex.fleet.migration.problem import Move
 from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
 from loraplex.fleet.placements.hysteresis import HysteresisPlacement
 from loraplex.fleet.placements.placement import PlacementProblem
+from loraplex.fleet.placements.random_placement import RandomPlacement
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.replanner import Replanner
 from loraplex.fleet.routers.round_robin import RoundRobinRouter
@@ -52,14 +53,15 @@ class WrittenPlanner:
 
 
 class WrittenPlacement:
-    """Keeps what it is asked, and places everything on replica 0."""
+    """Keeps what it is asked, and places everything on replica 0; of other numbers of adapters as `plan`."""
 
     def __init__(self) -> None:
         self.problems: list[PlacementProblem] = []
+        self.plan = ON_0
 
     def place(self, problem: PlacementProblem) -> Plan:
         self.problems.append(problem)
-        return ON_0
+        return self.plan
 
 
 def controller_of(
@@ -366,3 +368,55 @@ def test_steady_demand_keeps_the_plan() -> None:
     settled = period(1)
     assert settled is not None
     assert all(period(number) is settled for number in range(2, 9))
+
+
+# ---- replicas and adapters that come and go
+
+
+def replanner_of(num_replicas: int, num_adapters: int) -> Replanner:
+    table = AdapterTable.of(ranks=[8] * num_adapters, num_bytes=[100] * num_adapters)
+    return Replanner(RandomPlacement(), adapters=table, num_replicas=num_replicas, period_s=10.0)
+
+
+def test_a_plan_is_mended_where_replicas_are_gone_and_nowhere_else() -> None:
+    replanner = replanner_of(3, 4)
+    plan = Plan.of_weights([{0: 1.0}, {1: 1.0}, {0: 0.5, 1: 0.25, 2: 0.25}, {2: 1.0}])
+    assert replanner.mended(plan) is plan
+    replanner.serve([1, 2], 3)
+    mended = replanner.mended(plan)
+    assert mended.replicas[0] in ((1,), (2,))
+    assert mended.replicas[1:] == ((1,), (1, 2), (2,))
+    assert mended.shares[2] == (0.5, 0.5)
+    assert replanner.mended(mended) is mended
+
+
+def test_adapters_that_are_gone_are_placed_nowhere_and_those_that_come_get_a_place() -> None:
+    placement = WrittenPlacement()
+    replanner = Replanner(placement, adapters=ADAPTERS, num_replicas=2, period_s=10.0)
+    replanner.serve([1], 2)
+    for adapter in range(1, len(ADAPTERS)):
+        replanner.remove_adapter(adapter)
+    replanner.add_adapters(AdapterTable.of(ranks=[4], num_bytes=[50]))
+    plan = replanner_of(2, 1).place(None, since_s=0.0, now_s=0.0)
+    placement.plan = Plan.of_homes(np.zeros(2, np.int64))
+    placed = replanner.mended(plan)
+    (problem,) = placement.problems
+    assert (problem.adapters.ranks.tolist(), problem.num_replicas) == ([RANKS[0], 4], 1)
+    assert placed.replicas == ((1,),) * 9
+    replanner.restore_adapter(3)
+    placement.plan = Plan.of_homes(np.zeros(3, np.int64))
+    replanner.mended(placed)
+    assert placement.problems[-1].adapters.ranks.tolist() == [RANKS[0], RANKS[3], 4]
+
+
+def test_tokens_stay_counted_when_adapters_are_added() -> None:
+    placement = WrittenPlacement()
+    replanner = Replanner(placement, adapters=ADAPTERS, num_replicas=2, period_s=10.0)
+    replanner.count(2, 100)
+    replanner.place(ON_0, since_s=0.0, now_s=10.0)
+    replanner.count(2, 300)
+    replanner.add_adapters(AdapterTable.of(ranks=[4], num_bytes=[50]))
+    replanner.count(8, 70)
+    placement.plan = Plan.of_homes(np.zeros(9, np.int64))
+    replanner.place(Plan.of_homes(np.zeros(9, np.int64)), since_s=10.0, now_s=20.0)
+    assert placement.problems[-1].demand[[2, 8]] == pytest.approx([50, 14])

@@ -66,6 +66,14 @@ class AnyLoad(RuleBasedStateMachine):
         del self.open[request_id]
         assert self.load.ended(request_id, output_tokens) == self.first[request_id]
 
+    @precondition(lambda self: self.load.num_replicas < 6)
+    @rule()
+    def join(self) -> None:
+        """Requests stay where they are, and who accepted them does."""
+        self.load.accepts[0] = False
+        self.load = self.load.with_replica(self.load.num_replicas, LIMITS)
+        assert self.load.accepts.tolist() == [False] + [True] * (self.load.num_replicas - 1)
+
     @invariant()
     def columns_are_what_a_walk_over_the_requests_counts(self) -> None:
         self.load.check_integrity()

@@ -100,7 +100,8 @@ def columns_of(problem: MigrationProblem) -> Columns:
     prefill_s_N = np.array([costs.prefill.seconds(each.kv_tokens) for each in requests], np.float64)
     gives_R = np.array([each.gives for each in replicas], np.bool_)
     receives_R = np.array([each.receives for each in replicas], np.bool_)
-    may_go_NR = gives_R[source_N][:, None] & receives_R[None, :]
+    leaves_N = gives_R[source_N] & ~np.array([each.stays for each in requests], np.bool_)
+    may_go_NR = leaves_N[:, None] & receives_R[None, :]
     may_go_NR[np.arange(len(requests)), source_N] = True
     load_KR = np.full((len(adapter_index), len(replicas)), costs.eta_s)
     for adapter, k in adapter_index.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -55,23 +55,38 @@ class MigrationView(Protocol):
 class Migrator:
     """Decides at most once a period which requests move. Its time is handed in."""
 
-    def __init__(self, *, period_s: float = PERIOD_S, num_pairs: int = NUM_PAIRS) -> None:
+    def __init__(
+        self, *, period_s: float = PERIOD_S, num_pairs: int = NUM_PAIRS, stay_s: float = 0.0
+    ) -> None:
         """`period_s`: from one look at the fleet to the next. `num_pairs`: dLoRA's K; so many overloaded and
-        so many underloaded replicas take part in a migration at the most."""
+        so many underloaded replicas take part in a migration at the most. `stay_s`: a request that was moved
+        is not moved again for so long; dLoRA has no such bound."""
         assert period_s > 0
         assert num_pairs > 0
         self._period_s = period_s
         self._num_pairs = num_pairs
+        self._stay_s = stay_s
         self._due_s = 0.0
+        self._moved_s: dict[Hashable, float] = {}
 
     @property
     def due_s(self) -> float:
         """The earliest time at which the next `decide` looks at the fleet."""
         return self._due_s
 
+    @property
+    def moved_s(self) -> Mapping[Hashable, float]:
+        """When the requests were moved that must stay where they are for now."""
+        return self._moved_s
+
     def begin(self, now_s: float) -> None:
         """Begin a period, whatever is left of the one before."""
         self._due_s = now_s + self._period_s
+
+    def restore(self, due_s: float, moved_s: Mapping[Hashable, float]) -> None:
+        """Go on where another migrator was."""
+        self._due_s = due_s
+        self._moved_s = dict(moved_s)
 
     def decide(self, now_s: float, view: MigrationView) -> list[Move]:
         """Return the moves to be made now; none before the period is over or while the load is even."""
@@ -84,14 +99,25 @@ class Migrator:
             accepts=view.accepts,
             num_pairs=self._num_pairs,
         )
-        return [] if uneven is None else moves_for(problem_of(uneven, view))
+        self._moved_s = {each: at_s for each, at_s in self._moved_s.items() if now_s < at_s + self._stay_s}
+        moves = [] if uneven is None else moves_for(problem_of(uneven, view, self._moved_s))
+        if self._stay_s:
+            self._moved_s |= {move.request_id: now_s for move in moves}
+        return moves
 
 
-def problem_of(uneven: UnevenReplicas, view: MigrationView) -> MigrationProblem:
-    """Return the problem of the replicas that enter: requests go from overloaded to underloaded ones."""
+def problem_of(
+    uneven: UnevenReplicas, view: MigrationView, staying: Container[Hashable] = ()
+) -> MigrationProblem:
+    """Return the problem of the replicas that enter: requests go from overloaded to underloaded ones, but for
+    those that are `staying`."""
     replicas = [replace(view.replica(each), gives=True, receives=False) for each in uneven.overloaded]
     replicas += [replace(view.replica(each), gives=False, receives=True) for each in uneven.underloaded]
-    requests = [request for each in replicas for request in view.requests_on(each.replica)]
+    requests = [
+        replace(request, stays=True) if request.request_id in staying else request
+        for each in replicas
+        for request in view.requests_on(each.replica)
+    ]
     adapters = sorted({request.adapter for request in requests if request.adapter is not None})
     return MigrationProblem(
         replicas=tuple(replicas),

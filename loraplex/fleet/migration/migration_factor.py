@@ -11,9 +11,15 @@ class MigrationFactor:
     A fleet whose requests move often has a large factor, and a large factor makes each further move dearer.
     """
 
-    def __init__(self) -> None:
-        self._useful_s = 0.0
-        self._migration_s = 0.0
+    def __init__(self, useful_s: float = 0.0, migration_s: float = 0.0) -> None:
+        """`useful_s`, `migration_s`: what was recorded before."""
+        self._useful_s = useful_s
+        self._migration_s = migration_s
+
+    @property
+    def recorded_s(self) -> tuple[float, float]:
+        """All that was recorded: of executions, and of migrations."""
+        return self._useful_s, self._migration_s
 
     def record_execution(self, seconds: float) -> None:
         """Record time in which a replica executed requests, other than `record_migration`'s."""

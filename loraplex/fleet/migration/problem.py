@@ -35,6 +35,7 @@ class MigrationRequest:
     `kv_tokens` (M^R): its tokens so far, which is what its KV cache holds and what a move prefills again.
     `expected_s` (L): the seconds of its replica's time that the rest of it will take. In a batch that is its
     share of each step, so that the sum over a replica's requests is the time until the replica has done them.
+    `stays`: it must not leave its replica.
     """
 
     request_id: Hashable
@@ -42,6 +43,7 @@ class MigrationRequest:
     replica: int
     kv_tokens: int
     expected_s: float
+    stays: bool = False
 
     def check(self) -> None:
         """Raise UserError if a number makes no sense."""

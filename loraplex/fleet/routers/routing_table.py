@@ -6,7 +6,8 @@ replica with a large share would get a run of requests before those with small s
 replica that is ahead of its share waits, as in the quota method of Balinski and Young.
 
 While a replica is down, the others of the adapter take over its share, in proportion to their own. Counts
-begin anew when other replicas divide the requests: one that comes back is not sent all that it has missed.
+begin anew when other replicas, or other shares, divide the requests: one that comes back is not sent all that
+it has missed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from loraplex.core.arrays import FloatArray, IntArray
-from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
@@ -35,9 +35,11 @@ class Division(StrEnum):
 
 
 class _Counts(NamedTuple):
-    """How many requests of an adapter each of its replicas was sent, since these are the ones that it has."""
+    """How many requests of an adapter each of its replicas was sent, since these are the ones that it has,
+    with these shares."""
 
     replicas: tuple[int, ...]
+    shares: tuple[float, ...]
     sent: FloatArray
 
 
@@ -46,16 +48,12 @@ class RoutingTableRouter:
         self._division = division
         self._random = random.Random(seed)
         self._turns = Turns()
-        self._plan: Plan | None = None
         self._counts: dict[int, _Counts] = {}  # by adapter
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
         """Without a plan, for the base model, and where all of an adapter's replicas are down, the others
         share evenly."""
         candidates, plan, adapter = view.candidates(request), view.plan, request.adapter
-        if plan is not self._plan:
-            self._plan = plan
-            self._counts.clear()
         if plan is None or adapter is None:
             return self._among_equals(candidates)
         left: tuple[int, ...] = tuple(candidates.tolist())
@@ -79,8 +77,8 @@ class RoutingTableRouter:
         if self._division is Division.RANDOM:
             return self._random.choices(range(len(shares)), shares)[0]
         counts = self._counts.get(adapter)
-        if counts is None or counts.replicas != replicas:
-            counts = self._counts[adapter] = _Counts(replicas, np.zeros(len(shares)))
+        if counts is None or counts.replicas != replicas or counts.shares != shares:
+            counts = self._counts[adapter] = _Counts(replicas, shares, np.zeros(len(shares)))
         sent, due = counts.sent, np.array(shares) / sum(shares)
         is_behind = sent < due * (sent.sum() + 1) - _ROUNDING
         place = int(np.where(is_behind, (sent + 1) / due, np.inf).argmin())

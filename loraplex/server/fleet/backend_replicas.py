@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.core.shape import ModelShape
-from loraplex.fleet.routers.named import router_named
+from loraplex.fleet.live_policy import check_live_policy
+from loraplex.fleet.policy import Policy
+from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
 from loraplex.server.fleet.decision_log import DecisionLog
@@ -42,15 +44,16 @@ def backend_fleet(
     *,
     base_names: Sequence[str],
     shape: ModelShape,
-    routing: str,
+    policy: Policy,
+    period_s: float = PERIOD_S,
     log: DecisionLog | None = None,
 ) -> FleetEngine:
     """Return a fleet of these servers, which are asked who they are when it starts.
 
-    `base_names`: what they may call the base model, the first for messages. Raises UserError for a routing
-    that does not exist, and BackendError for an address that is none, or is given twice.
+    `base_names`: what they may call the base model, the first for messages. Raises UserError for a policy
+    that cannot be, and BackendError for an address that is none, or is given twice.
     """
-    router_named(routing)
+    check_live_policy(policy, shares_memory=False)
     addresses = [
         BackendAddress(url=url, api_key=backends.api_key, admin_key=backends.admin_key)
         for url in backends.urls
@@ -74,7 +77,8 @@ def backend_fleet(
     setup = FleetSetup(
         make=lambda place: HttpReplica(addresses[place], expected, options=options),
         limits=limits,
-        routing=routing,
+        policy=policy,
+        period_s=period_s,
         costs=guessed_costs(shape, "cuda"),
         most=(number, why),
     )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from loraplex.core.errors import EngineDeadError, LoraplexError
+from loraplex.core.errors import EngineDeadError, LoraplexError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.server.fleet.backend_adapters import BackendAdapters
 from loraplex.server.fleet.backend_errors import request_error
@@ -38,6 +38,12 @@ class CompletionCalls:
         self._adapters = adapters
         self._liveness = liveness
         self._on_trouble = on_trouble
+        self._readers: dict[str, aiohttp.StreamReader] = {}  # by request, of those that are answered
+
+    def give_up(self, request_id: str, reason: RequestMovedError) -> None:
+        """End one request with `reason`, if the server has begun to answer it."""
+        if (reader := self._readers.get(request_id)) is not None:
+            reader.set_exception(reason)
 
     async def run(self, request: EngineRequest, body: dict[str, Any]) -> AsyncGenerator[EngineOutput, None]:
         """The outputs of one request; see AsyncEngine.generate."""
@@ -45,6 +51,7 @@ class CompletionCalls:
         try:
             response = await self._open(request, body, era)
             try:
+                self._readers[request.request_id] = response.content
                 with self._liveness.reading(response.content, era):
                     yield EngineOutput(request_id=request.request_id)  # it is queued
                     reader, finished = CompletionReader(request, self._http.url), False
@@ -53,9 +60,12 @@ class CompletionCalls:
                         finished = output.finish_reason is not None
                         yield output
             finally:
+                del self._readers[request.request_id]
                 # Hands the connection back for the next request if all of it was read, else it is closed,
                 # which cancels the request there.
                 (response.release if response.content.at_eof() else response.close)()
+        except RequestMovedError:
+            raise
         except EngineDeadError as error:
             if era == self._liveness.era:  # else this is known
                 self._on_trouble(error)

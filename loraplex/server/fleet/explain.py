@@ -9,21 +9,24 @@ from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import UserError
 from loraplex.fleet.routers.added_costs import added_costs
 from loraplex.server.fleet.live_routing import LiveRouting
-from loraplex.server.fleet.routing_events import Began, RoutingEvent, Sent
+from loraplex.server.fleet.routing_events import Began, Decision, RoutingEvent, Sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSeen:
     """One replica as the router saw it. `adapter`: where it had the request's: device, host, or nowhere.
+    `placed`: the share of the adapter's requests that the placement gives it; None if it gives it none, or
+    every replica serves every adapter.
     `step_ms`: a decode step there with the request; `queue_ms`: the prompts before it; `load_ms`: until it
-    has the adapter. `verdict`: chosen, or why it could not be; nothing if it would have been slower, or its
-    turn comes later."""
+    has the adapter. `verdict`: chosen, migrated to, or why it could not be; nothing if it would have been
+    slower, or its turn comes later."""
 
     replica: int
     running: int
     waiting: int
     kv_tokens_left: int
     adapter: str
+    placed: float | None
     step_ms: float
     queue_ms: float
     load_ms: float
@@ -36,7 +39,7 @@ class Explanation:
     replayed; another one than was chosen only if the log is of another version of loraplex."""
 
     decision: Sent
-    routing: str
+    policy: str
     replicas: Sequence[ReplicaSeen]
     again: int
 
@@ -56,12 +59,12 @@ def explain(request: str, logs: Iterable[Sequence[RoutingEvent]]) -> list[Explan
     )
 
 
-def replayed(events: Sequence[RoutingEvent]) -> Iterator[tuple[Sent, int]]:
-    """Yield every decision of a log, and the replica that is chosen when it is replayed."""
+def replayed(events: Sequence[RoutingEvent]) -> Iterator[tuple[Decision, Decision]]:
+    """Yield every decision of a log, and the one that is made when it is replayed."""
     routing = LiveRouting(events[:1])
     for event in events[1:]:
         again = routing.apply(event)
-        if isinstance(event, Sent):
+        if isinstance(event, Decision):
             assert again is not None
             yield event, again
 
@@ -78,8 +81,8 @@ def _decisions(events: Sequence[RoutingEvent], asked: str) -> Iterator[Explanati
             seen = _seen(routing, event)
         again = routing.apply(event)
         if isinstance(event, Sent) and seen is not None:
-            assert again is not None
-            yield Explanation(decision=event, routing=first.routing, replicas=seen, again=again)
+            assert isinstance(again, Sent)
+            yield Explanation(decision=event, policy=first.policy, replicas=seen, again=again.replica)
 
 
 def _belongs(request_id: str, asked: str) -> bool:
@@ -89,6 +92,8 @@ def _belongs(request_id: str, asked: str) -> bool:
 
 
 def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:
+    placed = None if decision.version is None else routing.placed_on(decision.version)
+    shares = {} if placed is None else dict(zip(*placed, strict=True))
     view = routing.view
     request = routing.request_of(decision.version, decision.prompt_tokens)
     added = added_costs(request, view, view.load.replicas)
@@ -100,7 +105,7 @@ def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:
         if not view.load.accepts[number]:
             verdict = "takes no requests"
         elif number == decision.replica:
-            verdict = "chosen"
+            verdict = "migrated to" if decision.is_move else "chosen"
         elif not has_room[number]:
             verdict = "its KV memory is taken"
         else:
@@ -112,6 +117,7 @@ def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:
                 waiting=load.num_waiting,
                 kv_tokens_left=int(load.kv_tokens_left),
                 adapter=_place(routing, request.adapter, number),
+                placed=round(shares[number], 3) if number in shares else None,
                 step_ms=round(1e3 * float(added.decode_s[number]), 3),
                 queue_ms=round(1e3 * float(added.queue_s[number]), 3),
                 load_ms=round(1e3 * float(load_s[number]), 3),

@@ -1,34 +1,39 @@
 """Many engines as one: every request goes to the replica that the fleet's router chooses.
 
 A request whose replica dies, or hands it over, goes on at another one from the tokens that it has. Adapters
-are known to all replicas; each holds in memory what it is asked for. Replicas join, leave and are replaced
-while others serve; a replica keeps its number, and one that has left may come back under it.
+are known to all replicas; each holds in memory those that it is placed with or asked for (`placing`).
+Replicas join, leave and are replaced while others serve; a replica keeps its number, and one that has left
+may come back under it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.errors import EngineDeadError, InvalidRequestError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.answer_length import FIRST_GUESS
+from loraplex.fleet.policy import Policy
+from loraplex.fleet.replanner import PERIOD_S
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
-from loraplex.server.engine_status import EngineStatus, ReplicaStatus
+from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_requests import FleetRequests
 from loraplex.server.fleet.fleet_stats import sum_of
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
-from loraplex.server.fleet.routing_events import Began, Limits, RoutingEvent
+from loraplex.server.fleet.placing import Placing, bring_in
+from loraplex.server.fleet.routing_events import Began, Limits
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Replica
 
@@ -44,14 +49,17 @@ _LOOK_S: Final = 1.0
 @dataclass(frozen=True, kw_only=True)
 class FleetSetup:
     """How the replicas of a fleet are made. `make`: the replica of this number, not started yet. `limits`: of
-    one that is ready. `costs`: of any of them, as a profile. `most`: how many there can be, and why (None if
-    nothing but good sense limits them)."""
+    one that is ready. `period_s`: of the policy's placement. `costs`: of any of them, as a profile. `most`:
+    how many there can be, and why (None if nothing but good sense limits them). `clock`: that periods go by.
+    """
 
     make: Callable[[int], Replica]
     limits: Callable[[Ready], Limits]
-    routing: str
+    policy: Policy
     costs: CostModel
     most: tuple[int, str] | None = None
+    period_s: float = PERIOD_S
+    clock: Clock = field(default_factory=MonotonicClock)
 
 
 class FleetEngine:
@@ -64,6 +72,7 @@ class FleetEngine:
         self._requests = FleetRequests(self._members)
         self._log = log
         self._routing: LiveRouting | None = None
+        self._placing: Placing | None = None
         # By version and folder: a replica that joins must know every folder that holds a version.
         self._specs: dict[str, dict[Path, AdapterSpec]] = {}
         self._changing = asyncio.Lock()  # held while replicas join or leave
@@ -105,10 +114,13 @@ class FleetEngine:
         )
         setup = self._setup
         began = Began(
-            routing=setup.routing,
+            policy=setup.policy.name,
             limits=[setup.limits(info) for info in infos],
             costs=profile_to_json(setup.costs),
             mean_tokens=FIRST_GUESS,
+            period_s=setup.period_s,
+            device_bytes=await self._device_bytes(),
+            now_s=setup.clock.now_s(),
         )
         if self._log is not None:
             self._log.begin([began])
@@ -116,13 +128,23 @@ class FleetEngine:
         self._requests.routing = self._routing
         for spec in self._all_specs():
             self._routing.add(spec)
-        self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._watch_failures())]
+        self._placing = Placing(self._routing, self._members, self._requests, setup.clock)
+        self._placing.tick()
+        loops = (self._look(), self._watch_failures(), self._placing.run())
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+
+    async def _device_bytes(self) -> int | None:
+        """Return the memory that adapters share with the KV cache on every replica."""
+        each = await asyncio.gather(*(replica.stats() for replica in self._members))
+        return min(stats.device_arena_bytes for stats in each) or None
 
     async def close(self) -> None:
         self._requests.is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._placing is not None:
+            await self._placing.close()
         await asyncio.gather(*(replica.close() for replica in self._members))
         if self._log is not None:
             await asyncio.to_thread(self._log.write, self._log.take())
@@ -137,8 +159,24 @@ class FleetEngine:
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
-        routing = self._routing
-        return self._members.statuses(lambda number: 0 if routing is None else routing.num_in_flight(number))
+        routing, placing = self._routing, self._placing
+        if routing is None or placing is None:
+            return self._members.statuses(lambda number: 0)
+        num_placed = routing.num_placed()
+        return [
+            replace(
+                each,
+                num_placed=num_placed[each.number] if each.status.state is not EngineState.CLOSED else 0,
+                num_brought=placing.num_brought[each.number],
+                num_migrated=placing.num_migrated[each.number],
+            )
+            for each in self._members.statuses(routing.num_in_flight)
+        ]
+
+    @property
+    def num_plans(self) -> int:
+        """See Fleet."""
+        return 0 if self._placing is None else self._placing.num_plans
 
     def drain(self, number: int, *, move: bool = False) -> None:
         """See `Members.drain`. The replica finishes the requests it has. `move`: others go on with them."""
@@ -148,6 +186,11 @@ class FleetEngine:
 
     def undrain(self, number: int) -> None:
         self._members.undrain(number)
+
+    def place(self) -> None:
+        """Decide now where adapters live and which requests move, if there is anything to decide."""
+        if self._placing is not None:
+            self._placing.tick()
 
     async def _look(self) -> None:
         """Ask replicas again and again which adapters they hold, and write down what was decided."""
@@ -163,16 +206,10 @@ class FleetEngine:
                         logger.warning("replica %d does not say what it holds: %s", number, error)
             if log is not None:
                 await asyncio.to_thread(log.write, log.take())
-                if log.is_full:
-                    self._begin_anew(routing.state())
-
-    def _begin_anew(self, state: Iterable[RoutingEvent]) -> None:
-        """Let the routing begin anew with what is known."""
-        assert self._routing is not None
-        events = list(state)
-        self._routing.begin(events)
-        if self._log is not None:
-            self._log.begin(events)
+                if log.is_full:  # the routing begins anew with what is known
+                    events = list(routing.state())
+                    routing.begin(events)
+                    log.begin(events)
 
     async def _watch_failures(self) -> None:
         """The fleet has failed when every replica has, or has left."""
@@ -248,8 +285,8 @@ class FleetEngine:
         # Nobody has had a turn since it was up to date.
         assert replica.info is not None
         self._members.put(number, replica)
-        limits = self._setup.limits(replica.info)
-        self._begin_anew(routing.state(limits={number: limits}))
+        routing.join(number, self._setup.limits(replica.info))
+        self.place()
 
     async def _leave(self, number: int, *, move: bool) -> None:
         """Close a replica that is drained, after its requests."""
@@ -298,16 +335,24 @@ class FleetEngine:
         self._specs.setdefault(spec.version, {})[spec.path] = spec
         if self._routing is not None:
             self._routing.add(spec)
+            self.place()
 
     async def stage_adapter(self, version: str) -> None:
-        """See AsyncEngine: on all replicas that serve. One that dies meanwhile reads the version from its
-        files when it is back, as it does with all others."""
-        serving = [replica for replica in self._present() if replica.healthy]
+        """See AsyncEngine: on all replicas that serve and that it is placed on. One that dies meanwhile reads
+        the version from its files when it is back, as it does with all others."""
+        routing, present = self._routing, self._members.present
+        serving = [number for number in present if self._members[number].healthy]
+        placed = None if routing is None else routing.placed_on(version)
+        if placed is not None:  # if none of its replicas serves just now, any other one may be asked for it
+            serving = [number for number in serving if number in placed.replicas] or serving
         if not serving:
             raise EngineDeadError("no replica is there to stage the adapter on; try again when one is back")
         results = await asyncio.gather(
-            *(replica.stage_adapter(version) for replica in serving), return_exceptions=True
+            *(bring_in(self._members[number], version) for number in serving), return_exceptions=True
         )
+        if routing is not None:
+            for number, result in zip(serving, results, strict=True):
+                routing.staged(number, version, is_there=not isinstance(result, BaseException))
         errors = [result for result in results if isinstance(result, BaseException)]
         for error in errors:
             if not isinstance(error, EngineDeadError):
@@ -315,8 +360,24 @@ class FleetEngine:
         if len(errors) == len(serving):
             raise errors[0]
 
+    def adapter_states(self, version: str) -> list[str]:
+        """See Fleet."""
+        states = []
+        for number in self._members.present:
+            state = self._members[number].status.state
+            if state is not EngineState.READY:
+                word = f"{state.value}, reads it when it is back"
+            elif self._routing is not None and self._routing.has(number, version):
+                word = "ready"
+            else:
+                word = "reads it when it is asked for it"
+            states.append(f"replica {number}: {word}")
+        return states
+
     async def remove_adapter(self, version: str) -> None:
         self._specs.pop(version, None)
+        if self._routing is not None:
+            self._routing.remove(version)
         results = await asyncio.gather(
             *(replica.remove_adapter(version) for replica in self._present()), return_exceptions=True
         )

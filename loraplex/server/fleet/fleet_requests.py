@@ -1,18 +1,21 @@
 """Requests of a fleet: each is sent to the replica that the router chooses, and goes on at another one if
-that one dies or hands it over."""
+that one dies or hands it over, or if it migrates."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Set
+from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Final, cast
 
+from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.server.continuing import Outputs, continuing
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
+from loraplex.server.fleet.routing_events import Moved
 from loraplex.server.replica import Continuation
 
 logger = logging.getLogger(__name__)
@@ -21,12 +24,23 @@ _MAX_DEATHS: Final = 3
 """As many replicas may die with a request before it is given up: it may be what they die of."""
 
 
+@dataclass(slots=True)
+class _InFlight:
+    """A request on the replica that has it. `num_output`: tokens that came from there."""
+
+    request: EngineRequest
+    replica: int
+    num_output: int = 0
+
+
 class FleetRequests:
     """Runs requests on the members of a fleet. `routing`: None until the fleet has started. `is_closing`: a
     replica that is closed is closed with the fleet."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
+        self._in_flight: dict[str, _InFlight] = {}  # by the first id, which stays
+        self._targets: dict[str, int] = {}  # where requests go on that are being moved
         self.routing: LiveRouting | None = None
         self.is_closing = False
 
@@ -42,26 +56,50 @@ class FleetRequests:
 
         return continuing(request, give, max_deaths=_MAX_DEATHS, engines="replicas")
 
+    def num_output(self) -> dict[str, int]:
+        """Return how many tokens each request has from the replica that it is on."""
+        return {name: each.num_output for name, each in self._in_flight.items()}
+
+    def move(self, moves: Sequence[Moved]) -> list[Moved]:
+        """Let requests go on elsewhere from where they are; return those that do. One that has ended or is
+        not where it was, whose target is gone, or that would go on otherwise there, stays."""
+        self._targets.clear()  # of earlier moves, which have been made or never will
+        accepts = self._members.accepting()
+        made = []
+        for move in moves:
+            found = self._in_flight.get(move.request_id)
+            if found is None or found.replica != move.source or not accepts[move.target]:
+                continue
+            has_begun = found.num_output or found.request.output_token_ids
+            continuation = self._members[move.target].continuation(found.request)
+            if has_begun and continuation is not Continuation.SAME:
+                continue
+            self._targets[move.request_id] = move.target
+            self._members[move.source].hand_over(found.request.request_id)
+            made.append(move)
+        return made
+
     async def _outputs(self, routing: LiveRouting, number: int, request: EngineRequest) -> Outputs:
         """The outputs of a replica, reported to the routing from the first token to the end."""
-        request_id = request.request_id
-        num_tokens, num_earlier = 0, len(request.output_token_ids)
+        request_id, name = request.request_id, request_id_of(request.request_id)
+        in_flight = self._in_flight[name] = _InFlight(request, number)
         served: int | None = None
         try:
             source = cast("Outputs", self._members[number].generate(request))
             async with aclosing(source) as outputs:
                 async for output in outputs:
-                    if output.token_ids and not num_tokens:
+                    if output.token_ids and not in_flight.num_output:
                         routing.first_token(request_id)
-                    num_tokens += len(output.token_ids)
+                    in_flight.num_output += len(output.token_ids)
                     if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                        served = max(num_earlier + num_tokens, 1)
+                        served = max(len(request.output_token_ids) + in_flight.num_output, 1)
                     yield output
         except EngineClosedError as error:
             if self.is_closing:
                 raise
             raise RequestMovedError(f"replica {number} is shutting down ({error})") from error
         finally:
+            del self._in_flight[name]
             routing.ended(request_id, served)
 
     def _choose(self, request: EngineRequest, failed: Set[int]) -> tuple[LiveRouting, int]:
@@ -71,6 +109,11 @@ class FleetRequests:
         if routing is None:
             raise EngineDeadError("the fleet is starting; send the request again")
         accepts = self._members.accepting()
+        target = self._targets.pop(request_id_of(request.request_id), None)
+        if target is not None and accepts[target]:
+            routing.route(request.request_id, request.adapter, request.num_tokens, to=target)
+            self._members.num_sent[target] += 1
+            return routing, target
         if request.output_token_ids:
             accepts = self._able_to_continue(request, accepts)
         others = [each and number not in failed for number, each in enumerate(accepts)]

@@ -128,9 +128,13 @@ class HttpReplica:
         assert self.backend is not None, "a request that has begun is sent to a server that was there"
         return continuation(request, self.backend.kind)
 
-    def hand_over(self) -> None:
+    def hand_over(self, request_id: str | None = None) -> None:
         """See Replica."""
-        self._liveness.give_up(RequestMovedError(f"the fleet takes its requests away from {self.url}"))
+        error = RequestMovedError(f"the fleet takes its requests away from {self.url}")
+        if request_id is None:
+            self._liveness.give_up(error)
+        else:
+            self._calls.give_up(request_id, error)
 
     async def start(
         self,

@@ -1,52 +1,67 @@
-"""The fleet's controller over live replicas: versions have numbers there, and adapters come and go here."""
+"""The fleet's controller over live replicas: adapters and requests have names here, and numbers there."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import msgspec
 
 from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import UnknownModelError
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.answer_length import AnswerLength
-from loraplex.fleet.controller import Controller
+from loraplex.fleet.live_controller import LiveController
+from loraplex.fleet.live_policy import live_controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
+from loraplex.fleet.plan import Entry
+from loraplex.fleet.policy import Policy
 from loraplex.fleet.request import RoutedRequest
-from loraplex.fleet.routers.named import router_named
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
+from loraplex.perf.cost_model import KernelKind
 from loraplex.perf.profile_json import profile_from_json
 from loraplex.perf.set_costs import StepSetCosts
+from loraplex.server.fleet.held_adapters import Held, HeldAdapters
 from loraplex.server.fleet.routing_events import (
     Accepts,
     AdapterKnown,
+    AdapterRemoved,
     Began,
+    Decision,
     Ended,
     FirstToken,
     Holds,
+    Joined,
     Limits,
+    Lost,
+    Moved,
     Open,
+    PlanState,
     RoutingEvent,
     Sent,
+    Staged,
+    Ticked,
 )
+from loraplex.server.fleet.routing_state import controller_state, placed_adapter, plan_state
 
 _ELEMENT_BYTES: Final = 2
 """Bytes of a LoRA parameter in memory; where it has four, all adapters are equally underestimated."""
 
 
-class _Place(NamedTuple):
-    """Where a replica has an adapter."""
+class Tick(NamedTuple):
+    """A decision, and what has to be done for it: replicas bring in versions, requests move."""
 
-    on_device: bool = False
-    on_host: bool = False
+    event: Ticked
+    stages: list[tuple[int, str]]
 
 
 class LiveRouting:
-    """Decides which replica serves a request, by a router that the twin simulates as well.
+    """Decides which replica serves a request and where adapters live, by a policy that the twin simulates as
+    well. A request keeps its name over the replicas that it is sent to one after the other.
 
     All that it is told and decides is an event (`routing_events`). `state` holds it in events as well, and a
     routing that begins with these decides as this one does after `begin`.
@@ -68,76 +83,101 @@ class LiveRouting:
         self._numbers: dict[str, int] = {}
         self._ranks: list[int] = []
         self._bytes: list[int] = []
-        self._places: dict[tuple[int, str], _Place] = {}
-        limits = [
-            ReplicaLimits(
-                max_running=each.max_running, kv_tokens=each.kv_tokens, max_adapters=each.max_adapters
-            )
-            for each in first.limits
-        ]
+        self._removed: set[str] = set()
+        self._limits = list(first.limits)
         self.view = FleetView(
-            load=FleetLoad(limits, AnswerLength(first.mean_tokens)),
+            load=FleetLoad(list(map(_limits, first.limits)), AnswerLength(first.mean_tokens)),
             tiers=AdapterTiers(),
             costs=StepSetCosts(self._costs, rank_bytes=0.0),
             moves=self,
         )
-        self._router = router_named(first.routing)
-        self._controller: Controller | None = None  # None: adapters were added since it was made
+        self._held = HeldAdapters(self.view.tiers, self._numbers, self._record)
+        self._controller = live_controller(
+            Policy.of_name(first.policy),
+            self.view,
+            period_s=first.period_s,
+            pads=self._costs.kernels is KernelKind.PADDED,
+            device_bytes=first.device_bytes,
+            now_s=first.now_s,
+        )
+        self._num_given = 0  # adapters that the controller has
         for event in others:
             self.apply(event)
         self._is_beginning = False
 
-    def state(self, limits: Mapping[int, Limits] | None = None) -> Iterator[RoutingEvent]:
-        """Yield the events to begin with so as to know what is known now. `limits`: of replicas that join, by
-        their numbers, which go on from those there are or are those of replicas that left."""
+    def state(self) -> Iterator[RoutingEvent]:
+        """Yield the events to begin with so as to know what is known now. Versions that are gone, and that
+        no request has, are forgotten."""
         load = self.view.load
-        known = dict(enumerate(self._began.limits)) | dict(limits or {})
         yield msgspec.structs.replace(
-            self._began,
-            mean_tokens=load.answers.mean_tokens,
-            limits=[known[number] for number in range(len(known))],
+            self._began, mean_tokens=load.answers.mean_tokens, limits=list(self._limits)
         )
-        versions = list(self._numbers)
-        for version, rank, num_bytes in zip(versions, self._ranks, self._bytes, strict=True):
-            yield AdapterKnown(version=version, rank=rank, num_bytes=num_bytes)
+        opened = [(n, *each) for n in range(load.num_replicas) for each in load.requests_on(n)]
+        in_use = {request.adapter for _, _, request in opened}
+        kept = {
+            number: version
+            for version, number in self._numbers.items()
+            if version not in self._removed or number in in_use
+        }
+        for number, version in kept.items():
+            yield AdapterKnown(version=version, rank=self._ranks[number], num_bytes=self._bytes[number])
+            if version in self._removed:
+                yield AdapterRemoved(version=version)
         for replica in range(load.num_replicas):
             if not load.accepts[replica]:
                 yield Accepts(replica=replica, accepts=False)
-        for (replica, version), place in self._places.items():
-            yield Holds(replica=replica, version=version, on_device=place.on_device, on_host=place.on_host)
+        yield from (holds for holds in self._held.events() if self._numbers[holds.version] in kept)
         running = {request_id for request_id, _, _ in load.running()}
-        for replica in range(load.num_replicas):
-            for request_id, request in load.requests_on(replica):
-                yield Open(
-                    request_id=str(request_id),
-                    replica=replica,
-                    prompt_tokens=request.prompt_tokens,
-                    version=None if request.adapter is None else versions[request.adapter],
-                    is_running=request_id in running,
-                )
+        for replica, request_id, request in opened:
+            yield Open(
+                request_id=str(request_id),
+                replica=replica,
+                prompt_tokens=request.prompt_tokens,
+                version=None if request.adapter is None else kept[request.adapter],
+                is_running=request_id in running,
+            )
+        yield plan_state(self._current().state(), kept)
 
-    def apply(self, event: RoutingEvent) -> int | None:
-        """Take over an event of another routing; return the replica that this one sends a request to."""
+    def apply(self, event: RoutingEvent) -> Decision | None:
+        """Take over an event of another routing; return a decision as this one makes it."""
         match event:
             case AdapterKnown(version=version, rank=rank, num_bytes=num_bytes):
                 self._add(version, rank, num_bytes)
+            case AdapterRemoved(version=version):
+                self.remove(version)
+            case Joined(replica=replica, limits=limits):
+                self.join(replica, limits)
             case Accepts(replica=replica, accepts=accepts):
                 self.accept(replica, accepts=accepts)
             case Holds(replica=replica, version=version):
-                self._place(replica, version, _Place(event.on_device, event.on_host))
+                self._held.set(replica, version, Held(event.on_device, event.on_host))
+            case Lost(replica=replica):
+                self.lost(replica)
+            case Staged(replica=replica, version=version, is_there=is_there):
+                self.staged(replica, version, is_there=is_there)
             case Open(request_id=request_id, replica=replica):
-                self.view.load.sent(request_id, self.request_of(event.version, event.prompt_tokens), replica)
+                request = self.request_of(event.version, event.prompt_tokens)
+                self.view.load.sent(request_id, request, replica)
                 if event.is_running:
                     self.view.load.first_token(request_id)
-            case Sent(request_id=request_id, version=version, prompt_tokens=prompt_tokens):
-                return self.route(request_id, version, prompt_tokens)
             case FirstToken(request_id=request_id):
                 self.first_token(request_id)
             case Ended(request_id=request_id, output_tokens=output_tokens):
                 self.ended(request_id, output_tokens)
+            case PlanState():
+                self._current().restore(controller_state(event, self._numbers))
+            case Sent() | Ticked():
+                return self._decide_again(event)
             case Began():
                 raise AssertionError("a routing begins once")
         return None
+
+    def _decide_again(self, event: Decision) -> Decision:
+        if isinstance(event, Ticked):
+            return self._tick(event.now_s, event.serving, event.num_output).event
+        to = event.replica if event.is_move else None
+        replica = self.route(event.request_id, event.version, event.prompt_tokens, to=to)
+        return msgspec.structs.replace(event, replica=replica)
 
     # ---- requests
 
@@ -150,14 +190,22 @@ class LiveRouting:
             raise UnknownModelError(f"the fleet has no adapter of version {version}")
         return RoutedRequest(number, self._ranks[number], prompt_tokens)
 
-    def route(self, request_id: str, version: str | None, prompt_tokens: int) -> int:
-        """Return the replica that serves a request, which counts as its load until `ended`.
+    def route(
+        self, request_id: str, version: str | None, prompt_tokens: int, *, to: int | None = None
+    ) -> int:
+        """Return the replica that serves a request, which counts as its load until `ended`. `to`: the replica
+        that it migrates to, if it is not to be chosen.
 
         Raises UnknownModelError for a version that was never added, and CapacityError while no replica
         accepts requests.
         """
         adapter = self.request_of(version, prompt_tokens).adapter
-        replica = self._current().route(request_id, adapter, prompt_tokens)
+        name, controller = request_id_of(request_id), self._current()
+        if to is None:
+            replica = controller.route(name, adapter, prompt_tokens)
+        else:
+            replica = to
+            controller.send(name, adapter, prompt_tokens, replica)
         self._record(
             Sent(
                 request_id=request_id,
@@ -165,22 +213,117 @@ class LiveRouting:
                 prompt_tokens=prompt_tokens,
                 version=version,
                 at_unix_s=round(time.time(), 3),
+                is_move=to is not None,
             )
         )
         if version is not None:
-            self._use(replica, version)
+            self._held.use(replica, version, self._limits[replica].max_adapters)
         return replica
 
     def first_token(self, request_id: str) -> None:
-        self._current().first_token(request_id)
+        self._current().first_token(request_id_of(request_id))
         self._record(FirstToken(request_id=request_id))
 
     def ended(self, request_id: str, output_tokens: int | None) -> None:
         """Record the end of a request. `output_tokens`: None if it failed or was cancelled."""
-        self._current().ended(request_id, output_tokens)
+        self._current().ended(request_id_of(request_id), output_tokens)
         self._record(Ended(request_id=request_id, output_tokens=output_tokens))
 
+    # ---- plans
+
+    @property
+    def next_tick_s(self) -> float:
+        """Return the time at which a period ends; infinite if nothing is decided by time."""
+        return self._controller.next_tick_s
+
+    def tick(
+        self, now_s: float, serving: Collection[int], num_output: Callable[[], Mapping[str, int]]
+    ) -> Tick | None:
+        """Place adapters and let requests move, if it is time, or as replicas and adapters came and went.
+        None if there is nothing to decide. `serving`: the replicas that take requests; while there is none,
+        nothing is decided. `num_output`: tokens of each answer so far, from the replica that it is on.
+        """
+        controller = self._current()
+        if not serving or not controller.has_to_decide(now_s, frozenset(serving)):
+            return None
+        tick = self._tick(now_s, serving, num_output() if controller.may_migrate(now_s) else {})
+        self._record(tick.event)
+        return tick
+
+    def _tick(self, now_s: float, serving: Collection[int], num_output: Mapping[str, int]) -> Tick:
+        controller = self._current()
+        before = controller.target
+        stages, moves = controller.decide(now_s, lambda name: num_output.get(str(name)), serving)
+        versions, after = list(self._numbers), controller.target
+        placed = []
+        if after is not None and after is not before:
+            old = [] if before is None else before.entries()
+            placed = [
+                placed_adapter(versions[number], entry)
+                for number, entry in enumerate(after.entries())
+                if versions[number] not in self._removed and (number >= len(old) or entry != old[number])
+            ]
+        event = Ticked(
+            now_s=now_s,
+            serving=sorted(serving),
+            num_output=dict(num_output),
+            placed=placed,
+            stages=len(stages),
+            moves=[Moved(request_id=str(name), source=source, target=to) for name, source, to in moves],
+        )
+        return Tick(event, [(replica, versions[number]) for replica, number in stages])
+
+    def staged(self, replica: int, version: str, *, is_there: bool) -> None:
+        """Record that a replica has brought in a version, or that it could not. One that is gone by now
+        counts for nothing."""
+        if version not in self._numbers or version in self._removed:
+            return
+        self._record(Staged(replica=replica, version=version, is_there=is_there))
+        if is_there:
+            self._held.use(replica, version, self._limits[replica].max_adapters)
+        self._current().staged(replica, self._numbers[version], is_there=is_there)
+
+    def wants(self, replica: int, version: str) -> bool:
+        """Tell whether a replica that was asked to bring in a version still has to."""
+        if version not in self._numbers or version in self._removed:
+            return False
+        return self._current().wants(replica, self._numbers[version])
+
+    def placed_on(self, version: str) -> Entry | None:
+        """Return the replicas that the plan gives a version to; None if there is no plan."""
+        number = self._numbers.get(version)
+        self._current()
+        plan = self.view.plan
+        return None if plan is None or number is None else Entry(plan.replicas[number], plan.shares[number])
+
+    def has(self, replica: int, version: str) -> bool:
+        """Tell whether a replica has a version in its memory, as far as that is known."""
+        return self._held.has(replica, version)
+
+    def num_placed(self) -> list[int]:
+        """Return how many adapters each replica is placed with."""
+        there = [number for version, number in self._numbers.items() if version not in self._removed]
+        plan, num_replicas = self.view.plan, self.view.load.num_replicas
+        if plan is None:
+            return [len(there)] * num_replicas
+        counts = [0] * num_replicas
+        for number in there:
+            for replica in plan.replicas[number]:
+                counts[replica] += 1
+        return counts
+
     # ---- replicas
+
+    def join(self, replica: int, limits: Limits) -> None:
+        """Have one replica more, or another one, which holds nothing yet, in the place of one that left."""
+        self.lost(replica)
+        self._record(Joined(replica=replica, limits=limits))
+        self._limits[replica : replica + 1] = [limits]
+        self._current().join(replica, _limits(limits))
+
+    def lost(self, replica: int) -> None:
+        """Record that a replica is down, and holds nothing any more."""
+        self._held.lose(replica)
 
     def accept(self, replica: int, *, accepts: bool) -> None:
         """Send a replica requests from now on, or none."""
@@ -209,43 +352,27 @@ class LiveRouting:
         for adapter in stats.adapters:
             if adapter.version in self._numbers:
                 on_device = adapter.tier in ready or adapter.in_flight > 0
-                self._place(replica, adapter.version, _Place(on_device, adapter.tier == "host"))
+                self._held.set(replica, adapter.version, Held(on_device, adapter.tier == "host"))
+
+    def remove(self, version: str) -> None:
+        """Give a version no place any more. Requests that have it go on."""
+        if version in self._removed or version not in self._numbers:
+            return
+        self._removed.add(version)
+        self._current().remove_adapter(self._numbers[version])
+        self._record(AdapterRemoved(version=version))
 
     def _add(self, version: str, rank: int, num_bytes: int) -> None:
-        if version in self._numbers:
+        if version in self._removed:
+            self._removed.remove(version)
+            self._current().restore_adapter(self._numbers[version])
+        elif version in self._numbers:
             return
-        self._numbers[version] = len(self._ranks)
-        self._ranks.append(rank)
-        self._bytes.append(num_bytes)
-        self._controller = None
-        self._record(AdapterKnown(version=version, rank=rank, num_bytes=num_bytes))
-
-    def _use(self, replica: int, version: str) -> None:
-        """Record that a replica will compute with an adapter. Where only so many have a place, the one used
-        longest ago makes way: a server that does not tell what it holds is taken to do so."""
-        key, places = (replica, version), self._places
-        self._place(replica, version, places.get(key, _Place())._replace(on_device=True))
-        places[key] = places.pop(key)  # the latest is last
-        most = self._began.limits[replica].max_adapters
-        if most is not None:
-            held = [each for (where, each), place in places.items() if where == replica and place.on_device]
-            for oldest in held[: max(len(held) - most, 0)]:
-                self._place(replica, oldest, places[replica, oldest]._replace(on_device=False))
-
-    def _place(self, replica: int, version: str, place: _Place) -> None:
-        """Record where a replica has an adapter, if that is news."""
-        key, number, tiers = (replica, version), self._numbers[version], self.view.tiers
-        if place == self._places.get(key, _Place()):
-            return
-        if any(place):
-            self._places[key] = place
         else:
-            self._places.pop(key, None)
-        (tiers.loaded if place.on_device else tiers.evicted)(replica, number)
-        (tiers.staged if place.on_host else tiers.dropped)(replica, number)
-        self._record(
-            Holds(replica=replica, version=version, on_device=place.on_device, on_host=place.on_host)
-        )
+            self._numbers[version] = len(self._ranks)
+            self._ranks.append(rank)
+            self._bytes.append(num_bytes)
+        self._record(AdapterKnown(version=version, rank=rank, num_bytes=num_bytes))
 
     def _record(self, event: RoutingEvent) -> None:
         """Report an event; what a routing begins with is known to whoever keeps the record."""
@@ -260,16 +387,18 @@ class LiveRouting:
     def from_elsewhere_s(self, adapter: int) -> float:
         return self._costs.read_s(self._bytes[adapter])
 
-    def _current(self) -> Controller:
-        """Return the controller of the adapters known now. The view stays: it holds who is served where."""
-        if self._controller is None:
-            if self._ranks:
-                rank_bytes = sum(self._bytes) / sum(self._ranks)
-                self.view.costs = StepSetCosts(self._costs, rank_bytes=rank_bytes)
-            self._controller = Controller(
-                adapters=AdapterTable.of(ranks=self._ranks, num_bytes=self._bytes),
-                view=self.view,
-                router=self._router,
-                now_s=0.0,  # it places nothing, so that no period passes
-            )
+    def _current(self) -> LiveController:
+        """Return the controller, with all adapters: many may be added before anybody asks for it."""
+        num_given, self._num_given = self._num_given, len(self._ranks)
+        if num_given < len(self._ranks):
+            rank_bytes = sum(self._bytes) / sum(self._ranks)
+            self.view.costs = StepSetCosts(self._costs, rank_bytes=rank_bytes)
+            added = AdapterTable.of(ranks=self._ranks[num_given:], num_bytes=self._bytes[num_given:])
+            self._controller.add_adapters(added)
         return self._controller
+
+
+def _limits(limits: Limits) -> ReplicaLimits:
+    return ReplicaLimits(
+        max_running=limits.max_running, kv_tokens=limits.kv_tokens, max_adapters=limits.max_adapters
+    )

@@ -13,7 +13,9 @@ from loraplex.core.shape import ModelShape
 from loraplex.core.words import plural
 from loraplex.engine.machine import max_threads
 from loraplex.engine.options import EngineOptions
-from loraplex.fleet.routers.named import router_named
+from loraplex.fleet.live_policy import check_live_policy
+from loraplex.fleet.policy import Policy
+from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.engine_client import ClientOptions, EngineClient
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
@@ -30,16 +32,17 @@ def local_fleet(
     shape: ModelShape,
     *,
     num_replicas: int,
-    routing: str,
+    policy: Policy,
+    period_s: float = PERIOD_S,
     factory: str,
     log: DecisionLog | None = None,
 ) -> FleetEngine:
     """Return a fleet of engine processes on this machine, which is not started yet.
 
-    Raises UserError for a routing that does not exist, and where there are too few GPUs.
+    Raises UserError for a policy that cannot be, and where there are too few GPUs.
     """
-    router_named(routing)
     gpus = _gpus() if engine.device != "cpu" else ()
+    check_live_policy(policy, shares_memory=bool(gpus))
     most: tuple[int, str] | None = None
     if gpus:
         each = engine.tensor_parallel
@@ -62,7 +65,8 @@ def local_fleet(
     setup = FleetSetup(
         make=make,
         limits=limits_of(engine),
-        routing=routing,
+        policy=policy,
+        period_s=period_s,
         costs=guessed_costs(shape, "cuda" if gpus else "cpu", engine.num_threads),
         most=most,
     )

@@ -62,16 +62,26 @@ class Members:
 
         Raises EngineDeadError if there is none of either.
         """
-        numbers = range(len(self._replicas))
-        closed = self._drained | self._leaving
-        accepts = [self._replicas[n].healthy and n not in closed for n in numbers]
+        accepts = self._ready()
         if not any(accepts):
-            accepts = [self._replicas[n].status.state in ON_ITS_WAY and n not in closed for n in numbers]
+            closed = self._drained | self._leaving
+            accepts = [
+                each.status.state in ON_ITS_WAY and n not in closed for n, each in enumerate(self._replicas)
+            ]
         if not any(accepts):
             status = self.status
             error = EngineClosedError if status.state is EngineState.CLOSED else EngineDeadError
             raise error(status.message)
         return accepts
+
+    @property
+    def serving(self) -> list[int]:
+        """The numbers of those that are ready and take requests, which may be none."""
+        return [number for number, is_ready in enumerate(self._ready()) if is_ready]
+
+    def _ready(self) -> list[bool]:
+        closed = self._drained | self._leaving
+        return [each.healthy and n not in closed for n, each in enumerate(self._replicas)]
 
     def is_drained(self, number: int) -> bool:
         return number in self._drained

@@ -9,7 +9,9 @@ from typing import Final
 
 from loraplex.core.shape import ModelShape
 from loraplex.engine.options import EngineOptions
-from loraplex.fleet.routers.named import router_named
+from loraplex.fleet.live_policy import check_live_policy
+from loraplex.fleet.policy import Policy
+from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
@@ -34,16 +36,17 @@ def ray_fleet(
     cluster: RayCluster,
     about: Connected,
     num_replicas: int,
-    routing: str,
+    policy: Policy,
+    period_s: float = PERIOD_S,
     factory: str,
     log: DecisionLog | None = None,
 ) -> FleetEngine:
     """Return a fleet of engine processes on a cluster, which is not started yet.
 
-    Raises UserError for a routing that does not exist, and where there are too few GPUs or cores.
+    Raises UserError for a policy that cannot be, and where there are too few GPUs or cores.
     """
-    router_named(routing)
     engine, resources = share_of(engine, about, num_replicas)
+    check_live_policy(policy, shares_memory="GPU" in resources)
     engine = replace(engine, model=_absolute(engine.model))
 
     def make(number: int) -> EngineClient:
@@ -65,7 +68,8 @@ def ray_fleet(
     setup = FleetSetup(
         make=make,
         limits=limits_of(engine),
-        routing=routing,
+        policy=policy,
+        period_s=period_s,
         costs=guessed_costs(shape, engine.device, engine.num_threads),
     )
     return FleetEngine(setup, num_replicas, log)

@@ -10,6 +10,8 @@ from typing import Final
 
 import msgspec
 
+from loraplex.fleet.replanner import PERIOD_S
+
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
     """Base of all events: an object of JSON that names its kind."""
@@ -23,20 +25,62 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_adapters: int | None = None
 
 
-class Began(_Event, frozen=True, tag="began"):
-    """The routing began, or begins anew with what follows up to the next request. `costs`: the cost model of
-    a replica, as a profile. `mean_tokens`: the length of an answer that is expected."""
+class PlacedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter's part of a plan (`fleet.plan.Entry`)."""
 
-    routing: str
+    version: str
+    replicas: tuple[int, ...]
+    shares: tuple[float, ...]
+
+
+class PendingAdapter(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part that waits until replicas have the adapter (`fleet.plan_change.Pending`)."""
+
+    placed: PlacedAdapter
+    waiting: list[int]
+    failed: list[int] = []
+
+
+class Moved(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that is to go on elsewhere (`fleet.migration.problem.Move`)."""
+
+    request_id: str
+    source: int
+    target: int
+
+
+class Began(_Event, frozen=True, tag="began"):
+    """The routing began, or begins anew with what follows up to the next request. `policy`: by its name;
+    `period_s`: of its placement. `costs`: the cost model of a replica, as a profile. `mean_tokens`: the
+    length of an answer that is expected. `device_bytes`: for adapters and KV cache on each replica; None if
+    they do not share any. `now_s`: the time, on the clock that `Ticked` goes by."""
+
+    policy: str
     limits: list[Limits]
     costs: str
     mean_tokens: float
+    period_s: float = PERIOD_S
+    device_bytes: int | None = None
+    now_s: float = 0.0
 
 
 class AdapterKnown(_Event, frozen=True, tag="adapter"):
+    """An adapter was added, or is there again."""
+
     version: str
     rank: int
     num_bytes: int
+
+
+class AdapterRemoved(_Event, frozen=True, tag="adapter_removed"):
+    version: str
+
+
+class Joined(_Event, frozen=True, tag="joined"):
+    """A replica joined: the next one, or another one in the place of one that has left."""
+
+    replica: int
+    limits: Limits
 
 
 class Accepts(_Event, frozen=True, tag="accepts"):
@@ -55,6 +99,12 @@ class Holds(_Event, frozen=True, tag="holds"):
     on_host: bool = False
 
 
+class Lost(_Event, frozen=True, tag="lost"):
+    """A replica is down, and holds nothing any more."""
+
+    replica: int
+
+
 class Open(_Event, frozen=True, tag="open"):
     """A request that was sent before the routing began anew and has not ended."""
 
@@ -66,13 +116,15 @@ class Open(_Event, frozen=True, tag="open"):
 
 
 class Sent(_Event, frozen=True, tag="sent"):
-    """A decision: a request was sent to this replica. `at_unix_s`: the time, for people."""
+    """A decision: a request was sent to this replica. `at_unix_s`: the time, for people. `is_move`: there was
+    nothing to choose, as it migrates to this replica."""
 
     request_id: str
     replica: int
     prompt_tokens: int
     version: str | None = None
     at_unix_s: float = 0.0
+    is_move: bool = False
 
 
 class FirstToken(_Event, frozen=True, tag="first_token"):
@@ -86,7 +138,66 @@ class Ended(_Event, frozen=True, tag="ended"):
     output_tokens: int | None = None
 
 
-RoutingEvent = Began | AdapterKnown | Accepts | Holds | Open | Sent | FirstToken | Ended
+class Ticked(_Event, frozen=True, tag="ticked"):
+    """A decision: adapters are placed anew, or requests move. `serving`: the replicas that take requests.
+    `num_output`: tokens of the answers so far, if requests may move. `placed`: what is other than in the plan
+    before. `stages`: how many copies of adapters it has replicas bring in."""
+
+    now_s: float
+    serving: list[int]
+    num_output: dict[str, int] = {}
+    placed: list[PlacedAdapter] = []
+    stages: int = 0
+    moves: list[Moved] = []
+
+
+class Staged(_Event, frozen=True, tag="staged"):
+    """A replica has brought in an adapter, or could not."""
+
+    replica: int
+    version: str
+    is_there: bool
+
+
+class PlanState(_Event, frozen=True, tag="plan"):
+    """What a routing that begins anew goes on with (`fleet.live_controller.ControllerState`). `plan` and
+    `target`: None before the first plan. `rates`: tokens/s in the last periods, of adapters that were asked
+    for."""
+
+    since_s: float
+    place_s: float | None
+    has_counts: bool
+    serving: list[int]
+    plan: list[PlacedAdapter] | None
+    target: list[PlacedAdapter] | None
+    pending: list[PendingAdapter]
+    num_periods: int
+    tokens: dict[str, float]
+    rates: dict[str, list[float]]
+    migrate_s: float | None
+    moved_s: dict[str, float]
+    executed_s: tuple[float, float]
+    prefill_s: tuple[float, float]
+    output_token_s: float
+
+
+Decision = Sent | Ticked
+RoutingEvent = (
+    Began
+    | AdapterKnown
+    | AdapterRemoved
+    | Joined
+    | Accepts
+    | Holds
+    | Lost
+    | Open
+    | Sent
+    | FirstToken
+    | Ended
+    | Ticked
+    | Staged
+    | PlanState
+)
 
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final[msgspec.json.Decoder[RoutingEvent]] = msgspec.json.Decoder(RoutingEvent)

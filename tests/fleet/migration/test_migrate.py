@@ -141,3 +141,19 @@ def test_the_solver_is_imported_when_it_is_needed() -> None:
     code = "import sys, loraplex.fleet.migration.migrate; print('highspy' in sys.modules)"
     listed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert listed.strip() == "False"
+
+
+def test_a_request_that_was_moved_stays_for_a_while() -> None:
+    fleet, migrator = overloaded_fleet(), Migrator(period_s=10.0, stay_s=30.0)
+    first = {move.request_id for move in migrator.decide(0.0, fleet)}
+    assert first
+    for now_s in (10.0, 20.0):
+        again = {move.request_id for move in migrator.decide(now_s, fleet)}
+        assert again, "others may go"
+        assert not first & again
+        first |= again
+    assert {move.request_id for move in migrator.decide(60.0, fleet)} & first
+    restored = Migrator(stay_s=30.0)
+    restored.restore(migrator.due_s, migrator.moved_s)
+    assert restored.due_s == migrator.due_s
+    assert not {move.request_id for move in restored.decide(70.0, fleet)} & set(migrator.moved_s)

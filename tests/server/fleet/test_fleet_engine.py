@@ -17,6 +17,7 @@ from fake_core import FakeOptions, request_of, spec_of, tokens_of
 from loraplex.core import errors
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.fleet.policy import Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_to_json
@@ -53,7 +54,7 @@ class Replicas:
         setup = FleetSetup(
             make=self.make,
             limits=lambda info: Limits(max_running=8, kv_tokens=16 * info.num_kv_blocks),
-            routing="round-robin",
+            policy=Policy.of("round-robin"),
             costs=costs(),
             most=(6, "there are six of everything"),
         )
@@ -341,7 +342,7 @@ def test_figures_of_replicas_add_up() -> None:
 
 def test_a_router_goes_by_what_replicas_say_to_hold() -> None:
     limits = [Limits(max_running=8, kv_tokens=1024)] * 3
-    began = Began(routing="auto", limits=limits, costs=profile_to_json(costs()), mean_tokens=100.0)
+    began = Began(policy="auto", limits=limits, costs=profile_to_json(costs()), mean_tokens=100.0)
     routing = LiveRouting([began])
     routing.add(spec_of("v1"))
     held = AdapterStats(version="v1", tier="host", num_bytes=64, in_flight=0, loads=1)

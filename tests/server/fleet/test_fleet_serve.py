@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -20,6 +22,8 @@ from serving_fakes import hf_tokenizer
 
 PATIENCE_S = 120.0
 MODELS = ("tiny", "one", "two")
+NUM_CHOICES = 36
+"""So many that one replica with all of them is overloaded beside one without any."""
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +45,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(folder: Path, state: Path) -> Iterator[str]:
     options = ("--adapters", str(folder / "adapters"), "--allow-adapter-dir", str(folder / "more"))
-    with serving(folder, *options, "--state-dir", str(state), "--replicas", "2", command="fleet serve") as (
-        _,
-        url,
-        _,
-    ):
+    options = (*options, "--state-dir", str(state), "--replicas", "2", "--period", "1", "--migrate")
+    with serving(folder, *options, command="fleet serve") as (_, url, _):
         yield url
 
 
@@ -86,9 +87,23 @@ def test_a_fleet_answers_as_a_single_server_does(fleet: str, single: str) -> Non
     assert all(sent), "one replica did all of it"
 
 
-def test_an_adapter_that_is_loaded_is_served_by_every_replica(fleet: str, folder: Path) -> None:
+def test_an_adapter_that_is_loaded_is_placed_and_moves_by_what_is_asked_for(fleet: str, folder: Path) -> None:
     body = {"lora_name": "three", "lora_path": str(folder / "more" / "three")}
-    assert httpx.post(f"{fleet}/v1/load_lora_adapter", json=body).status_code == 200
+    loaded = httpx.post(f"{fleet}/v1/load_lora_adapter", json=body)
+    assert loaded.status_code == 200
+    assert "added successfully. replica 0: " in loaded.text
+    assert ": ready" in loaded.text, "as many replicas have it as the placement wants"
+
+    def has_moved() -> bool:
+        """Ask for nothing else; so that it is placed on both replicas when a period is over."""
+        answer(fleet, "three", temperature=0)
+        return sum(row["brought"] for row in replicas(fleet)) > 0
+
+    wait_until(has_moved, "no plan has moved the adapter")
+    assert all(row["placed"] for row in replicas(fleet))
+    page = httpx.get(f"{fleet}/metrics").text
+    assert re.search(r"^loraplex:placements_total{.*} [1-9]", page, re.MULTILINE)
+    assert re.search(r'^loraplex:replica_adapters_brought_total{replica="[01]"} [1-9]', page, re.MULTILINE)
     assert len({answer(fleet, "three", temperature=0).choices[0].text for _ in range(6)}) == 1
     assert httpx.post(f"{fleet}/v1/unload_lora_adapter", json={"lora_name": "three"}).status_code == 200
     with pytest.raises(openai.NotFoundError):
@@ -139,6 +154,45 @@ def test_a_drained_replica_is_sent_nothing_until_it_is_undrained(fleet: str) -> 
     assert [row["drained"] for row in rows] == [False, False]
 
 
+def streamed(url: str, is_enough: Callable[[list[str]], bool]) -> list[str]:
+    """Return what a client sees of many choices until it has enough of them, and goes."""
+    texts = [""] * NUM_CHOICES
+    body = {"model": "one", "prompt": "w5 w6", "max_tokens": 900, "n": NUM_CHOICES, "ignore_eos": True}
+    body |= {"temperature": 1.0, "seed": 5, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as answered:
+        for line in answered.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    texts[choice["index"]] += choice["text"]
+                if is_enough(texts):
+                    return texts
+    raise AssertionError("it ended before there was enough")
+
+
+def test_migrated_streams_are_the_undisturbed_ones(fleet: str) -> None:
+    """All choices are on one replica when the other one is back: many go there, and nobody notices."""
+    assert httpx.post(f"{fleet}/v1/fleet/drain", json={"replica": 1}).status_code == 200
+    before = replicas(fleet)[1]["migrated"]
+    at_move: list[str] = []
+    num_seen = itertools.count()
+
+    def has_gone_on(texts: list[str]) -> bool:
+        number = next(num_seen)
+        if number == 0:
+            assert httpx.post(f"{fleet}/v1/fleet/undrain", json={"replica": 1}).status_code == 200
+        if not at_move:
+            if number % 50 == 49 and replicas(fleet)[1]["migrated"] > before:
+                at_move.extend(texts)
+            return False
+        return all(len(after) > len(then) + 10 for after, then in zip(texts, at_move, strict=True))
+
+    found = streamed(fleet, has_gone_on)
+    undisturbed = streamed(
+        fleet, lambda texts: all(len(one) >= len(two) for one, two in zip(texts, found, strict=True))
+    )
+    assert [text[: len(seen)] for text, seen in zip(undisturbed, found, strict=True)] == found
+
+
 def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
     asked = answer(fleet, "two", temperature=0)
 
@@ -153,7 +207,7 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
         )
 
     wait_until(lambda: explained().returncode == 0, "the decision is not in the log")
-    assert "by auto" in explained().stdout
+    assert "by auto+auto+migrate" in explained().stdout
     (decision,) = json.loads(explained("--json").stdout)
     assert decision["again"] == decision["replica"]
     assert decision["replicas"][decision["replica"]]["verdict"] == "chosen"
@@ -195,6 +249,7 @@ def test_bad_options_are_refused_before_anything_starts(folder: Path) -> None:
         return found.stderr
 
     assert "did you mean rank-aware?" in refused("--routing", "rank-awar")
+    assert "serve with --placement auto" in refused("--placement", "loraserve")
     assert "greater than or equal to 1" in refused("--replicas", "0")
     told = refused("--replicas", "3", "--device", "cuda")
     assert "1 replica at most: each has 1 GPU, and this machine has 1; lower --replicas" in told

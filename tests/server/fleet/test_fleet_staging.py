@@ -11,6 +11,7 @@ from engine_client_harness import client_of, run
 from fake_core import spec_of
 
 from loraplex.core.errors import AdapterError, EngineDeadError, LoraplexError
+from loraplex.fleet.policy import Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.server.engine_client import EngineClient
@@ -44,7 +45,7 @@ async def fleet_of(*failures: LoraplexError | None) -> AsyncIterator[tuple[Fleet
     setup = FleetSetup(
         make=make,
         limits=lambda info: Limits(max_running=8, kv_tokens=512),
-        routing="round-robin",
+        policy=Policy.of("round-robin"),
         costs=costs,
     )
     fleet = FleetEngine(setup, len(failures))

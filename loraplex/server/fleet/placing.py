@@ -1,0 +1,105 @@
+"""Carries out what a fleet's policy decides: replicas bring in adapters, requests move."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from typing import Final
+
+from loraplex.core.clock import Clock, MonotonicClock
+from loraplex.core.errors import LoraplexError
+from loraplex.server.fleet.fleet_requests import FleetRequests
+from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.fleet.members import Members
+from loraplex.server.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 0.5
+"""How often it is looked whether replicas came or went."""
+_AT_ONCE: Final = 2
+"""Adapters that a replica brings in at a time for a plan, beside those that requests ask it for."""
+_STAGE_TIMEOUT_S: Final = 300.0
+
+
+async def bring_in(replica: Replica, version: str) -> None:
+    """Have a replica hold a version that it knows, ready for use. Raises as AsyncEngine.stage_adapter."""
+    await replica.stage_adapter(version)
+
+
+class Placing:
+    """Asks a routing again and again what is to be done, and does it. `num_plans`: plans that changed
+    anything; `num_brought`: adapters that each replica brought in for one; `num_migrated`: requests that went
+    on at each replica because they migrated."""
+
+    def __init__(
+        self, routing: LiveRouting, members: Members, requests: FleetRequests, clock: Clock | None = None
+    ) -> None:
+        self._routing = routing
+        self._members = members
+        self._requests = requests
+        self._clock = clock or MonotonicClock()
+        self._turns: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_AT_ONCE))
+        self._stagings: set[asyncio.Task[None]] = set()
+        self.num_plans = 0
+        self.num_brought: Counter[int] = Counter()
+        self.num_migrated: Counter[int] = Counter()
+
+    async def run(self) -> None:
+        """Decide whenever it is time, until this is cancelled."""
+        problem = ""
+        while True:
+            left_s = self._routing.next_tick_s - self._clock.now_s()
+            # What was due before could not be decided, as no replica serves: one may come back.
+            await asyncio.sleep(min(left_s, _LOOK_S) if left_s > 0 else _LOOK_S)
+            try:
+                self.tick()
+                problem = ""
+            except LoraplexError as error:
+                if str(error) != problem:
+                    logger.error("adapters stay where they are: %s", error)
+                problem = str(error)
+
+    async def close(self) -> None:
+        for task in self._stagings:
+            task.cancel()
+        await asyncio.gather(*self._stagings, return_exceptions=True)
+
+    def tick(self) -> None:
+        """Decide now what there is to decide, and begin to do it. Raises UserError for a plan that does not
+        fit the fleet."""
+        for number, member in enumerate(self._members):
+            if not member.healthy:
+                self._routing.lost(number)
+        found = self._routing.tick(self._clock.now_s(), self._members.serving, self._requests.num_output)
+        if found is None:
+            return
+        if found.event.placed:
+            self.num_plans += 1
+        for replica, version in found.stages:
+            task = asyncio.create_task(self._stage(replica, version), name=f"stage-{version[:12]}")
+            self._stagings.add(task)
+            task.add_done_callback(self._stagings.discard)
+        if found.event.moves:
+            made = self._requests.move(found.event.moves)
+            self.num_migrated.update(move.target for move in made)
+            logger.info("%d requests migrate", len(made))
+
+    async def _stage(self, replica: int, version: str) -> None:
+        is_there = False
+        try:
+            async with self._turns[replica], asyncio.timeout(_STAGE_TIMEOUT_S):
+                if not self._routing.wants(replica, version):  # any more
+                    return
+                await bring_in(self._members[replica], version)
+            is_there = True
+            self.num_brought[replica] += 1
+        except (LoraplexError, TimeoutError) as error:
+            logger.warning(
+                "replica %d does not get adapter version %s, which stays where it is until the next plan: %s",
+                replica,
+                version[:12],
+                error or f"it took longer than {_STAGE_TIMEOUT_S:g} s",
+            )
+        self._routing.staged(replica, version, is_there=is_there)
