@@ -43,7 +43,7 @@ _UNITS: Final = {
 """By the ends of names; for readers."""
 _MAX_FILE_BYTES: Final = 1 << 20
 _MOST: Final = 1e6
-"""No cost is larger: a step of eleven days is a mistake, and one of 1e300 s would stop a simulation's clock."""
+"""No cost is larger: a step of eleven days is a mistake, and 1e300 s would stop a simulation's clock."""
 
 
 class ProfileError(UserError):
