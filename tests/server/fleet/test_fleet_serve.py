@@ -211,6 +211,7 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
     (decision,) = json.loads(explained("--json").stdout)
     assert decision["again"] == decision["replica"]
     assert decision["replicas"][decision["replica"]]["verdict"] == "chosen"
+    assert sum(row["placed"] or 0 for row in decision["replicas"]) == pytest.approx(1), "shares of a plan"
 
 
 def test_replicas_are_added_and_replaced_by_commands(fleet: str) -> None:

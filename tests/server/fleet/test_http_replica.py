@@ -28,6 +28,7 @@ from loraplex.core.errors import (
     EngineDeadError,
     InvalidRequestError,
     PathNotAllowedError,
+    RequestMovedError,
 )
 from loraplex.core.request import FinishReason
 from loraplex.engine.async_local import LocalAsyncEngine
@@ -280,3 +281,22 @@ async def _read(outputs: Any) -> None:
     while True:
         await anext(outputs)
         await asyncio.sleep(0)
+
+
+def test_one_request_is_handed_over_and_the_others_go_on(url: str) -> None:
+    async def scenario() -> None:
+        async with started(url, TINY) as replica:
+            moved, other = request_for(PROMPT, max_tokens=1000), request_for(PROMPT, max_tokens=200)
+            going_on = asyncio.create_task(answer(replica, other))
+            async with aclosing(replica.generate(moved)) as outputs:
+                while not (await anext(outputs)).token_ids:
+                    pass
+                replica.hand_over(moved.request_id)
+                replica.hand_over("nobody")
+                with pytest.raises(RequestMovedError):
+                    async for _ in outputs:
+                        pass
+            assert len((await going_on).token_ids) == 200
+            assert replica.healthy
+
+    run(scenario())
