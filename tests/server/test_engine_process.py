@@ -27,6 +27,7 @@ from loraplex.server.engine_process import (
     describe,
     import_object,
 )
+from loraplex.server.pool.replica_pool import ReplicaPool
 
 WAIT_S = 60.0
 
@@ -295,7 +296,7 @@ class Wires:
     def _loop_with(self, commands: Sequence[ipc.Command]) -> EngineLoop:
         for command in commands:
             self._commands_out.send(ipc.encode(command))
-        return EngineLoop(self.core, self._commands_in, self._events_out)
+        return EngineLoop(self.core, self._commands_in, self._events_out, ReplicaPool())
 
     def _events(self) -> list[ipc.Event]:
         events = []
