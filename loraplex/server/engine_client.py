@@ -219,7 +219,7 @@ class EngineClient:
         if reply is None:
             reply = self._additions[spec.version] = asyncio.get_running_loop().create_future()
         # Sent even if one is under way already: it may be of another folder.
-        self._child.send(AddAdapter(spec))
+        self._child.send(AddAdapter(spec, self._pool.holders(spec.version)))
         await asyncio.shield(reply)
 
     async def stage_adapter(self, version: str) -> None:

@@ -2,20 +2,23 @@
 
 The replicas that have a version, or are about to, stand in the order in which they came to it. The first
 reads its files; each of the others copies from one that stands before it, so that nobody waits for somebody
-who waits for him. They form a tree: of many replicas that want a version at once, each has two to serve.
+who waits for him, or from one that was seen to have it. They form a tree: of many replicas that want a
+version at once, each has two to serve.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 from loraplex.core.stats import EngineStats
 from loraplex.server.engine_sockets import CurveKeys
 from loraplex.server.pool.messages import Holder
 
-_MAX_HOLDERS = 3
+_MAX_HOLDERS: Final = 3
 """As many replicas are named to one that wants a version."""
-_ON_DISK = "disk"
+_ON_DISK: Final = "disk"
+_ARRIVED: Final = ("host", "device")
 
 
 class PoolDirectory:
@@ -24,7 +27,9 @@ class PoolDirectory:
     def __init__(self) -> None:
         self.keys = CurveKeys.make()
         self._addresses: dict[int, str] = {}
-        self._orders: dict[str, dict[int, None]] = {}  # by version: replicas
+        # By version: replicas, and whether they were seen to have it. One that was and has it no more in its
+        # host memory, as a GPU may have it alone, is not waited for.
+        self._orders: dict[str, dict[int, bool]] = {}
         self._in_flight: Counter[tuple[str, int]] = Counter()
 
     def member(self, replica: int) -> PoolMember:
@@ -45,7 +50,7 @@ class PoolDirectory:
     def begin(self, replica: int, version: str) -> tuple[Holder, ...]:
         """Record that a replica is sent a request for a version; return whom it copies it from."""
         self._in_flight[version, replica] += 1
-        self._orders.setdefault(version, {}).setdefault(replica)
+        self._orders.setdefault(version, {}).setdefault(replica, False)
         return self.holders(replica, version)
 
     def end(self, replica: int, version: str) -> None:
@@ -58,20 +63,21 @@ class PoolDirectory:
         """Take over what a replica says to have. Requests that it does not know of yet count as well."""
         for adapter in stats.adapters:
             if adapter.tier != _ON_DISK or adapter.in_flight:
-                self._orders.setdefault(adapter.version, {}).setdefault(replica)
+                self._orders.setdefault(adapter.version, {})[replica] = adapter.tier in _ARRIVED
             elif (adapter.version, replica) not in self._in_flight:
                 self.leave(replica, adapter.version)
 
     def holders(self, replica: int, version: str) -> tuple[Holder, ...]:
         """Return whom a replica copies a version from, in the order in which to ask."""
-        order = list(self._orders.get(version, ()))
+        arrived = self._orders.get(version, {})
+        order = list(arrived)
         place = order.index(replica) if replica in order else len(order)
-        if place == 0:
-            return ()
-        parent = (place - 1) // 2
-        ranked = [order[parent], *order[:parent], *order[parent + 1 : place]]
+        parent = max(place - 1, 0) // 2
+        ranked = [*order[parent:place][:1], *order[:parent], *order[parent + 1 : place]]
+        # It may have lost since what those behind it have; nobody is waited for among these.
+        ranked += [each for each in order[place + 1 :] if arrived[each]]
         named = [
-            Holder(self._addresses[each], awaited=(version, each) in self._in_flight)
+            Holder(self._addresses[each], awaited=not arrived[each] and (version, each) in self._in_flight)
             for each in ranked
             if each in self._addresses
         ]

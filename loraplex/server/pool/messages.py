@@ -23,8 +23,8 @@ MAX_ANSWER_BYTES: Final = PIECE_BYTES + 4096
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """A replica that has a version in its host memory, or is about to. `awaited`: requests for it are there,
-    so that it will come if it has not yet."""
+    """A replica that has a version in its host memory, or is about to. `awaited`: it was not seen there yet,
+    and will come, as requests for it are there."""
 
     address: str
     awaited: bool = False

@@ -29,7 +29,7 @@ Build = Callable[[Path, Peers | None], Engine]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pooled")
     base = save_base(root / "base")
-    for name, rank in (("one", 4), ("two", 3)):  # a rank of 3 leaves gaps in the slab
+    for name, rank in (("one", 4), ("two", 3)):
         save_adapter(root / name, base, rank=rank, targets=["q_proj", "v_proj"], seed=rank)
     return root
 

@@ -42,6 +42,22 @@ def test_a_replica_that_has_an_adapter_without_requests_is_not_waited_for() -> N
     assert directory.begin(0, "v") == (Holder("at-1", awaited=False),)
 
 
+def test_a_replica_that_was_seen_to_have_it_is_not_waited_for_if_its_host_memory_has_it_no_more() -> None:
+    directory = directory_of(2)
+    directory.begin(1, "v")
+    for tier, awaited in (("disk", True), ("loading", True), ("device", False), ("disk", True)):
+        directory.saw(1, stats_of("v", tier, in_flight=1))
+        assert directory.holders(0, "v") == (Holder("at-1", awaited=awaited),)
+
+
+def test_the_first_one_finds_what_it_has_lost_at_those_that_copied_it() -> None:
+    directory = directory_of(3)
+    for replica in (0, 1, 2):
+        directory.begin(replica, "v")
+    directory.saw(2, stats_of("v", "host"))
+    assert directory.holders(0, "v") == (Holder("at-2", awaited=False),)
+
+
 def test_an_adapter_that_was_evicted_is_not_looked_for_there() -> None:
     directory = directory_of(3)
     directory.begin(0, "v")
@@ -87,8 +103,12 @@ def test_the_base_model_and_a_single_engine_have_nobody_to_copy_from() -> None:
     assert NoPool().begin("v") == NoPool().holders("v") == ()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["begin", "end", "evict", "close", "lose"]), st.integers(0, 4))))
-def test_no_two_replicas_are_ever_sent_to_each_other(history: list[tuple[str, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["begin", "end", "arrive", "evict", "close", "lose"]), st.integers(0, 4))
+    )
+)
+def test_no_two_replicas_ever_wait_for_each_other(history: list[tuple[str, int]]) -> None:
     directory = directory_of(5)
     in_flight = [0] * 5
     for what, replica in history:
@@ -100,6 +120,8 @@ def test_no_two_replicas_are_ever_sent_to_each_other(history: list[tuple[str, in
             in_flight[replica] -= 1
         elif what == "evict":
             directory.saw(replica, stats_of("v", "disk"))
+        elif what == "arrive":
+            directory.saw(replica, stats_of("v", "host", in_flight[replica]))
         elif what == "lose":
             directory.lost(replica)
         elif what == "close":
@@ -107,5 +129,7 @@ def test_no_two_replicas_are_ever_sent_to_each_other(history: list[tuple[str, in
             directory.opened(replica, f"at-{replica}")
         places = list(directory._orders.get("v", ()))
         for place, each in enumerate(places):
-            named = {int(address.removeprefix("at-")) for address in addresses(directory.holders(each, "v"))}
-            assert named <= set(places[:place])
+            holders = directory.holders(each, "v")
+            assert f"at-{each}" not in addresses(holders)
+            waits_for = {int(h.address.removeprefix("at-")) for h in holders if h.awaited}
+            assert waits_for <= set(places[:place])
