@@ -175,8 +175,7 @@ class EngineLoop:
                     if not self._told_to_prepare:
                         core.stage_adapter(spec.version)
             case JoinPool(public, secret):
-                keys = CurveKeys(public=public, secret=secret)
-                self._send(PoolJoined(self._pool.join(keys, self._host)))
+                self._join_pool(CurveKeys(public=public, secret=secret))
             case Prepare():
                 self._told_to_prepare = True
             case RemoveAdapter(version):
@@ -186,6 +185,18 @@ class EngineLoop:
                     self._send(AdapterRemoved(version, ErrorInfo.of(error)))
             case GetStats():
                 self._send(Stats(core.stats()))
+
+    def _join_pool(self, keys: CurveKeys) -> None:
+        try:
+            address = self._pool.join(keys, self._host)
+        except zmq.ZMQError as error:
+            logger.warning(
+                "adapters are read from files, not copied from other replicas: nothing can listen at %s (%s)",
+                self._host,
+                error,
+            )
+        else:
+            self._send(PoolJoined(address))
 
     def _send(self, event: Event) -> None:
         self._events.send(encode(event))

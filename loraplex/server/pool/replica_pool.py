@@ -68,13 +68,17 @@ class ReplicaPool:
         self._num_failures = 0
 
     def join(self, keys: CurveKeys, host: str) -> str:
-        """Offer slabs at an address of this machine from now on, and copy those of others; return where."""
+        """Offer slabs at an address of this machine from now on, and copy those of others; return where.
+
+        Raises zmq.ZMQError if nothing can listen there.
+        """
         from loraplex.server.pool.slab_server import SlabServer  # not needed by a single server
 
         assert self._server is None, "a replica is of one fleet"
+        server = SlabServer(self._offers, keys, host)
         self._keys = keys
         self._context = zmq.Context()
-        self._server = SlabServer(self._offers, keys, host)
+        self._server = server
         return self._server.address
 
     def locate(self, version: str, holders: Sequence[Holder]) -> None:
@@ -143,7 +147,7 @@ class ReplicaPool:
     def _search(self, search: _Search, key: SlabKey, target: SlabBytes) -> bytes | None:
         """Ask one replica after the other; the next one goes on with what the last one has begun."""
         copy = SlabCopy(key, target, on_first=lambda: self._offers.comes(key))
-        while search.holders:
+        while search.holders and not copy.is_late:
             num_done, holder = copy.num_done, search.holders[0]
             try:
                 state = copy.go_on(self._link(search))
@@ -166,6 +170,7 @@ class ReplicaPool:
                     self._searches[key] = search
                 raise ComesLaterError
             search.next()
+        search.hang_up()
         return None
 
     def _may_wait(self, search: _Search, state: SlabState) -> bool:

@@ -90,6 +90,11 @@ class SlabCopy:
         """The hash of what has come."""
         return self._hash.digest()
 
+    @property
+    def is_late(self) -> bool:
+        """Tell whether it has taken longer than it may, from whomever it came."""
+        return time.monotonic() > self._until_s
+
     def restart(self) -> None:
         """Begin with the first byte again."""
         self.num_done = 0
@@ -121,7 +126,7 @@ class SlabCopy:
         return SlabState.HELD
 
     def _answer(self, link: Link) -> tuple[Answer, memoryview]:
-        if time.monotonic() > self._until_s:
+        if self.is_late:
             raise CopyError("it takes too long")
         return link.answer()
 

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_QUEUED: Final = 16
 """Pieces that wait for one reader. What it asks for beyond that is dropped, and it has to ask again."""
+_HANDSHAKE_MS: Final = 5000
+"""Who does not show the key by then is cut off."""
 _STOP_ADDRESS: Final = "inproc://stop"
 _NOTHING: Final = memoryview(b"")
 
@@ -41,7 +43,10 @@ class SlabServer:
     """`address`: where other replicas connect to."""
 
     def __init__(self, offers: Offers, keys: CurveKeys, host: str) -> None:
-        """`host`: an address of this machine. `keys`: the pair that all replicas of the fleet have."""
+        """`host`: an address of this machine. `keys`: the pair that all replicas of the fleet have.
+
+        Raises zmq.ZMQError if nothing can listen there.
+        """
         self._offers = offers
         self._context: Context = zmq.Context()
         self._guard = ThreadAuthenticator(self._context)
@@ -54,7 +59,13 @@ class SlabServer:
         self._asks.curve_server = True
         self._asks.curve_publickey = keys.public.encode(KEY_ENCODING)
         self._asks.curve_secretkey = keys.secret.encode(KEY_ENCODING)
-        self.address = bind_any_port(self._asks, host)
+        self._asks.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        try:
+            self.address = bind_any_port(self._asks, host)
+        except zmq.ZMQError:
+            self._guard.stop()
+            self._context.destroy()
+            raise
         self._stopped = self._context.socket(zmq.PAIR)
         self._stopped.bind(_STOP_ADDRESS)
         self._stop = self._context.socket(zmq.PAIR)

@@ -193,6 +193,20 @@ def test_a_broken_copy_goes_on_where_it_broke() -> None:
         assert flaky.begins.count(PIECE_BYTES) == 2
 
 
+def test_a_holder_that_sends_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_client, "_LEAST_S", 0.1)
+    monkeypatch.setattr(slab_client, "_LEAST_BYTES_PER_S", 1e12)
+    keys, source, is_late = CurveKeys.make(), slab(), threading.Event()
+
+    def trickle(ask: Ask, answer: Answer, piece: bytes) -> tuple[Answer, bytes]:
+        is_late.wait(0.06)  # is never set: each piece takes so long
+        return answer, piece
+
+    with joined(1, keys) as ((second, _),), holder(keys, source, trickle) as slow:
+        assert fetch(second, slow.address, slow.address) is None
+        assert len(slow.begins) < 5, "it was asked again"
+
+
 def test_who_has_another_key_gets_nothing() -> None:
     with joined(1) as ((first, address),), joined(1) as ((stranger, _),):
         first.offer(KEY, slab(), None)
