@@ -26,6 +26,7 @@ from loraplex.adapters.peft_reader import read_adapter
 from loraplex.bench.environment import environment
 from loraplex.engine.adapter_loader import read_weights
 from loraplex.engine.batch import BatchBuilder
+from loraplex.engine.slab_reader import read_slab
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.cpu import team
 from loraplex.kernels.cpu.intrinsics import claim
@@ -145,7 +146,7 @@ def steps(served: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     adapter_bytes = 0
     for name in served.adapter_names:
         spec = read_adapter(served.adapters / name, config.shape)
-        adapters[name] = read_weights(spec, config.shape, torch.float32)
+        adapters[name] = read_weights(spec, config.shape, torch.float32, read_slab)
         adapter_bytes += spec.num_params * 4
 
     def batch(kind: str, with_adapters: bool) -> KernelBatch:

@@ -12,11 +12,12 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
+from loraplex.engine.adapter_reads import ReadSlab
 from loraplex.engine.core import Engine
-from loraplex.engine.cuda.adapter_block import ReadSlab
 from loraplex.engine.cuda.assemble import build_cuda_core
 from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.options import CudaOptions
+from loraplex.engine.peers import Peers
 from loraplex.model.shapes import config_of_shape, random_weights
 from loraplex.model.weights import ModelWeights
 
@@ -46,6 +47,7 @@ def interpreted(
     host_bytes: int = 1 << 18,
     read: ReadSlab | None = fill_slab,
     cpu_workers: int | None = None,
+    peers: Peers | None = None,
 ) -> Engine:
     options = CudaOptions(
         cold_start=cold_start,
@@ -58,7 +60,7 @@ def interpreted(
         max_running=6,
         max_model_len=48,
     )
-    return build_cuda_core(CONFIG, weights(), options, read=read)
+    return build_cuda_core(CONFIG, weights(), options, read=read, peers=peers)
 
 
 def greedy(request_id: str, adapter: str | None = None, *, prompt: int = 6, tokens: int = 2) -> EngineRequest:

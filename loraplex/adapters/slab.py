@@ -7,6 +7,7 @@ themselves: nothing is padded to a common rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -61,6 +62,17 @@ def slab_layout(spec: AdapterSpec, shape: ModelShape) -> SlabLayout:
                 groups[group], cursor = _place_group(loras, cursor)
         layers.append(groups)
     return SlabLayout(shape=shape, layers=tuple(layers), num_elements=cursor)
+
+
+def slab_gaps(layout: SlabLayout) -> Iterator[tuple[int, int]]:
+    """Yield the stretches of a slab that no weight lies in, in elements: what aligns the next matrix."""
+    for slots in (slots for groups in layout.layers for slots in groups.values()):
+        first = slots[0]
+        ends = [first.a_start + sum(slot.lora.rank for slot in slots) * first.in_features]
+        ends += [slot.b_start + slot.lora.rank * slot.out_features for slot in slots]
+        for end in ends:
+            if end != _align(end):
+                yield end, _align(end)
 
 
 def touched_groups(spec: AdapterSpec) -> frozenset[str]:

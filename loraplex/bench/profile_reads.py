@@ -23,7 +23,7 @@ from loraplex.engine.adapter_loader import read_weights, resident_bytes
 from loraplex.engine.cuda.adapter_block import block_bytes
 from loraplex.engine.cuda.host_blocks import HostPool
 from loraplex.engine.cuda.host_memory import HostMemory
-from loraplex.engine.slab_reader import SlabReaders
+from loraplex.engine.slab_reader import SlabReaders, read_slab
 from loraplex.perf.line import Line, fit_line
 
 _MODULES: Final = ("q_proj", "k_proj", "v_proj")
@@ -99,7 +99,7 @@ def _seconds(read: Read, spec: AdapterSpec) -> float:
 @contextmanager
 def _plain_reader(shape: ModelShape, dtype: torch.dtype) -> Iterator[Read]:
     """To memory of the adapter's own, as the engine of a CPU does."""
-    yield lambda spec: read_weights(spec, shape, dtype)
+    yield lambda spec: read_weights(spec, shape, dtype, read_slab)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ class AdapterStats:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
     """Engine gauges and counters. Where there is no GPU, adapters in host memory are ready for use, and the
-    device's figures are 0; with one, KV blocks and adapters share `device_arena_bytes`."""
+    device's figures are 0; with one, KV blocks and adapters share `device_arena_bytes`. `adapter_file_reads`:
+    how often weights files were opened; `adapter_fetches`: adapters that were copied from other replicas."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -33,4 +34,8 @@ class EngineStats:
     host_adapter_budget_bytes: int = 0
     device_adapter_bytes: int = 0
     device_arena_bytes: int = 0
+    adapter_file_reads: int = 0
+    adapter_fetches: int = 0
+    adapter_bytes_fetched: int = 0
+    adapter_fetch_failures: int = 0
     adapters: tuple[AdapterStats, ...] = field(default=())

@@ -18,19 +18,21 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import AdapterError, CapacityError
 from loraplex.core.shape import ModelShape
 from loraplex.core.words import plural
-from loraplex.engine.slab_reader import read_slab
+from loraplex.engine.adapter_reads import ReadSlab
+from loraplex.engine.peers import ComesLaterError
 from loraplex.kernels.lora import LoraGroup, LoraPart, LoraWeights, host_weights
-from loraplex.model.sharding import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_S: Final = 5.0
 """How long `close` waits for reads under way: enough for a healthy disk."""
+_AGAIN_S: Final = 0.003
+"""How long a load that must wait for another replica leaves its thread alone."""
 
 Load = Callable[[AdapterSpec], LoraWeights]
 Read = Callable[[AdapterSpec], None]
 """Both run on the loader's threads, and raise AdapterError or OSError if the weights are not to be had. A
-read puts them where they belong."""
+read puts them where they belong. ComesLaterError: others have their turn before it is tried again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +62,8 @@ class AdapterLoader:
     same reason: the process can exit while one of them hangs.
 
         submit --> queued --> begun --------------> finished --poll--> collected
-                                 `---> overdue ---'
+                     ^           |`---> overdue ---'
+                     `-- later --'
     """
 
     def __init__(self, num_threads: int = 1, on_thread: Callable[[], None] | None = None) -> None:
@@ -161,12 +164,19 @@ class AdapterLoader:
         while (task := self._tasks.get()) is not None:
             with self._lock:
                 self._begun[task] = (time.monotonic(), threading.current_thread())
-            result = self._load(task)
+            try:
+                result = self._load(task)
+            except ComesLaterError:
+                result = None
+                time.sleep(_AGAIN_S)
             with self._lock:
                 del self._begun[task]
                 is_replaced = task in self._overdue
                 self._overdue.discard(task)
-            self._finished.put(result)
+            if result is None:
+                self._tasks.put(task)
+            else:
+                self._finished.put(result)
             if is_replaced:
                 return
 
@@ -175,6 +185,8 @@ class AdapterLoader:
         for spec in task.sources:
             try:
                 weights = task.load(spec)
+            except ComesLaterError:
+                raise
             except (AdapterError, CapacityError) as error:
                 reason = str(error)
             except OSError as error:
@@ -195,13 +207,11 @@ def resident_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> 
     return slab_layout(spec, shape).num_elements * dtype.itemsize
 
 
-def read_weights(
-    spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, shard: Shard = WHOLE
-) -> LoraWeights:
+def read_weights(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype, read: ReadSlab) -> LoraWeights:
     """A version, or a shard of it, as the CPU's kernels use it. `shape` is the shard's."""
     layout = slab_layout(spec, shape)
     slab = torch.empty(layout.num_elements, dtype=dtype)
-    read_slab(spec, layout, slab, shard)
+    read(spec, layout, slab)
     return slab_weights(slab, layout, spec.max_rank)
 
 

@@ -14,14 +14,20 @@ from loraplex.engine.core import Engine
 from loraplex.engine.machine import check_threads
 from loraplex.engine.options import EngineOptions as EngineOptions
 from loraplex.engine.parallel.messages import Progress
+from loraplex.engine.peers import Peers
 from loraplex.model.config import ModelConfig, load_config
 from loraplex.model.source import resolve_model
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_core(options: EngineOptions, progress: Progress | None = None) -> Engine:
-    """Load the model and allocate its memory. Raises ModelError or CapacityError with the fix."""
+def build_core(
+    options: EngineOptions, progress: Progress | None = None, peers: Peers | None = None
+) -> Engine:
+    """Load the model and allocate its memory. `peers`: other replicas that adapters may come from.
+
+    Raises ModelError or CapacityError with the fix.
+    """
     report = progress or (lambda phase, fraction: None)
     if options.tensor_parallel < 1:
         raise ModelError(f"--tensor-parallel must be at least 1, not {options.tensor_parallel}")
@@ -34,11 +40,11 @@ def build_core(options: EngineOptions, progress: Progress | None = None) -> Engi
     if device == "cuda":
         from loraplex.engine.cuda.build import build_cuda_engine
 
-        engine = build_cuda_engine(options, config, dtype, report)
+        engine = build_cuda_engine(options, config, dtype, report, peers)
     else:
         from loraplex.engine.cpu_build import build_cpu_engine
 
-        engine = build_cpu_engine(options, config, dtype, report)
+        engine = build_cpu_engine(options, config, dtype, report, peers)
     report("registering adapters", 0.0)
     return engine
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -173,7 +174,14 @@ class Engine:
         self._scheduler.adapters.stage_ahead(version)
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats(self._num_steps)
+        counts = self._executor.read_counts
+        return replace(
+            self._scheduler.stats(self._num_steps),
+            adapter_file_reads=counts.num_file_reads,
+            adapter_fetches=counts.num_fetches,
+            adapter_bytes_fetched=counts.num_bytes_fetched,
+            adapter_fetch_failures=counts.num_fetch_failures,
+        )
 
     def check_integrity(self) -> None:
         """Assert the scheduler's invariants, and that nothing is kept of what ended. For tests, after

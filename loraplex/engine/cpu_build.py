@@ -11,7 +11,7 @@ import torch
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.core.shape import ModelShape
-from loraplex.engine.adapter_loader import read_weights
+from loraplex.engine.adapter_reads import AdapterReads
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cpu_threads import StepThreads, default_threads
@@ -19,6 +19,8 @@ from loraplex.engine.executor import Executor
 from loraplex.engine.machine import available_bytes
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.parallel.start import start_parallel
+from loraplex.engine.peers import Peers
+from loraplex.engine.slab_reader import read_slab
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.cpu.file_matrices import compile_reader
 from loraplex.kernels.interface import Kernels
@@ -74,9 +76,14 @@ def plan_adapter_bytes(options: EngineOptions) -> int:
 
 
 def build_cpu_engine(
-    options: EngineOptions, config: ModelConfig, dtype: torch.dtype, report: Progress
+    options: EngineOptions,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    report: Progress,
+    peers: Peers | None = None,
 ) -> Engine:
-    """`options.model` is a folder, and `config` the whole model's."""
+    """`options.model` is a folder, and `config` the whole model's. `peers`: other replicas that adapters may
+    come from; those of several processes come from files."""
     num_shards, num_threads = options.tensor_parallel, _threads_of_each(options)
     plan = plan_cpu(options, Shard(index=0, count=num_shards).config(config), dtype)
     build = partial(
@@ -88,7 +95,7 @@ def build_cpu_engine(
         # A number that the user chose is kept.
         if options.num_threads is None and num_threads > 1:
             build = partial(build, threads=StepThreads(ThreadGovernor(num_threads), plan.work))
-        executor = build(WHOLE, SOLO, report)
+        executor = build(WHOLE, SOLO, report, peers=peers)
     else:
         executor = start_parallel(
             build, count=num_shards, device="cpu", num_threads=num_threads, report=report
@@ -120,6 +127,7 @@ def _build_shard(
     num_blocks: int,
     max_model_len: int,
     threads: StepThreads | None = None,
+    peers: Peers | None = None,
 ) -> TorchExecutor:
     """Load a shard and allocate its memory; every process of an engine does so with the same numbers."""
     folder = Path(options.model)
@@ -143,7 +151,7 @@ def _build_shard(
         builder=BatchBuilder(kernels, options.block_size),
         dtype=dtype,
         runs_ahead=bool(options.runs_ahead),
-        read=lambda spec: read_weights(spec, local.shape, dtype, shard),
+        reads=AdapterReads(partial(read_slab, shard=shard), peers),
         threads=threads,
     )
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest, TokenLogprob
+from loraplex.engine.peers import ReadCounts
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Move, StepPlan
 
 
@@ -117,6 +118,11 @@ class Executor(Protocol):
 
         Called in each step, also when nothing is being read.
         """
+        ...
+
+    @property
+    def read_counts(self) -> ReadCounts:
+        """How often adapters were read from files, and copied from other replicas."""
         ...
 
     @property

@@ -12,15 +12,18 @@ from loraplex.engine.options import EngineOptions
 if TYPE_CHECKING:
     from loraplex.engine.core import Engine
     from loraplex.engine.parallel.messages import Progress
+    from loraplex.engine.peers import Peers
 
 
-def build_core(options: EngineOptions, progress: Progress | None = None) -> Engine:
+def build_core(
+    options: EngineOptions, progress: Progress | None = None, peers: Peers | None = None
+) -> Engine:
     """`loraplex.engine.build.build_core`, sooner."""
     if options.device != "cpu":
         begin_beside_imports()
     from loraplex.engine.build import build_core as build
 
-    return build(options, progress)
+    return build(options, progress, peers)
 
 
 def begin_beside_imports() -> None:

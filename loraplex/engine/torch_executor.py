@@ -9,12 +9,15 @@ import torch
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
 from loraplex.engine.adapter_loader import Load, read_weights, resident_bytes
+from loraplex.engine.adapter_reads import AdapterReads
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.cpu_threads import StepThreads
 from loraplex.engine.executor import AdapterEvent, LandedFlight, LoadOrder, StepResult
+from loraplex.engine.peers import ReadCounts
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import SamplingState, not_finite, sample
+from loraplex.engine.slab_reader import read_slab
 from loraplex.model.decoder import Decoder, KVCache
 from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
 
@@ -31,10 +34,12 @@ class TorchExecutor:
         dtype: torch.dtype,
         runs_ahead: bool = False,
         read: Load | None = None,
+        reads: AdapterReads | None = None,
         threads: StepThreads | None = None,
     ) -> None:
-        """`read`: where adapters come from, if not from their folders. `threads`: how many each step runs on;
-        torch's number of them if None.
+        """`read`: how adapters come into memory, if not by `reads`, and `reads`: how their slabs are filled,
+        if not from their folders alone. `threads`: how many each step runs on; torch's number of them if
+        None.
 
         `runs_ahead`: let steps be launched before the last one's tokens are told. There is nothing to gain
         by it on a CPU; it lets tests drive the engine as a GPU does.
@@ -45,7 +50,8 @@ class TorchExecutor:
         self._dtype = dtype
         self._runs_ahead = runs_ahead
         shape = decoder.config.shape
-        self._read = read or (lambda spec: read_weights(spec, shape, dtype))
+        self._reads = own = reads or AdapterReads(read_slab)
+        self._read = read or (lambda spec: read_weights(spec, shape, dtype, own.keep))
         self._threads = threads
         self._adapters = ResidentAdapters()
         self._states: dict[str, SamplingState] = {}
@@ -75,6 +81,11 @@ class TorchExecutor:
 
     def evict_adapter(self, version: str) -> None:
         del self._adapters.weights[version]
+        self._reads.forget(version)
+
+    @property
+    def read_counts(self) -> ReadCounts:
+        return self._reads.counts
 
     @property
     def num_pending_loads(self) -> int:

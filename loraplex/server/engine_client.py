@@ -30,6 +30,7 @@ from loraplex.server.engine_child import EngineChild, EngineHandle
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
 from loraplex.server.heartbeat import BEAT_S, Signs, Silence
+from loraplex.server.pool.directory import NoPool, PoolMember
 from loraplex.server.protocol_ipc import (
     AdapterAdded,
     AdapterRemoved,
@@ -39,7 +40,9 @@ from loraplex.server.protocol_ipc import (
     ErrorInfo,
     Event,
     GetStats,
+    JoinPool,
     Outputs,
+    PoolJoined,
     Prepare,
     Ready,
     Rejected,
@@ -79,7 +82,8 @@ class EngineClient:
 
     `config` is what the factory takes: any type that msgspec encodes and the child can import. Adapters
     are remembered here and given to every new child, so they survive its crashes. `start_child`: starts it
-    somewhere else than on this machine, and is given what is to be called for each event.
+    somewhere else than on this machine, and is given what is to be called for each event. `pool`: of a
+    replica that shares adapters in host memory with others.
     """
 
     def __init__(
@@ -90,12 +94,14 @@ class EngineClient:
         options: ClientOptions | None = None,
         clock: Clock | None = None,
         start_child: Callable[[Callable[[Event], None]], EngineHandle] | None = None,
+        pool: PoolMember | None = None,
     ) -> None:
         self._config = config
         self._factory = factory
         self._options = options or ClientOptions()
         self._clock = clock or MonotonicClock()
         self._new_child = start_child or self._local_child
+        self._pool = pool or NoPool()
         self._crashes = CrashHistory(self._options.restart, self._clock)
         self._on_progress: Callable[[StartProgress], None] | None = None
 
@@ -179,13 +185,14 @@ class EngineClient:
         stream = self._streams[request_id] = OutputStream()
         finished = False
         try:
-            child.send(AddRequest(request))
+            child.send(AddRequest(request, self._pool.begin(request.adapter)))
             while not finished:
                 output = await stream.take()
                 finished = output.finish_reason is not None
                 yield output
         finally:
             del self._streams[request_id]
+            self._pool.end(request.adapter)
             if not finished:
                 child.send(Cancel(request_id))
 
@@ -214,7 +221,7 @@ class EngineClient:
         if reply is None:
             reply = self._additions[spec.version] = asyncio.get_running_loop().create_future()
         # Sent even if one is under way already: it may be of another folder.
-        self._child.send(AddAdapter(spec))
+        self._child.send(AddAdapter(spec, self._pool.holders(spec.version)))
         await asyncio.shield(reply)
 
     async def stage_adapter(self, version: str) -> None:
@@ -224,6 +231,7 @@ class EngineClient:
     async def remove_adapter(self, version: str) -> None:
         """See AsyncEngine. Also returns if the engine dies first: its successor never knew the version."""
         self._adapters.pop(version, None)
+        self._pool.forget(version)
         if self._child is None or not self._life.takes_adapters.is_set() or self._life.is_gone:
             return
         reply = self._removals.get(version)
@@ -274,7 +282,10 @@ class EngineClient:
                 _settle(reply, problem)
             case AdapterRemoved(version, problem):
                 _settle(self._removals.pop(version, None), problem)
+            case PoolJoined(address):
+                self._pool.opened(address)
             case Stats(stats):
+                self._pool.saw(stats)
                 self._stats, self._stats_taken_s = stats, self._clock.now_s()
                 _settle(self._stats_reply)
                 self._stats_reply = None
@@ -322,9 +333,11 @@ class EngineClient:
         try:
             await child.loaded
             self._life.raise_if_gone()  # closed meanwhile
-            for sources in self._adapters.values():
+            if self._pool.keys is not None:
+                child.send(JoinPool(self._pool.keys.public, self._pool.keys.secret))
+            for version, sources in self._adapters.items():
                 for spec in sources.values():
-                    child.send(AddAdapter(spec))
+                    child.send(AddAdapter(spec, self._pool.holders(version)))
             self._life.takes_adapters.set()
             if add_adapters is not None:
                 await _unless_exited(add_adapters, child)
@@ -386,6 +399,7 @@ class EngineClient:
         logger.warning("%s", message)
         self._life.set(EngineState.SILENT, message)
         self._back_with = None
+        self._pool.lost()
         for request_id, stream in self._streams.items():
             child.send(Cancel(request_id))
             stream.fail(RequestMovedError(f"{message}, while it served this request; send the request again"))
@@ -416,6 +430,7 @@ class EngineClient:
         Adapter changes are not lost with it: what was added is given to the next child, what was being
         removed is not.
         """
+        self._pool.closed()
         self._push(len(self._undelivered))  # an answer that is complete is no error
         for stream in self._streams.values():
             stream.fail(self._life.gone(reason))

@@ -27,8 +27,9 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
-from loraplex.server.engine_sockets import bind_commands, calling_when_cut, connect_events
+from loraplex.server.engine_sockets import CurveKeys, bind_commands, calling_when_cut, connect_events
 from loraplex.server.heartbeat import Heartbeat
+from loraplex.server.pool.replica_pool import ReplicaPool
 from loraplex.server.protocol_ipc import (
     AdapterAdded,
     AdapterRemoved,
@@ -41,10 +42,12 @@ from loraplex.server.protocol_ipc import (
     Failed,
     GetStats,
     Hello,
+    JoinPool,
     Launch,
     Listening,
     Loaded,
     Outputs,
+    PoolJoined,
     Prepare,
     Ready,
     Rejected,
@@ -70,15 +73,27 @@ _IDLE_MS: Final = 1000
 _COMMANDS_A_STEP: Final = 128
 _PR_SET_PDEATHSIG: Final = 1
 _MAX_REASON_CHARS: Final = 500
+_LOOPBACK: Final = "127.0.0.1"
 
 
 class EngineLoop:
     """Commands in, steps, events out; single-threaded."""
 
-    def __init__(self, core: EngineCore, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        commands: zmq.Socket[bytes],
+        events: zmq.Socket[bytes],
+        pool: ReplicaPool,
+        host: str = _LOOPBACK,
+    ) -> None:
+        """`pool`: where the core looks for adapters before it reads their files. `host`: this machine, as
+        other replicas call it."""
         self._core = core
         self._commands = commands
         self._events = events
+        self._pool = pool
+        self._host = host
         self._queued: list[EngineOutput] = []
         self._told_to_prepare = False
 
@@ -138,7 +153,9 @@ class EngineLoop:
     def _handle(self, command: Command) -> None:
         core = self._core
         match command:
-            case AddRequest(request):
+            case AddRequest(request, holders):
+                if request.adapter is not None:
+                    self._pool.locate(request.adapter, holders)
                 try:
                     core.add_request(request)
                 except LoraplexError as error:
@@ -147,7 +164,8 @@ class EngineLoop:
                     self._queued.append(EngineOutput(request_id=request.request_id))
             case Cancel(request_id):
                 core.cancel(request_id)
-            case AddAdapter(spec):
+            case AddAdapter(spec, holders):
+                self._pool.locate(spec.version, holders)
                 try:
                     core.add_adapter(spec)
                 except LoraplexError as error:
@@ -156,6 +174,8 @@ class EngineLoop:
                     self._send(AdapterAdded(spec.version))
                     if not self._told_to_prepare:
                         core.stage_adapter(spec.version)
+            case JoinPool(public, secret):
+                self._join_pool(CurveKeys(public=public, secret=secret))
             case Prepare():
                 self._told_to_prepare = True
             case RemoveAdapter(version):
@@ -165,6 +185,18 @@ class EngineLoop:
                     self._send(AdapterRemoved(version, ErrorInfo.of(error)))
             case GetStats():
                 self._send(Stats(core.stats()))
+
+    def _join_pool(self, keys: CurveKeys) -> None:
+        try:
+            address = self._pool.join(keys, self._host)
+        except zmq.ZMQError as error:
+            logger.warning(
+                "adapters are read from files, not copied from other replicas: nothing can listen at %s (%s)",
+                self._host,
+                error,
+            )
+        else:
+            self._send(PoolJoined(address))
 
     def _send(self, event: Event) -> None:
         self._events.send(encode(event))
@@ -179,8 +211,9 @@ def import_object(path: str) -> Any:
     return found
 
 
-def build_core(launch: Launch, events: zmq.Socket[bytes]) -> EngineCore:
-    """Call the factory; one with a parameter `progress` is given a function of (phase, fraction)."""
+def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> EngineCore:
+    """Call the factory; one with a parameter `progress` is given a function of (phase, fraction), one with
+    `peers` the pool."""
     factory = import_object(launch.factory)
     config = msgspec.json.decode(
         launch.config, type=import_object(launch.config_type), dec_hook=decode_extra, strict=True
@@ -189,7 +222,8 @@ def build_core(launch: Launch, events: zmq.Socket[bytes]) -> EngineCore:
     def report(phase: str, fraction: float | None = None) -> None:
         events.send(encode(StartProgress(phase, fraction)))
 
-    extra = {"progress": report} if "progress" in inspect.signature(factory).parameters else {}
+    taken = inspect.signature(factory).parameters
+    extra = {name: each for name, each in {"progress": report, "peers": pool}.items() if name in taken}
     core: EngineCore = factory(config, **extra)
     return core
 
@@ -241,9 +275,11 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
     if launch.socket_dir:
         shutil.rmtree(launch.socket_dir, ignore_errors=True)
     started_s = time.monotonic()
+    pool = ReplicaPool()
     try:
-        core = build_core(launch, events)
-        loop = EngineLoop(core, commands, events)
+        core = build_core(launch, events, pool)
+        host = _LOOPBACK if launch.remote is None else launch.remote.host
+        loop = EngineLoop(core, commands, events, pool, host)
         events.send(encode(Loaded()))
         is_ready = loop.start()
     except LoraplexError as error:
@@ -266,6 +302,7 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
     except Exception as error:
         logger.exception("the engine failed")
         return _report_failure(events, ErrorInfo(LoraplexError.__name__, describe(error)))
+    pool.close()
     core.close()
     return 0
 

@@ -100,6 +100,13 @@ class _Page:
         yield self._gauge("loraplex:host_adapter_bytes", "Host memory held by adapter weights", num_bytes)
         yield self._gauge("loraplex:host_adapter_budget_bytes", "Most of it that may be held", budget)
         num_bytes, arena = stats.device_adapter_bytes, stats.device_arena_bytes
+        for name, text, value in (
+            ("file_reads", "Adapters read from their files", stats.adapter_file_reads),
+            ("fetches", "Adapters copied from another replica's host memory", stats.adapter_fetches),
+            ("fetched_bytes", "Bytes of them", stats.adapter_bytes_fetched),
+            ("fetch_failures", "Copies from a replica that came to nothing", stats.adapter_fetch_failures),
+        ):
+            yield self._counter(f"loraplex:adapter_{name}", text, value)
         yield self._gauge("loraplex:device_adapter_bytes", "GPU memory held by adapter weights", num_bytes)
         yield self._gauge("loraplex:device_arena_bytes", "GPU memory that adapters and KV share", arena)
 

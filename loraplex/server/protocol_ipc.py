@@ -6,6 +6,8 @@
                                     ◀─────────── Listening
     Hello                           ───────────▶ unlinks the sockets, builds the core
                                     ◀─────────── StartProgress*, then Loaded or Failed
+    JoinPool, in a fleet            ───────────▶ offers its adapters to other replicas
+                                    ◀─────────── PoolJoined
     AddAdapter*, Prepare            ───────────▶ compiles and captures what these adapters need
                                     ◀─────────── StartProgress*, then Ready or Failed
     AddRequest, Cancel              ───────────▶
@@ -40,6 +42,7 @@ from loraplex.core.errors import AdapterFormatError, InvalidRequestError, Lorapl
 from loraplex.core.logs import LogFormat
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.server.pool.messages import Holder
 
 EVENTS_SOCKET: Final = "events.sock"
 COMMANDS_SOCKET: Final = "commands.sock"
@@ -123,8 +126,18 @@ class Hello(Message, frozen=True):
     pass
 
 
+class JoinPool(Message, frozen=True):
+    """There are other replicas: share adapters in host memory with them. The keys are those of the fleet."""
+
+    public_key: str
+    secret_key: str
+
+
 class AddRequest(Message, frozen=True):
+    """`holders`: replicas that the request's adapter can be copied from, if this one does not have it."""
+
     request: EngineRequest
+    holders: tuple[Holder, ...] = ()
 
 
 class Cancel(Message, frozen=True):
@@ -132,7 +145,10 @@ class Cancel(Message, frozen=True):
 
 
 class AddAdapter(Message, frozen=True):
+    """`holders`: as those of a request."""
+
     spec: AdapterSpec
+    holders: tuple[Holder, ...] = ()
 
 
 class RemoveAdapter(Message, frozen=True):
@@ -155,6 +171,12 @@ class Listening(Message, frozen=True):
     """The child has bound the socket for commands, whose address this is."""
 
     commands: str
+
+
+class PoolJoined(Message, frozen=True):
+    """Other replicas may copy adapters from this address."""
+
+    address: str
 
 
 class StartProgress(Message, frozen=True):
@@ -215,9 +237,10 @@ class Alive(Message, frozen=True):
     when it was sent compared with other events."""
 
 
-Command = Hello | AddRequest | Cancel | AddAdapter | RemoveAdapter | Prepare | GetStats | Shutdown
+Command = Hello | JoinPool | AddRequest | Cancel | AddAdapter | RemoveAdapter | Prepare | GetStats | Shutdown
 Event = (
     Listening
+    | PoolJoined
     | StartProgress
     | Loaded
     | Ready

@@ -34,7 +34,7 @@ class RemoteSockets:
 
     def admit(self, public_key: str) -> None:
         """Let the engine with this key connect, and no other."""
-        self._guard.configure_curve_callback("*", credentials_provider=_Only(public_key))
+        self._guard.configure_curve_callback("*", credentials_provider=OnlyKey(public_key))
 
     def connect_commands(self, address: str) -> tuple[Socket, Socket]:
         """Return a socket for commands, and one that gets a message when its connection is cut."""
@@ -60,7 +60,9 @@ class _Nobody:
         return False
 
 
-class _Only:
+class OnlyKey:
+    """Lets in who has the secret of this key."""
+
     def __init__(self, public_key: str) -> None:
         self._key = public_key.encode(KEY_ENCODING)
 

@@ -27,6 +27,8 @@ from loraplex.server.engine_process import (
     describe,
     import_object,
 )
+from loraplex.server.engine_sockets import CurveKeys
+from loraplex.server.pool.replica_pool import ReplicaPool
 
 WAIT_S = 60.0
 
@@ -275,6 +277,7 @@ class Wires:
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.core = FakeCore(FakeOptions())
+        self.pool, self.host = ReplicaPool(), "127.0.0.1"
         self._commands_in, self._commands_out = self._pipe("inproc://commands")
         self._events_in, self._events_out = self._pipe("inproc://events")
 
@@ -295,7 +298,7 @@ class Wires:
     def _loop_with(self, commands: Sequence[ipc.Command]) -> EngineLoop:
         for command in commands:
             self._commands_out.send(ipc.encode(command))
-        return EngineLoop(self.core, self._commands_in, self._events_out)
+        return EngineLoop(self.core, self._commands_in, self._events_out, self.pool, self.host)
 
     def _events(self) -> list[ipc.Event]:
         events = []
@@ -308,6 +311,7 @@ class Wires:
 def wires() -> Iterator[Wires]:
     made = Wires()
     yield made
+    made.pool.close()
     made.context.destroy(linger=0)
 
 
@@ -329,6 +333,24 @@ def test_of_many_waiting_commands_the_rest_is_taken_after_the_next_step(wires: W
     assert [output.request_id for output in queued] == names[:num_first]
     assert [output.request_id for output in stepped] == names[:num_first]
     assert list(wires.core.running) == names
+
+
+def test_a_replica_says_where_others_copy_adapters_from(wires: Wires) -> None:
+    keys = CurveKeys.make()
+    (joined,) = wires.run(ipc.JoinPool(keys.public, keys.secret), ipc.Shutdown())
+    assert isinstance(joined, ipc.PoolJoined)
+    assert joined.address.startswith("tcp://127.0.0.1:")
+    assert wires.pool.is_joined
+
+
+def test_a_replica_at_whose_address_nothing_can_listen_serves_on_from_files(
+    wires: Wires, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, wires.host = CurveKeys.make(), "203.0.113.1"  # of nobody, by RFC 5737
+    wires.run(ipc.JoinPool(keys.public, keys.secret), ipc.AddRequest(request_of("a")), ipc.Shutdown())
+    assert list(wires.core.running) == ["a"]
+    assert not wires.pool.is_joined
+    assert "nothing can listen at 203.0.113.1" in caplog.text
 
 
 def test_a_refused_request_is_answered_and_the_next_one_served(wires: Wires) -> None:

@@ -8,12 +8,14 @@ from loraplex.core.request import EngineOutput, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.server import protocol_ipc as ipc
+from loraplex.server.pool.messages import Holder
 
 COMMANDS: list[ipc.Command] = [
     ipc.Hello(),
-    ipc.AddRequest(request_of("a", adapter="v1")),
+    ipc.JoinPool("public", "secret"),
+    ipc.AddRequest(request_of("a", adapter="v1"), (Holder("tcp://10.0.0.7:5555", awaited=True),)),
     ipc.Cancel("a"),
-    ipc.AddAdapter(spec_of("v1")),
+    ipc.AddAdapter(spec_of("v1"), (Holder("tcp://[::1]:5555"),)),
     ipc.RemoveAdapter("v1"),
     ipc.GetStats(),
     ipc.Shutdown(),
@@ -21,6 +23,7 @@ COMMANDS: list[ipc.Command] = [
 LOGPROB = TokenLogprob(token_id=3, logprob=-0.5, top=((3, -0.5), (4, -2.0)))
 EVENTS: list[ipc.Event] = [
     ipc.Listening("ipc:///tmp/x/commands.sock"),
+    ipc.PoolJoined("tcp://10.0.0.7:5555"),
     ipc.StartProgress("weights", 0.25),
     ipc.Loaded(),
     ipc.Ready(num_kv_blocks=10, max_model_len=64, load_s=1.5),

@@ -16,9 +16,8 @@ from loraplex.adapters.slab import SlabLayout, slab_layout
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.modules import MODULE_INDEX, MODULES
 from loraplex.core.shape import ModelShape
+from loraplex.engine.adapter_reads import ReadSlab
 from loraplex.kernels.lora import TABLE_COLUMNS
-
-ReadSlab = Callable[[AdapterSpec, SlabLayout, torch.Tensor], object]
 
 
 def table_bytes(shape: ModelShape) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Final
@@ -10,10 +11,10 @@ import torch
 
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.shape import ModelShape
+from loraplex.engine.adapter_reads import AdapterReads, ReadSlab
 from loraplex.engine.assist.split import default_num_workers
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
-from loraplex.engine.cuda.adapter_block import ReadSlab
 from loraplex.engine.cuda.adapter_store import AdapterStore, PlanGroups
 from loraplex.engine.cuda.compilation import KernelCompilation, keep_compiled_kernels
 from loraplex.engine.cuda.cpu_assist import start_assist
@@ -31,8 +32,9 @@ from loraplex.engine.cuda.weight_reading import WeightReading
 from loraplex.engine.executor import Executor
 from loraplex.engine.machine import num_cores
 from loraplex.engine.parallel.messages import Progress
+from loraplex.engine.peers import Peers
 from loraplex.engine.profile_subject import known_costs
-from loraplex.engine.slab_reader import SlabReaders
+from loraplex.engine.slab_reader import SlabReaders, read_slab
 from loraplex.kernels.triton.triton_kernels import TritonKernels
 from loraplex.model.collective import SOLO, Collective
 from loraplex.model.config import ModelConfig
@@ -58,19 +60,23 @@ def build_cuda_core(
     read: ReadSlab | None = None,
     host_blocks: HostBlocks | None = None,
     collective: Collective = SOLO,
+    peers: Peers | None = None,
 ) -> Engine:
     """An engine over weights that are on the device already.
 
     `read`: how an adapter's weights come into the host's memory, if not from its files; `host_blocks`:
-    instead of that memory.
+    instead of that memory. `peers`: other replicas that adapters may come from.
     """
     keep_compiled_kernels()
     plan = plan_memory(options, config.shape, weights.embedding_VH.device)
     device, memory = weights.embedding_VH.device, None
-    if host_blocks is None:
+    if host_blocks is not None:
+        reads = AdapterReads(read_slab)
+    else:
+        reads, close_reads = _adapter_reads(read, peers=peers)
         memory = _host_memory(options, device)
-        host_blocks = _host_pool(config.shape, options.dtype, memory, read)
-    executor = _build_executor(config, weights, options, plan, host_blocks, memory, collective)
+        host_blocks = HostPool(config.shape, options.dtype, memory, reads.read, close_reads, keep=reads.keep)
+    executor = _build_executor(config, weights, options, plan, host_blocks, memory, reads, collective)
     return assemble_engine(options, plan, config.shape, executor, weights.embedding_VH.device.type)
 
 
@@ -108,6 +114,7 @@ def assemble_shard(
     reading: WeightReading,
     collective: Collective,
     report: Progress,
+    peers: Peers | None = None,
 ) -> CudaExecutor:
     """The executor of a shard; `local` is its config, and `reading` that of its weights, which has begun."""
     device = torch.device("cuda", shard.index)
@@ -118,8 +125,9 @@ def assemble_shard(
         weights = reading.finish(report)
         report("allocating memory", 0.0)
         memory = _host_memory(options, device)
-        host_blocks = _host_pool(local.shape, options.dtype, memory, shard=shard)
-        executor = _build_executor(local, weights, options, plan, host_blocks, memory, collective)
+        reads, close_reads = _adapter_reads(None, shard, peers)
+        host_blocks = HostPool(local.shape, options.dtype, memory, reads.read, close_reads, keep=reads.keep)
+        executor = _build_executor(local, weights, options, plan, host_blocks, memory, reads, collective)
         undo.callback(executor.close)
         if compilation is not None:
             compilation.finish(report)
@@ -131,17 +139,14 @@ def _host_memory(options: CudaOptions, device: torch.device) -> HostMemory:
     return HostMemory(options.host_bytes, pinned=device.type == "cuda", shared=_num_workers(options) > 0)
 
 
-def _host_pool(
-    shape: ModelShape,
-    dtype: torch.dtype,
-    memory: HostMemory,
-    read: ReadSlab | None = None,
-    shard: Shard = WHOLE,
-) -> HostPool:
+def _adapter_reads(
+    read: ReadSlab | None, shard: Shard = WHOLE, peers: Peers | None = None
+) -> tuple[AdapterReads, Callable[[], None]]:
+    """Return what fills slabs, and what lets go of its threads."""
     if read is not None:
-        return HostPool(shape, dtype, memory, read)
+        return AdapterReads(read, peers), lambda: None
     readers = SlabReaders(shard)
-    return HostPool(shape, dtype, memory, readers, readers.close)
+    return AdapterReads(readers, peers), readers.close
 
 
 def _build_executor(
@@ -151,10 +156,11 @@ def _build_executor(
     plan: MemoryPlan,
     host_blocks: HostBlocks,
     memory: HostMemory | None,
+    reads: AdapterReads,
     collective: Collective,
 ) -> CudaExecutor:
-    """`config` and `weights` are the shard's; `memory`: where adapters are on the host, if they are files.
-    `host_blocks` are closed if it comes to nothing."""
+    """`config` and `weights` are the shard's; `memory`: where adapters are on the host, if they are files;
+    `reads`: what fills `host_blocks`, which are closed if it comes to nothing."""
     device, shape = weights.embedding_VH.device, config.shape
     with ExitStack() as undo:
         undo.callback(host_blocks.close)
@@ -189,6 +195,7 @@ def _build_executor(
             store=store,
             device=device,
             num_seats=num_seats,
+            reads=reads,
             assist=assist,
         )
         undo.pop_all()

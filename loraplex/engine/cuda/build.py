@@ -28,14 +28,22 @@ if TYPE_CHECKING:
     from loraplex.engine.core import Engine
     from loraplex.engine.cuda.executor import CudaExecutor
     from loraplex.engine.executor import Executor
+    from loraplex.engine.peers import Peers
 
 _SWITCH_INTERVAL_S: Final = 0.0005
 
 
 def build_cuda_engine(
-    options: EngineOptions, config: ModelConfig, dtype: torch.dtype, report: Progress
+    options: EngineOptions,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    report: Progress,
+    peers: Peers | None = None,
 ) -> Engine:
-    """An engine over a checkpoint: `options.model` is a folder, and `config` the whole model's."""
+    """An engine over a checkpoint: `options.model` is a folder, and `config` the whole model's.
+
+    `peers`: other replicas that adapters may come from; those of several devices come from files.
+    """
     num_shards = options.tensor_parallel
     local = Shard(index=0, count=num_shards).config(config)
     host_bytes = options.host_adapter_memory_bytes
@@ -58,7 +66,7 @@ def build_cuda_engine(
     build = partial(_build_shard, Path(options.model), cuda_options, plan)
     executor: Executor
     if num_shards == 1:
-        executor = build(WHOLE, SOLO, report)
+        executor = build(WHOLE, SOLO, report, peers=peers)
     else:
         executor = start_parallel(
             build, count=num_shards, device="cuda", num_threads=torch.get_num_threads(), report=report
@@ -75,6 +83,7 @@ def _build_shard(
     shard: Shard,
     collective: Collective,
     report: Progress,
+    peers: Peers | None = None,
 ) -> CudaExecutor:
     """Load a shard onto its device; every process of an engine does so with the same numbers."""
     config, device = load_config(folder), torch.device("cuda", shard.index)
@@ -85,7 +94,7 @@ def _build_shard(
         # Not at the top: Triton takes a second to import.
         from loraplex.engine.cuda.assemble import assemble_shard
 
-        return assemble_shard(shard, shard.config(config), options, plan, reading, collective, report)
+        return assemble_shard(shard, shard.config(config), options, plan, reading, collective, report, peers)
 
 
 @contextmanager

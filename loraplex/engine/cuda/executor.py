@@ -23,6 +23,7 @@ from loraplex.adapters.slab import slab_layout, touched_groups
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest, TokenLogprob
+from loraplex.engine.adapter_reads import AdapterReads
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival, Shipment
 from loraplex.engine.cuda.cpu_assist import AssistedRows, CpuAssist
@@ -33,6 +34,7 @@ from loraplex.engine.cuda.step_lora import to_device, without_adapters
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment, use_device
 from loraplex.engine.executor import AdapterEvent, LoadOrder, StepResult
+from loraplex.engine.peers import ReadCounts
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import SamplingState, not_finite, sample
@@ -85,14 +87,17 @@ class CudaExecutor:
         store: AdapterStore,
         device: torch.device,
         num_seats: int,
+        reads: AdapterReads,
         assist: CpuAssist | None = None,
     ) -> None:
+        """`reads`: what fills the blocks of `store`."""
         self._decoder = decoder
         self._runner = runner
         self._builder = builder
         self._arena = arena
         self._store = store
         self._device = device
+        self._reads = reads
         self._assist = assist
         self._adapters = ResidentAdapters(_NUM_READS, partial(use_device, device))
         self._arrivals: dict[str, Arrival] = {}  # adapters that steps may have to wait for, in their order
@@ -182,6 +187,10 @@ class CudaExecutor:
         for move in moves:
             if move.version in weights:  # it may have been evicted since
                 weights[move.version] = self._store.moved(weights[move.version], move.target_byte)
+
+    @property
+    def read_counts(self) -> ReadCounts:
+        return self._reads.counts
 
     @property
     def num_pending_loads(self) -> int:

@@ -9,7 +9,8 @@ import torch
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.shape import ModelShape
-from loraplex.engine.cuda.adapter_block import ReadSlab, adapter_block
+from loraplex.engine.adapter_reads import ReadSlab
+from loraplex.engine.cuda.adapter_block import adapter_block
 from loraplex.engine.cuda.bus import Stretch
 from loraplex.engine.cuda.host_memory import HostMemory
 
@@ -40,7 +41,7 @@ class HostBlocks(Protocol):
 
 
 class HostPool:
-    """Blocks read from the adapters' files."""
+    """Blocks read from the adapters' files, or copied from other replicas."""
 
     def __init__(
         self,
@@ -49,23 +50,27 @@ class HostPool:
         memory: HostMemory,
         read: ReadSlab,
         on_close: Callable[[], None] = lambda: None,
+        *,
+        keep: ReadSlab | None = None,
     ) -> None:
-        """`on_close`: what else there is to let go of at the end."""
+        """`keep`: instead of `read` for blocks that stay in the host's memory. `on_close`: what else there is
+        to let go of at the end."""
         self._shape = shape
         self._dtype = dtype
         self._memory = memory
         self._read = read
+        self._keep = keep or read
         self._on_close = on_close
 
     def read(self, spec: AdapterSpec, place: int) -> None:
-        self._fill(spec, lambda num_bytes: self._memory.take(place, place + num_bytes))
+        self._fill(spec, self._keep, lambda num_bytes: self._memory.take(place, place + num_bytes))
 
     def parts(self, spec: AdapterSpec, place: int, begin: int, end: int) -> list[Stretch]:
         pieces = self._memory.pieces(place + begin, place + end)
         return [Stretch(self._memory.address + low, high - low) for low, high in pieces]
 
     def passing(self, spec: AdapterSpec) -> torch.Tensor:
-        return self._fill(spec, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+        return self._fill(spec, self._read, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
 
     def prepare(self) -> bool:
         return self._memory.pin_ahead()
@@ -79,5 +84,5 @@ class HostPool:
         finally:
             self._on_close()
 
-    def _fill(self, spec: AdapterSpec, memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        return adapter_block(spec, self._shape, self._dtype, self._read, memory)
+    def _fill(self, spec: AdapterSpec, read: ReadSlab, memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        return adapter_block(spec, self._shape, self._dtype, read, memory)

@@ -13,6 +13,7 @@ from loraplex.core.request import EngineRequest
 from loraplex.engine.executor import AdapterEvent, Executor, Flight, LoadOrder, StepResult
 from loraplex.engine.parallel.shard_plans import PlanSender
 from loraplex.engine.parallel.workers import Workers
+from loraplex.engine.peers import ReadCounts
 from loraplex.scheduling.plan import AdapterRead, Move, StepPlan
 
 _LOCAL: Final = 0
@@ -104,6 +105,11 @@ class ParallelExecutor:
 
     def evict_adapter(self, version: str) -> None:
         self._everywhere("evict_adapter", version)
+
+    @property
+    def read_counts(self) -> ReadCounts:
+        """Of shard 0; the others read the same."""
+        return self._local.read_counts
 
     @property
     def num_pending_loads(self) -> int:

@@ -21,6 +21,7 @@ from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
 from loraplex.server.fleet.guessed_costs import guessed_costs
 from loraplex.server.fleet.routing_events import Limits
+from loraplex.server.pool.directory import PoolDirectory
 from loraplex.server.protocol_ipc import Ready
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -56,11 +57,13 @@ def local_fleet(
     elif engine.num_threads is None:
         engine = replace(engine, num_threads=max(max_threads() // num_replicas, 1))
 
+    pool = PoolDirectory()
+
     def make(number: int) -> EngineClient:
         """Make the replica of this number, with GPUs of its own."""
         own = gpus[number * engine.tensor_parallel : (number + 1) * engine.tensor_parallel]
         env = {_VISIBLE: ",".join(own)} if own else {}
-        return EngineClient(engine, factory=factory, options=ClientOptions(env=env))
+        return EngineClient(engine, factory=factory, options=ClientOptions(env=env), pool=pool.member(number))
 
     setup = FleetSetup(
         make=make,

@@ -21,6 +21,7 @@ from loraplex.server.fleet.ray_child import RayChild
 from loraplex.server.fleet.ray_cluster import RayCluster
 from loraplex.server.fleet.ray_messages import Connected
 from loraplex.server.fleet.ray_shares import share_of
+from loraplex.server.pool.directory import PoolDirectory
 from loraplex.server.protocol_ipc import Event
 
 _NEW_WAIT_S: Final = 5.0
@@ -49,6 +50,8 @@ def ray_fleet(
     check_live_policy(policy, shares_memory="GPU" in resources)
     engine = replace(engine, model=_absolute(engine.model))
 
+    pool = PoolDirectory()
+
     def make(number: int) -> EngineClient:
         waits_s = iter((_NEW_WAIT_S,))
 
@@ -63,7 +66,7 @@ def ray_fleet(
                 on_event=on_event,
             )
 
-        return EngineClient(engine, factory=factory, start_child=start_child)
+        return EngineClient(engine, factory=factory, start_child=start_child, pool=pool.member(number))
 
     setup = FleetSetup(
         make=make,

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fleet")
     base = tiny.save_model(root, vocab_size=400, max_position_embeddings=1024)
     hf_tokenizer().save_pretrained(root)
-    for seed, name in enumerate(("one", "two")):
+    for seed, name in enumerate(("one", "two", "cold")):
         tiny.save_adapter(root / "adapters" / name, base, rank=4 * (seed + 1), seed=seed + 1)
     tiny.save_adapter(root / "more" / "three", base, rank=4, seed=9)
     return root
@@ -214,10 +215,41 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
     assert sum(row["placed"] or 0 for row in decision["replicas"]) == pytest.approx(1), "shares of a plan"
 
 
+def adapter_reads(url: str) -> dict[str, int]:
+    """Counters of files read and adapters copied, by what they count."""
+    page = httpx.get(f"{url}/metrics").text
+    found = re.findall(r"loraplex:adapter_(file_reads|fetches|fetch_failures)_total\{[^}]*\} (\S+)", page)
+    return {name: int(float(value)) for name, value in found}
+
+
+def check_a_cold_adapter_is_read_once(url: str) -> None:
+    """100 requests at once for an adapter that nobody has: one replica reads its files, and the others that
+    serve it copy it from there."""
+    sent, before = [row["sent"] for row in replicas(url)], adapter_reads(url)
+    body = {"model": "cold", "prompt": "w5 w6 w7", "max_tokens": 4, "temperature": 0}
+    with httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=100)) as client:
+
+        def ask(_: int) -> str:
+            text: str = client.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
+            return text
+
+        with ThreadPoolExecutor(100) as clients:
+            texts = set(clients.map(ask, range(100)))
+    assert len(texts) == 1
+    num_serving = sum(row["sent"] > earlier for row, earlier in zip(replicas(url), sent, strict=True))
+    expected = {"file_reads": 1, "fetches": num_serving - 1, "fetch_failures": 0}
+
+    def counted() -> dict[str, int]:
+        return {name: value - before[name] for name, value in adapter_reads(url).items()}
+
+    wait_until(lambda: counted() == expected, f"{num_serving} replicas serve it; counted: {counted()}")
+
+
 def test_replicas_are_added_and_replaced_by_commands(fleet: str) -> None:
     assert [row["state"] for row in json.loads(fleet_command(fleet, "scale", "3", "--json").stdout)] == [
         "ready"
     ] * 3
+    check_a_cold_adapter_is_read_once(fleet)
     before = replicas(fleet)[1]["pid"]
     restarted = fleet_command(fleet, "restart", "1", "--move")
     assert restarted.returncode == 0, restarted.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -53,6 +54,12 @@ def answer(url: str, model: str = "one") -> str:
 def replicas(url: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = httpx.get(f"{url}/v1/fleet").json()["data"]
     return rows
+
+
+def adapter_reads(url: str) -> dict[str, float]:
+    page = httpx.get(f"{url}/metrics").text
+    found = re.findall(r"loraplex:adapter_(file_reads|fetches)_total\{[^}]*\} (\S+)", page)
+    return {name: float(value) for name, value in found}
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -131,6 +138,8 @@ def test_ray_places_replicas_that_are_replaced_scaled_and_ended(folder: Path, tm
         rows = replicas(url)
         assert [(row["sent"], row["node"]) for row in rows] == [(1, "127.0.0.1")] * 2
         assert answer(url, "tiny") != text
+        # The second one has copied the adapter from the first.
+        wait_until(lambda: adapter_reads(url) == {"file_reads": 1, "fetches": 1}, "it was not copied")
 
         # One whose actor dies dies with it, and gets another.
         pid = rows[0]["pid"]
