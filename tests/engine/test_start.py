@@ -63,7 +63,7 @@ def test_only_an_engine_that_may_use_a_device_has_a_context(
     created = threading.Event()
     options, engine = EngineOptions(model="m", device=device), SimpleNamespace()
 
-    def built(given: EngineOptions, progress: object) -> object:
+    def built(given: EngineOptions, progress: object, peers: object) -> object:
         assert given is options
         if begun:
             assert created.wait(60)
