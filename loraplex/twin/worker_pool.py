@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import threading
@@ -10,35 +10,79 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
+
+
+class _Worker(multiprocessing.context.SpawnProcess):
+    """A process that Ctrl-C does not end, from its first instruction on: Ctrl-C reaches every process of a
+    terminal, and the owner decides what it means. A blocked signal stays blocked in the process started."""
+
+    def start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Context(multiprocessing.context.SpawnContext):
+    Process = _Worker
 
 
 @contextmanager
 def worker_pool(
     num_tasks: int, initializer: Callable[..., object] | None = None, initargs: tuple[Any, ...] = ()
 ) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool for so many tasks. If the block is left by an exception, or the process is killed, tasks
-    under way are given up: nobody waits for them, and no worker goes on without its owner."""
+    """Yield a pool for so many tasks. If the block is left by an exception, or the process is interrupted or
+    killed, tasks under way are given up: nobody waits for them, and no worker goes on without its owner."""
     num_workers = max(min(len(os.sched_getaffinity(0)), num_tasks), 1)
-    context = multiprocessing.get_context("spawn")
+    context = _Context()
     # Nothing is ever sent: workers wait for the end of the connection, which closes with this process.
     receiver, sender = context.Pipe(duplex=False)
     with (
         receiver,
         sender,
+        _interrupted_by(sender.close),
         ProcessPoolExecutor(num_workers, context, _begin, (receiver, initializer, initargs)) as pool,
     ):
         try:
             yield pool
         except BaseException:
-            sender.close()
-            pool.shutdown(wait=False, cancel_futures=True)
+            sender.close()  # the pool ends with its workers
             raise
 
 
+@contextmanager
+def _interrupted_by(end_workers: Callable[[], None]) -> Iterator[None]:
+    """Have Ctrl-C end the workers, and raise KeyboardInterrupt when the block is left, which is soon: without
+    workers every wait for a result fails. Raised at once, it could leave a lock of the pool held forever, and
+    the pool would never end. A second Ctrl-C does what it did before."""
+    before = signal.getsignal(signal.SIGINT)
+    if before in (None, signal.SIG_IGN) or threading.current_thread() is not threading.main_thread():
+        yield  # this process is not interrupted, or by others; signals are handled by the main thread
+        return
+    interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, before)
+        end_workers()
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Exception:
+        if not interrupted:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
 def _begin(owner: Connection, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
-    # Ctrl-C reaches every process of a terminal: the owner decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
     if initializer is not None:
         initializer(*initargs)

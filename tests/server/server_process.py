@@ -1,17 +1,25 @@
-"""`loraplex serve` as a process of its own."""
+"""`loraplex serve` as a process of its own, what tests ask it, and commands called in this process."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.core.errors import LoraplexError
 
 COMMAND = [sys.executable, "-m", "loraplex.cli.main"]
+PATIENCE_S = 120.0
 
 
 @contextmanager
@@ -42,3 +50,34 @@ def serving(
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+class Ended(NamedTuple):
+    """How a command ended, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_command(*args: str, **environment: str) -> Ended:
+    """Run a command in this process: a process of its own takes a second to import what is here already."""
+    done = CliRunner().invoke(app, args, env={"COLUMNS": "200", **environment})
+    if done.exception is not None and not isinstance(done.exception, SystemExit | LoraplexError):
+        raise done.exception
+    said = str(done.exception) if isinstance(done.exception, LoraplexError) else ""
+    return Ended(done.exit_code, done.stdout, done.stderr + said)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll: what happens in another process can only be asked for."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited in vain for: {what}"
+        time.sleep(0.02)
+
+
+def replicas(url: str) -> list[dict[str, Any]]:
+    """Return what a fleet says of its replicas."""
+    rows: list[dict[str, Any]] = httpx.get(f"{url}/v1/fleet").json()["data"]
+    return rows

@@ -10,8 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ import httpx
 import openai
 import pytest
 import tiny
-from server_process import serving
+from server_process import PATIENCE_S, serving, wait_until
 from serving_fakes import hf_tokenizer
 
 from loraplex.core.exits import EXIT_ENGINE_FAILED
 
 CONTEXT = 8192
 LONG = {"max_tokens": 8000, "temperature": 0, "ignore_eos": True, "stream": True}
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +60,6 @@ def own_server(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[
     """A server for a test that ends it."""
     with started(folder, tmp_path) as found:
         yield found
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Polls: what happens in another process can only be asked for."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for: {what}"
-        time.sleep(0.02)
 
 
 def engine_pid(server_pid: int) -> int:
@@ -186,14 +176,9 @@ def test_a_server_whose_engine_keeps_dying_ends_with_an_exit_code_for_supervisor
     assert "Traceback" not in said
 
 
-def test_a_server_that_is_told_to_end_while_its_engine_is_down_ends_in_peace(own_server) -> None:
-    process, _ = own_server
-    os.kill(engine_pid(process.pid), signal.SIGKILL)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_S) == 0
-
-
-def test_adapters_survive_a_killed_server(folder: Path, tmp_path: Path) -> None:
+def test_adapters_survive_a_killed_server_and_without_its_engine_the_next_one_ends_in_peace(
+    folder: Path, tmp_path: Path
+) -> None:
     options = ["--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(tmp_path)]
     with serving(folder, *options) as (process, url, _):
         for name in ("one", "three"):
@@ -202,9 +187,12 @@ def test_adapters_survive_a_killed_server(folder: Path, tmp_path: Path) -> None:
         before = {name: complete(url, name) for name in ("one", "three")}
         process.kill()
         process.wait()
-    with serving(folder, *options) as (_, url, said):
+    with serving(folder, *options) as (process, url, said):
         assert "another server" not in said
         assert {name: complete(url, name) for name in ("one", "three")} == before
+        os.kill(engine_pid(process.pid), signal.SIGKILL)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_reload_serves_old_requests_with_the_old_version(server, folder: Path, tmp_path: Path) -> None:

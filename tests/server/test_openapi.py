@@ -31,7 +31,7 @@ BODIES = [
 ]
 READS = ["/v1/models", "/v1/adapters", "/health", "/health/ready", "/health/live", "/version", "/metrics"]
 MODEL = "/v1/models/{model_id}"
-CALLS_PER_BODY = 85
+CALLS_PER_BODY = 56
 CHECKS = [
     checks.not_a_server_error,
     checks.status_code_conformance,

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import openai
 import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
-from server_process import serving
+from server_process import serving, wait_until
 from serving_fakes import hf_tokenizer
 from typer.testing import CliRunner
 
@@ -30,7 +29,6 @@ from loraplex.core.errors import UserError
 VERSIONS = ("v0", "v1", "v2")
 SHARE = 0.4
 PROMPT = "w5 w6 w7"
-PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = root / "adapters" / "overflows" / WEIGHTS_FILE
     save_file({name: 1e30 * values for name, values in load_file(weights).items()}, weights)
     return root
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Polls: what happens in another process can only be asked for."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited in vain for {what}"
-        time.sleep(0.02)
 
 
 class Server:

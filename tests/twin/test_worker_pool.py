@@ -24,6 +24,46 @@ if __name__ == "__main__":
         pool.submit(time.sleep, 1000).result()
 """
 
+# Interrupted when the main thread has just taken a lock of the future that it is about to wait for.
+INTERRUPTED_WITH_A_LOCK = """
+import signal, sys, threading, time
+from loraplex.twin.worker_pool import worker_pool
+
+if __name__ == "__main__":
+    enter = threading.Condition.__enter__
+
+    def interrupted(condition):
+        found = enter(condition)
+        if threading.current_thread() is threading.main_thread():
+            threading.Condition.__enter__ = enter
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    try:
+        with worker_pool(1) as pool:
+            task = pool.submit(time.sleep, 1000)
+            threading.Condition.__enter__ = interrupted
+            task.result()
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+# Workers import this module, say so and wait for the end of their input.
+INTERRUPTED_WHILE_STARTING = """
+import os, sys
+from loraplex.twin.worker_pool import worker_pool
+
+if __name__ == "__main__":
+    try:
+        with worker_pool(2) as pool:
+            list(pool.map(abs, (-1, 2)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+else:
+    print("importing", flush=True)
+    os.read(0, 1)
+"""
+
 
 def has_ended(pid: int) -> bool:
     """Wait for the end of a process that is no child of this one."""
@@ -47,6 +87,25 @@ def test_no_worker_outlives_its_owner(number: signal.Signals, tmp_path: Path) ->
         owner.send_signal(number)
         owner.communicate(timeout=60)
     assert has_ended(worker)
+
+
+def test_an_interrupt_leaves_no_lock_behind(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(INTERRUPTED_WITH_A_LOCK, encoding="utf-8")
+    found = subprocess.run([sys.executable, script], capture_output=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (130, b"", b"")
+
+
+def test_ctrl_c_while_workers_start_ends_all_of_them_without_a_word(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(INTERRUPTED_WHILE_STARTING, encoding="utf-8")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, script], start_new_session=True, **pipes) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"importing\n"
+        os.killpg(owner.pid, signal.SIGINT)  # as a terminal does
+        _, said = owner.communicate(timeout=60)
+    assert (owner.returncode, said) == (130, b"")
 
 
 def test_tasks_under_way_are_given_up_when_the_block_fails() -> None:

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,10 +16,9 @@ import httpx
 import openai
 import pytest
 import tiny
-from server_process import COMMAND, serving
+from server_process import PATIENCE_S, Ended, replicas, run_command, serving, wait_until
 from serving_fakes import hf_tokenizer
 
-PATIENCE_S = 120.0
 MODELS = ("tiny", "one", "two")
 NUM_CHOICES = 36
 """So many that one replica with all of them is overloaded beside one without any."""
@@ -61,18 +58,6 @@ def single(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 def answer(url: str, model: str, prompt: str = "w5 w6 w7", **options: Any) -> Any:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     return client.completions.create(model=model, prompt=prompt, max_tokens=12, **options)
-
-
-def replicas(url: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = httpx.get(f"{url}/v1/fleet").json()["data"]
-    return rows
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.02)
 
 
 def test_a_fleet_answers_as_a_single_server_does(fleet: str, single: str) -> None:
@@ -124,15 +109,8 @@ def test_a_killed_replica_is_replaced_and_nobody_notices(fleet: str) -> None:
     assert 'loraplex:replica_restarts_total{replica="0"} 1.0' in httpx.get(f"{fleet}/metrics").text
 
 
-def fleet_command(url: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "fleet", *args, "--base-url", url],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env={**os.environ, "COLUMNS": "120"},
-    )
+def fleet_command(url: str, *args: str) -> Ended:
+    return run_command("fleet", *args, "--base-url", url)
 
 
 def test_a_drained_replica_is_sent_nothing_until_it_is_undrained(fleet: str) -> None:
@@ -197,15 +175,8 @@ def test_migrated_streams_are_the_undisturbed_ones(fleet: str) -> None:
 def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
     asked = answer(fleet, "two", temperature=0)
 
-    def explained(*options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*COMMAND, "fleet", "explain", asked.id, "--state-dir", str(state), *options],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-            env={**os.environ, "COLUMNS": "140"},
-        )
+    def explained(*options: str) -> Ended:
+        return run_command("fleet", "explain", asked.id, "--state-dir", str(state), *options)
 
     wait_until(lambda: explained().returncode == 0, "the decision is not in the log")
     assert "by auto+auto+migrate" in explained().stdout
@@ -270,14 +241,8 @@ def test_a_single_server_says_that_it_has_no_replicas(single: str) -> None:
 
 def test_bad_options_are_refused_before_anything_starts(folder: Path) -> None:
     def refused(*options: str) -> str:
-        found = subprocess.run(
-            [*COMMAND, "fleet", "serve", "--model", str(folder), "--port", "0", *options],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "0", "COLUMNS": "200"},
-        )
+        start = ("fleet", "serve", "--model", str(folder), "--port", "0")
+        found = run_command(*start, *options, CUDA_VISIBLE_DEVICES="0")
         assert found.returncode in (1, 2)
         return found.stderr
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-import socket
-from collections.abc import Iterator
-from contextlib import aclosing
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 import tiny
-from replicas import answer, replica_of, request_for, run, started, until
+from replicas import answer, request_for, run, until
+from replicas import replica_of as any_replica_of
 from server_process import serving
 from serving_fakes import hf_tokenizer
 
@@ -37,9 +38,12 @@ from loraplex.model.config import load_config
 from loraplex.server.fleet.backend_adapters import adapter_name
 from loraplex.server.fleet.backend_http import BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
+from loraplex.server.fleet.http_replica import HttpReplica
 from loraplex.server.replica import Continuation
 
 TINY = ExpectedBase.of("tiny")
+KEY, ADMIN_KEY = "plain", "chief"
+HEADERS = {"authorization": f"Bearer {KEY}"}
 PROMPT = [11, 42, 7, 99, 150]
 EOS = 2
 
@@ -60,13 +64,37 @@ def specs(folder: Path) -> list[AdapterSpec]:
     return [read_adapter(folder / "open" / name, shape) for name in ("one", "two")]
 
 
+class Server(NamedTuple):
+    process: subprocess.Popen[str]
+    url: str
+    options: list[str]
+
+
 @pytest.fixture(scope="module")
-def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server for all tests that leave it as they found it."""
-    options = ["--state-dir", str(tmp_path_factory.mktemp("state"))]
-    options += ["--allow-adapter-dir", str(folder / "open")]
-    with serving(folder, *options) as (_, url, _):
-        yield url
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server for all tests; all but the last leave it as they found it."""
+    options = ["--allow-adapter-dir", str(folder / "open"), "--api-key", KEY, "--admin-key", ADMIN_KEY]
+    with serving(folder, *options, "--state-dir", str(tmp_path_factory.mktemp("state"))) as (process, url, _):
+        yield Server(process, url, options)
+
+
+@pytest.fixture(scope="module")
+def url(server: Server) -> str:
+    return server.url
+
+
+def replica_of(url: str, expected: ExpectedBase = TINY, **options: Any) -> HttpReplica:
+    return any_replica_of(url, expected, **{"key": KEY, "admin": ADMIN_KEY, **options})
+
+
+@asynccontextmanager
+async def started(url: str, **options: Any) -> AsyncIterator[HttpReplica]:
+    replica = replica_of(url, **options)
+    await replica.start()
+    try:
+        yield replica
+    finally:
+        await replica.close()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +126,7 @@ def test_answers_are_those_of_an_engine_in_this_process(
     url: str, local: LocalAsyncEngine, specs: list[AdapterSpec], params: dict[str, Any]
 ) -> None:
     async def scenario() -> None:
-        async with started(url, TINY) as replica:
+        async with started(url) as replica:
             for spec in specs:
                 await local.add_adapter(spec)
                 await replica.add_adapter(spec)
@@ -127,7 +155,7 @@ def test_an_answer_that_began_elsewhere_goes_on_as_it_would_have(
     url: str, local: LocalAsyncEngine, params: dict[str, Any]
 ) -> None:
     async def scenario() -> None:
-        async with started(url, TINY) as replica:
+        async with started(url) as replica:
             request = request_for(PROMPT, eos=(EOS,), **{"max_tokens": 12, **params})
             whole = await answer(local, request)
             assert replica.continuation(request) is Continuation.SAME
@@ -162,7 +190,7 @@ def test_an_answer_that_cannot_be_gone_on_with_is_refused(
     url: str, fields: dict[str, Any], message: str
 ) -> None:
     body = {"model": "tiny", "prompt": [5, 6], "output_token_ids": [7, 8], "max_tokens": 9, **fields}
-    refused = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    refused = httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS, timeout=60)
     assert refused.status_code == 400, refused.text
     assert message in refused.json()["error"]["message"]
     assert refused.json()["error"]["param"] == "output_token_ids"
@@ -170,7 +198,7 @@ def test_an_answer_that_cannot_be_gone_on_with_is_refused(
 
 def test_a_cancelled_request_is_freed_there(url: str, specs: list[AdapterSpec]) -> None:
     async def scenario() -> None:
-        async with started(url, TINY) as replica:
+        async with started(url) as replica:
             await replica.add_adapter(specs[0])
             request = request_for(
                 PROMPT, adapter=specs[0].version, ignore_eos=True, max_tokens=None, logprobs=1
@@ -197,7 +225,7 @@ def test_a_cancelled_request_is_freed_there(url: str, specs: list[AdapterSpec]) 
 
 def test_what_the_server_refuses(url: str, folder: Path, specs: list[AdapterSpec], tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with started(url, TINY) as replica:
+        async with started(url) as replica:
             with pytest.raises(ContextLengthError):
                 await answer(replica, request_for([5] * 2048))
             with pytest.raises(InvalidRequestError, match="vocabulary"):
@@ -206,10 +234,10 @@ def test_what_the_server_refuses(url: str, folder: Path, specs: list[AdapterSpec
             closed = read_adapter(tmp_path / "one", load_config(folder).shape)
             with pytest.raises(PathNotAllowedError, match="--allow-adapter-dir"):
                 await replica.add_adapter(closed)
-        async with started(url, TINY, seen_path=lambda _: str(folder / "open" / "two")) as replica:
+        async with started(url, seen_path=lambda _: str(folder / "open" / "two")) as replica:
             with pytest.raises(AdapterError, match=r"finds another adapter at .*give both the same files"):
                 await replica.add_adapter(specs[0])
-            names = {model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]}
+            names = {model["id"] for model in httpx.get(f"{url}/v1/models", headers=HEADERS).json()["data"]}
             assert adapter_name(specs[0].version) not in names
         with pytest.raises(BackendError, match="serves the base model 'tiny', not 'acme/other'"):
             await replica_of(url, ExpectedBase.of("acme/other")).start()
@@ -217,58 +245,46 @@ def test_what_the_server_refuses(url: str, folder: Path, specs: list[AdapterSpec
     run(scenario())
 
 
-def test_the_api_key_does_not_change_adapters_where_an_admin_key_does(
-    folder: Path, specs: list[AdapterSpec], tmp_path: Path
-) -> None:
-    options = ["--api-key", "plain", "--admin-key", "chief", "--state-dir", str(tmp_path)]
-    options += ["--allow-adapter-dir", str(folder / "open")]
-
-    async def scenario(url: str) -> None:
+def test_the_api_key_does_not_change_adapters_where_an_admin_key_does(url: str) -> None:
+    async def scenario() -> None:
         with pytest.raises(BackendError, match=r"asks for an API key \(HTTP 401\)"):
-            await replica_of(url, TINY).start()
+            await replica_of(url, key=None, admin=None).start()
         with pytest.raises(BackendError, match=r"does not let the fleet change adapters.*give its admin key"):
-            await replica_of(url, TINY, key="plain").start()
-        async with started(url, TINY, key="plain", admin="chief") as replica:
-            await replica.add_adapter(specs[0])
-            assert (await answer(replica, request_for(PROMPT, adapter=specs[0].version))).token_ids
-            assert (await replica.stats()).num_kv_blocks > 0
+            await replica_of(url, admin=None).start()
 
-    with serving(folder, *options) as (_, url, _):
-        run(scenario(url))
+    run(scenario())
 
 
-@pytest.mark.slow
 def test_streams_end_and_adapters_come_back_when_the_server_does(
-    folder: Path, specs: list[AdapterSpec], tmp_path: Path
+    server: Server, folder: Path, specs: list[AdapterSpec], tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    # Each life has a state folder of its own, so that the server knows nothing of the one before.
-    options = ["--allow-adapter-dir", str(folder / "open"), "--port", port, "--state-dir"]
+    """The last test: it ends the server."""
+    process, url, options = server
 
     async def scenario() -> None:
-        with serving(folder, *options, str(tmp_path / "first")) as (process, url, _):
-            replica = replica_of(url, TINY, silence_s=1.0)
-            await replica.start()
-            for spec in specs:
-                await replica.add_adapter(spec)
-            request = request_for(PROMPT, adapter=specs[0].version, ignore_eos=True)
-            expected = await answer(replica, request)
-            long = request_for(PROMPT, adapter=specs[1].version, ignore_eos=True, max_tokens=None)
-            async with aclosing(replica.generate(long)) as outputs:
-                async for output in outputs:
-                    if output.token_ids:
-                        break
-                process.send_signal(signal.SIGSTOP)
-                with pytest.raises(EngineDeadError):
-                    await _read(outputs)
-            assert not replica.healthy
-            process.send_signal(signal.SIGCONT)
-            await until(lambda: replica.healthy)
-            assert (await answer(replica, request)).token_ids == expected.token_ids
+        replica = replica_of(url, silence_s=1.0)
+        await replica.start()
+        for spec in specs:
+            await replica.add_adapter(spec)
+        request = request_for(PROMPT, adapter=specs[0].version, ignore_eos=True)
+        expected = await answer(replica, request)
+        long = request_for(PROMPT, adapter=specs[1].version, ignore_eos=True, max_tokens=None)
+        async with aclosing(replica.generate(long)) as outputs:
+            async for output in outputs:
+                if output.token_ids:
+                    break
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(EngineDeadError):
+                await _read(outputs)
+        assert not replica.healthy
+        process.send_signal(signal.SIGCONT)
+        await until(lambda: replica.healthy)
+        assert (await answer(replica, request)).token_ids == expected.token_ids
+        process.kill()
         await until(lambda: not replica.healthy)
-        with serving(folder, *options, str(tmp_path / "second")):
+        # The next one has a state folder of its own, so that it knows nothing of the one before.
+        port = str(httpx.URL(url).port)
+        with serving(folder, *options, "--port", port, "--state-dir", str(tmp_path)):
             await until(lambda: replica.healthy)
             found = await answer(replica, request)
             assert (found.token_ids, found.finish_reason) == (expected.token_ids, FinishReason.LENGTH)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 from importlib.machinery import ModuleSpec
 
 import pytest
 from engine_client_harness import run
-from server_process import COMMAND
+from server_process import run_command
 
 from loraplex.core.errors import UserError
 from loraplex.engine.options import EngineOptions
@@ -18,7 +16,6 @@ from loraplex.server.fleet.ray_cluster import RayCluster, RayPlace
 from loraplex.server.fleet.ray_messages import Connected, Node
 from loraplex.server.fleet.ray_shares import share_of
 
-WAIT_S = 120.0
 SMALL, LARGE = Node(host="10.0.0.1", cpus=4, gpus=0), Node(host="10.0.0.2", cpus=16, gpus=0)
 TWO_GPUS, ONE_GPU = Node(host="10.0.0.3", cpus=8, gpus=2), Node(host="10.0.0.4", cpus=8, gpus=1)
 
@@ -82,21 +79,11 @@ def test_too_few_of_anything_is_told_with_how_many_there_are(
     assert words in str(caught.value)
 
 
-def refused(*options: str) -> str:
-    found = subprocess.run(
-        [*COMMAND, "fleet", "serve", "--port", "0", *options],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-    assert found.returncode in (1, 2)
-    return " ".join(found.stderr.split())
-
-
 def test_ray_and_backends_are_two_things() -> None:
-    told = refused("--model", "m", "--ray", "--backend", "http://127.0.0.1:1")
+    both = ("--ray", "--backend", "http://127.0.0.1:1")
+    done = run_command("fleet", "serve", "--port", "0", "--model", "m", *both)
+    assert done.returncode in (1, 2)
+    told = " ".join(done.stderr.split())
     assert "Ray places replicas that are started, backends run already; give one of both" in told
 
 

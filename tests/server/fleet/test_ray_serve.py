@@ -11,10 +11,8 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -22,7 +20,7 @@ import pytest
 import tiny
 from engine_client_harness import pid_of, run, tokens, until
 from fake_core import CHILD_ENV, FACTORY, FakeOptions, request_of, tokens_of
-from server_process import COMMAND, serving
+from server_process import PATIENCE_S, replicas, run_command, serving, wait_until
 from serving_fakes import hf_tokenizer
 
 from loraplex.engine.machine import max_threads
@@ -31,7 +29,6 @@ from loraplex.server.fleet.ray_child import RayChild
 from loraplex.server.fleet.ray_cluster import RayCluster, RayPlace
 from loraplex.server.protocol_ipc import Event
 
-PATIENCE_S = 120.0
 NUM_CORES = max_threads()
 CORES_EACH = max(NUM_CORES // 2, 1)
 
@@ -51,33 +48,10 @@ def answer(url: str, model: str = "one") -> str:
     return found.choices[0].text
 
 
-def replicas(url: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = httpx.get(f"{url}/v1/fleet").json()["data"]
-    return rows
-
-
 def adapter_reads(url: str) -> dict[str, float]:
     page = httpx.get(f"{url}/metrics").text
     found = re.findall(r"loraplex:adapter_(file_reads|fetches)_total\{[^}]*\} (\S+)", page)
     return {name: float(value) for name, value in found}
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.05)
-
-
-def fleet_command(url: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "fleet", *args, "--base-url", url],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env={**os.environ, "COLUMNS": "120"},
-    )
 
 
 def session_of(front: int) -> dict[int, str]:
@@ -118,7 +92,7 @@ def end(front: subprocess.Popen[str], started: dict[int, str]) -> None:
     """End the server by a signal, and see that nothing is left of what it had started."""
     front.send_signal(signal.SIGTERM)
     assert front.wait(PATIENCE_S) == 0
-    wait_until(lambda: not any(map(is_running, started)), "Ray was not ended")
+    wait_until(lambda: not any(map(is_running, started)), "Ray has ended")
 
 
 def test_ray_places_replicas_that_are_replaced_scaled_and_ended(folder: Path, tmp_path: Path) -> None:
@@ -145,21 +119,20 @@ def test_ray_places_replicas_that_are_replaced_scaled_and_ended(folder: Path, tm
         pid = rows[0]["pid"]
         os.kill(parent_of(pid), signal.SIGKILL)
         assert [answer(url) for _ in range(3)] == [text] * 3
-        wait_until(lambda: replicas(url)[0]["restarts"] == 1, "nobody noticed")
-        wait_until(lambda: replicas(url)[0]["state"] == "ready", "the replica did not come back")
+        wait_until(lambda: replicas(url)[0]["restarts"] == 1, "somebody noticed")
+        wait_until(lambda: replicas(url)[0]["state"] == "ready", "the replica is back")
         assert not is_running(pid), "the engine process outlived its actor"
 
         # What Ray has no cores for is told, and the others serve on; others leave.
-        refused = fleet_command(url, "scale", str(NUM_CORES // CORES_EACH + 1))
+        refused = run_command("fleet", "scale", str(NUM_CORES // CORES_EACH + 1), "--base-url", url)
         assert refused.returncode == 1
         assert f"Ray has no node with {CORES_EACH} CPU free; other replicas or programs" in refused.stderr
-        rows = json.loads(fleet_command(url, "scale", "1", "--json").stdout)
+        rows = json.loads(run_command("fleet", "scale", "1", "--json", "--base-url", url).stdout)
         assert [row["state"] for row in rows[:2]] == ["ready", "closed"]
         assert answer(url) == text
         end(front, session_of(front.pid))
 
 
-@pytest.mark.slow
 def test_without_rays_head_a_replica_serves_on_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in CHILD_ENV.items():
         monkeypatch.setenv(name, value)

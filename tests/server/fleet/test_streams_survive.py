@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import tiny
-from server_process import serving
-from serving_fakes import hf_tokenizer
+from server_process import PATIENCE_S, replicas, serving, wait_until
 
-PATIENCE_S = 120.0
 MAX_TOKENS = 500
 SAMPLED: dict[str, Any] = {
     "temperature": 1.0,
@@ -32,18 +28,10 @@ SAMPLED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("survive")
-    base = tiny.save_model(root, vocab_size=400, max_position_embeddings=1024)
-    hf_tokenizer().save_pretrained(root)
-    tiny.save_adapter(root / "adapters" / "one", base, rank=4)
-    return root
-
-
-@pytest.fixture(scope="module")
 def fleet(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Three engine processes."""
     state = tmp_path_factory.mktemp("state")
-    options = ("--adapters", str(folder / "adapters"), "--state-dir", str(state), "--replicas", "2")
+    options = ("--adapters", str(folder / "adapters"), "--state-dir", str(state), "--replicas", "3")
     with serving(folder, *options, command="fleet serve") as (_, url, _):
         yield url
 
@@ -83,20 +71,8 @@ def stream(
     return seen, num_tokens
 
 
-def replicas(url: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = httpx.get(f"{url}/v1/fleet").json()["data"]
-    return rows
-
-
 def num_sent(url: str) -> int:
     return sum(row["sent"] for row in replicas(url))
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.02)
 
 
 def check_disturbed(url: str, disturb: Callable[[int], None], **options: Any) -> None:
@@ -125,7 +101,7 @@ def test_streams_outlive_their_engine_processes(fleet: str) -> None:
         return all(row["state"] == "ready" for row in replicas(fleet))
 
     check_disturbed(fleet, kill, **SAMPLED)
-    wait_until(is_whole, "the replica did not come back")
+    wait_until(is_whole, "the replica is back")
     (whole,), _ = stream(fleet, temperature=0)
     stop = next(
         part
@@ -133,7 +109,7 @@ def test_streams_outlive_their_engine_processes(fleet: str) -> None:
         if whole.text.find(part := whole.text[start : start + 3]) > len(whole.text) // 2
     )
     check_disturbed(fleet, kill, temperature=0, stop=stop)
-    wait_until(is_whole, "the replica did not come back")
+    wait_until(is_whole, "the replica is back")
     drained: list[int] = []
 
     def drain(number: int) -> None:
@@ -146,19 +122,22 @@ def test_streams_outlive_their_engine_processes(fleet: str) -> None:
     assert replicas(fleet)[number]["in_flight"] == 0
 
 
-@pytest.mark.slow
-def test_a_stream_outlives_the_server_behind_the_front(folder: Path, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        servers = []
-        for number in range(2):
-            options = (
-                "--allow-adapter-dir",
-                str(folder / "adapters"),
-                "--state-dir",
-                str(tmp_path / str(number)),
-            )
-            servers.append(stack.enter_context(serving(folder, *options)))
-        backends = [option for _, url, _ in servers for option in ("--backend", url)]
-        adapters = ("--adapters", str(folder / "adapters"), "--state-dir", str(tmp_path / "front"))
-        _, front, _ = stack.enter_context(serving(folder, *adapters, *backends, command="fleet serve"))
-        check_disturbed(front, lambda number: servers[number][0].kill(), **SAMPLED)
+def test_a_stream_outlives_the_server_behind_the_front(
+    front: str, backends: list[tuple[subprocess.Popen[str], str]]
+) -> None:
+    """The last test of the backends: it ends one of them."""
+    short: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    expected = stream(front, **short)
+    killed: list[int] = []
+
+    def kill(number: int) -> None:
+        backends[number][0].kill()
+        killed.append(number)
+
+    check_disturbed(front, kill, **SAMPLED)
+    for _ in range(8):
+        assert stream(front, **short) == expected
+    states = [row["state"] for row in replicas(front)]
+    (number,) = killed
+    assert states.pop(number) == "restarting"
+    assert states == ["ready", "ready"]
