@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -167,6 +168,13 @@ MaxWaiting = Annotated[
 MaxWaitingTokens = Annotated[
     int, typer.Option(min=1, metavar="TOKENS", help="Prompt tokens that may wait, likewise.")
 ]
+MaxTtft = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Refuse a request with 429 if its first token is predicted to take longer; no bound by default.",
+    ),
+]
 MaxConnections = Annotated[
     int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
 ]
@@ -238,6 +246,16 @@ def parse_adapters(texts: Sequence[str] | None) -> dict[str, str]:
 
 def parse_size_or_none(text: str | None, option: str) -> int | None:
     return None if text is None else parse_size(text, option)
+
+
+def parse_max_ttft(seconds: float | None) -> float | None:
+    """The bound on the time to the first token, if there is one."""
+    if seconds is not None and not 0 < seconds < math.inf:  # NaN is neither
+        raise typer.BadParameter(
+            f"{seconds:g} is no time to wait; give seconds above 0, or leave it out for no bound",
+            param_hint="--max-ttft",
+        )
+    return seconds
 
 
 def parse_keys(keys: Sequence[str] | None, option: str) -> tuple[str, ...]:

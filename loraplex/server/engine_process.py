@@ -27,6 +27,7 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
+from loraplex.server.engine_costs import costs_of
 from loraplex.server.engine_sockets import bind_commands, calling_when_cut, connect_events
 from loraplex.server.heartbeat import Heartbeat
 from loraplex.server.protocol_ipc import (
@@ -179,8 +180,9 @@ def import_object(path: str) -> Any:
     return found
 
 
-def build_core(launch: Launch, events: zmq.Socket[bytes]) -> EngineCore:
-    """Call the factory; one with a parameter `progress` is given a function of (phase, fraction)."""
+def build_core(launch: Launch, events: zmq.Socket[bytes]) -> tuple[EngineCore, str | None]:
+    """Return the core, and what it costs if that is known. A factory with a parameter `progress` is given a
+    function of (phase, fraction)."""
     factory = import_object(launch.factory)
     config = msgspec.json.decode(
         launch.config, type=import_object(launch.config_type), dec_hook=decode_extra, strict=True
@@ -191,7 +193,7 @@ def build_core(launch: Launch, events: zmq.Socket[bytes]) -> EngineCore:
 
     extra = {"progress": report} if "progress" in inspect.signature(factory).parameters else {}
     core: EngineCore = factory(config, **extra)
-    return core
+    return core, costs_of(config, core)
 
 
 def leave_with_parent(parent_pid: int) -> None:
@@ -242,7 +244,7 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
         shutil.rmtree(launch.socket_dir, ignore_errors=True)
     started_s = time.monotonic()
     try:
-        core = build_core(launch, events)
+        core, costs = build_core(launch, events)
         loop = EngineLoop(core, commands, events)
         events.send(encode(Loaded()))
         is_ready = loop.start()
@@ -256,6 +258,7 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
         num_kv_blocks=core.stats().num_kv_blocks,
         max_model_len=core.max_model_len,
         load_s=time.monotonic() - started_s,
+        costs=costs,
     )
     try:
         if is_ready:

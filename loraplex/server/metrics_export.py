@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,7 +35,7 @@ class MetricsSnapshot:
     metrics: ServerMetrics
     stats: EngineStats
     num_restarts: int
-    num_refused: int
+    num_refused: Mapping[str, int]
     adapters: Sequence[ServedAdapter]
     replicas: Sequence[ReplicaStatus] = ()
 
@@ -90,8 +90,10 @@ class _Page:
         yield self._counter(
             "loraplex:engine_restarts", "Restarts of the engine process after it died", self._num_restarts
         )
-        yield self._counter(
-            "loraplex:requests_refused", "Calls refused because the queue was full", self._num_refused
+        yield self._by_reason(
+            "loraplex:requests_refused",
+            "Calls refused with 429: the queue was full, or the first token predicted too late",
+            self._num_refused,
         )
         yield self._gauge("loraplex:adapters", "Adapters that are served", len(self._adapters))
         num_bytes, budget = stats.host_adapter_bytes, stats.host_adapter_budget_bytes
@@ -168,6 +170,12 @@ class _Page:
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _by_reason(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=[*self._labels, "reason"])
+        for reason, count in counts.items():
+            family.add_metric([*self._labels.values(), reason], count)
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:

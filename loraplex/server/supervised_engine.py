@@ -9,6 +9,7 @@ from typing import Protocol
 from loraplex.engine.interface import AsyncEngine
 from loraplex.server.engine_status import EngineStatus
 from loraplex.server.protocol_ipc import Ready, StartProgress
+from loraplex.server.waiting import Forecaster
 
 
 class SupervisedEngine(AsyncEngine, Protocol):
@@ -44,3 +45,7 @@ class SupervisedEngine(AsyncEngine, Protocol):
     async def close(self) -> None:
         """Stop it; requests in flight raise EngineClosedError. Idempotent."""
         ...
+
+
+class ServingEngine(SupervisedEngine, Forecaster, Protocol):
+    """What a server answers requests by: a SupervisedEngine that predicts when it would."""

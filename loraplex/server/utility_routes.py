@@ -20,6 +20,7 @@ from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
 from loraplex.server.requests import DetokenizeRequest, TokenizeRequest
 from loraplex.server.responses import Health, Text, Tokens, Version
+from loraplex.server.waiting import Refused
 
 
 def utility_router(deps: ServerDeps) -> APIRouter:
@@ -98,7 +99,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             stats=await deps.text.engine.stats(),
             metrics=deps.metrics.snapshot(),
             num_restarts=deps.engine_status().num_restarts,
-            num_refused=deps.waiting.num_refused,
+            num_refused={reason.value: deps.waiting.num_refused[reason] for reason in Refused},
             adapters=deps.adapters.served(),
             replicas=() if deps.fleet is None else deps.fleet.replicas,
         )

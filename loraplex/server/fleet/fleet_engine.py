@@ -19,6 +19,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import EngineDeadError, InvalidRequestError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import FIRST_GUESS
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
@@ -44,8 +45,8 @@ _LOOK_S: Final = 1.0
 @dataclass(frozen=True, kw_only=True)
 class FleetSetup:
     """How the replicas of a fleet are made. `make`: the replica of this number, not started yet. `limits`: of
-    one that is ready. `costs`: of any of them, as a profile. `most`: how many there can be, and why (None if
-    nothing but good sense limits them)."""
+    one that is ready. `costs`: of any of them, as a profile, where they do not say it themselves. `most`: how
+    many there can be, and why (None if nothing but good sense limits them)."""
 
     make: Callable[[int], Replica]
     limits: Callable[[Ready], Limits]
@@ -102,12 +103,13 @@ class FleetEngine:
             num_kv_blocks=sum(info.num_kv_blocks or 0 for info in infos) or None,
             max_model_len=min(info.max_model_len for info in infos),
             load_s=max(info.load_s for info in infos),
+            costs=infos[0].costs,
         )
         setup = self._setup
         began = Began(
             routing=setup.routing,
             limits=[setup.limits(info) for info in infos],
-            costs=profile_to_json(setup.costs),
+            costs=infos[0].costs or profile_to_json(setup.costs),
             mean_tokens=FIRST_GUESS,
         )
         if self._log is not None:
@@ -278,6 +280,10 @@ class FleetEngine:
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `FleetRequests.generate`."""
         return self._requests.generate(request)
+
+    def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
+        """See `waiting.Forecaster`."""
+        return self._requests.forecast(adapter, prompt_tokens, admitted)
 
     # ---- adapters
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
@@ -12,6 +13,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import UnknownModelError
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.admission import Admitted, Forecast, forecast
 from loraplex.fleet.answer_length import AnswerLength
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
@@ -36,6 +38,8 @@ from loraplex.server.fleet.routing_events import (
 
 _ELEMENT_BYTES: Final = 2
 """Bytes of a LoRA parameter in memory; where it has four, all adapters are equally underestimated."""
+_STEP_TOKENS: Final = 2048
+"""Tokens of a step, of replicas that do not tell."""
 
 
 class _Place(NamedTuple):
@@ -170,6 +174,18 @@ class LiveRouting:
         if version is not None:
             self._use(replica, version)
         return replica
+
+    def forecast(self, version: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast:
+        """Predict the first token of a request that would come now, and change nothing; raises as `route`
+        does. `admitted`: see `fleet.admission.forecast`."""
+        self._current()  # brings the costs up to date
+        view, request = self.view, self.request_of(version, prompt_tokens)
+        # A copy of the router decides, as it remembers its decisions; what it only looks at is not copied.
+        known = {id(each): each for each in (view.costs, view.plan)}
+        replica = copy.deepcopy(self._router, known).choose(request, view)
+        memory = self._costs.memory
+        step_tokens = _STEP_TOKENS if memory is None else memory.step_tokens
+        return forecast(request, view, replica, admitted=admitted, step_tokens=step_tokens)
 
     def first_token(self, request_id: str) -> None:
         self._current().first_token(request_id)
