@@ -110,6 +110,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         )
     },
     "fleet_front.json": {"*": ("loraplex/server", "loraplex/fleet")},
+    "overload.json": {"*": (*_SERVER, "loraplex/fleet")},
     "fleet_kills.json": {"*": (*_SERVER, "loraplex/fleet")},
     "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", _ENGINE_COSTS)},
     "gpu_start.json": {"*": _SERVER},
