@@ -5,7 +5,7 @@
 A server with a small random model serves requests that come at random times (Poisson), each sent once. One is
 good if it is answered in full and its first token came within the bound. With `--max-ttft`, rates around
 what the server can do are tried in turn; the one with the most good requests per second is the peak. Then
-windows at the peak and at twice its rate take turns, and the same rate is tried once without the bound. Ratios
+windows at the peak and at twice its rate take turns, and that rate is tried once without the bound. Ratios
 are within one run, since the machine may be shared. `--tiny` tries the script itself in seconds, and writes
 nothing unless --out says where.
 """

@@ -175,6 +175,15 @@ MaxTtft = Annotated[
         help="Refuse a request with 429 if its first token is predicted to take longer; no bound by default.",
     ),
 ]
+ShadowTwin = Annotated[
+    bool,
+    typer.Option(
+        "--shadow-twin/--no-shadow-twin",
+        help="Replay the last minutes on a model of the engine from time to time, and show what it predicts "
+        "beside what was measured in /metrics.",
+    ),
+]
+ShadowTwinInterval = Annotated[float, typer.Option(metavar="SECONDS", help="How often it does so.")]
 MaxConnections = Annotated[
     int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
 ]
@@ -248,13 +257,12 @@ def parse_size_or_none(text: str | None, option: str) -> int | None:
     return None if text is None else parse_size(text, option)
 
 
-def parse_max_ttft(seconds: float | None) -> float | None:
-    """The bound on the time to the first token, if there is one."""
-    if seconds is not None and not 0 < seconds < math.inf:  # NaN is neither
-        raise typer.BadParameter(
-            f"{seconds:g} is no time to wait; give seconds above 0, or leave it out for no bound",
-            param_hint="--max-ttft",
-        )
+def parse_seconds(seconds: float, option: str, *, at_least: float = 0.0) -> float:
+    """A time that can be waited for, above 0 if there is no other limit."""
+    is_enough = seconds >= at_least if at_least else seconds > 0
+    if not is_enough or seconds == math.inf:  # NaN is neither
+        least = f"at least {at_least:g}" if at_least else "above 0"
+        raise typer.BadParameter(f"{seconds:g} is no time; give seconds {least}", param_hint=option)
     return seconds
 
 

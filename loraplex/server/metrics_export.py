@@ -17,6 +17,8 @@ from loraplex.server.adapter_metrics import render_adapters
 from loraplex.server.engine_status import EngineState, ReplicaStatus
 from loraplex.server.metrics import Histogram, ServerMetrics
 from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.shadow_twin import TwinFigures
+from loraplex.server.twin_metrics import twin_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _VLLM_REASONS: Final = {  # ours -> vLLM's word for it
@@ -38,6 +40,7 @@ class MetricsSnapshot:
     num_refused: Mapping[str, int]
     adapters: Sequence[ServedAdapter]
     replicas: Sequence[ReplicaStatus] = ()
+    twin: TwinFigures | None = None
 
 
 def render_metrics(snapshot: MetricsSnapshot) -> bytes:
@@ -58,6 +61,7 @@ class _Page:
         self._num_refused = snapshot.num_refused
         self._adapters = snapshot.adapters
         self._replicas = snapshot.replicas
+        self._twin = snapshot.twin
 
     def describe(self) -> list[Metric]:
         return []
@@ -68,6 +72,8 @@ class _Page:
         yield self._lora_info()
         if self._replicas:
             yield from self._each_replica()
+        if self._twin is not None:
+            yield from twin_families(self._twin)
 
     def _engine(self) -> Iterator[Metric]:
         stats = self._stats

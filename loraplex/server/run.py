@@ -52,6 +52,7 @@ from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
+from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, shared_state_note, ttft_note
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
@@ -83,6 +84,7 @@ class ServeOptions:
     `backends`: servers that compute instead of any; `routing`: by which router requests are shared among
     several of either.
     `engine_factory`: "module:name" of what builds the core in the engine process.
+    `shadow_twin_s`: how often the last minutes are replayed on a twin; None for never.
     """
 
     engine: EngineOptions
@@ -107,6 +109,7 @@ class ServeOptions:
     backends: Backends | None = None
     ray: RayPlace | None = None
     engine_factory: str = DEFAULT_FACTORY
+    shadow_twin_s: float | None = None
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
@@ -326,6 +329,7 @@ async def _start(
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
         fleet=fleet,
+        shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
     )
     notes = (
         *context_notes(client.info.max_model_len, options.engine, config),
@@ -384,6 +388,16 @@ async def _engine(
         log=log,
     )
     return fleet, fleet
+
+
+async def _shadow_twin(
+    client: ServingEngine, interval_s: float | None, stack: AsyncExitStack
+) -> ShadowTwin | None:
+    """Start the shadow twin of an engine whose costs are known."""
+    subject = None if interval_s is None else client.twin()
+    if interval_s is None or subject is None:
+        return None
+    return await stack.enter_async_context(ShadowTwin(subject, interval_s=interval_s))
 
 
 def _web_access(options: ServeOptions) -> WebAccess:

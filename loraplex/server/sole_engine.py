@@ -14,6 +14,8 @@ from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.server.continuing import continuing
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.protocol_ipc import Ready, StartProgress
+from loraplex.server.recent_requests import RecentRequests
+from loraplex.server.shadow_twin import TwinSubject
 
 if TYPE_CHECKING:
     from loraplex.server.fleet.live_routing import LiveRouting
@@ -39,6 +41,7 @@ class SoleEngine(EngineClient):
         await super().start(on_progress, add_adapters)
         if self.info is not None and self.info.costs is not None and isinstance(self._config, EngineOptions):
             self._load = _load_of(self.info, self.info.costs, self._config)
+            self._recent = RecentRequests()
             for sources in self._adapters.values():
                 for spec in sources.values():
                     self._load.add(spec)
@@ -55,7 +58,13 @@ class SoleEngine(EngineClient):
         from loraplex.server.fleet.reported import reported
 
         load.route(request.request_id, request.adapter, request.num_tokens)
-        return reported(outputs, request, load)
+        return reported(outputs, request, _HERE, load, self._recent)
+
+    def twin(self) -> TwinSubject | None:
+        """See `shadow_twin.Shadowed`."""
+        if self._load is None or self.info is None or self.info.costs is None:
+            return None
+        return self._load.twin(self.info.costs, self._recent)
 
     def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
         """See `waiting.Forecaster`."""

@@ -9,6 +9,7 @@ from typing import Protocol
 from loraplex.engine.interface import AsyncEngine
 from loraplex.server.engine_status import EngineStatus
 from loraplex.server.protocol_ipc import Ready, StartProgress
+from loraplex.server.shadow_twin import Shadowed
 from loraplex.server.waiting import Forecaster
 
 
@@ -47,5 +48,5 @@ class SupervisedEngine(AsyncEngine, Protocol):
         ...
 
 
-class ServingEngine(SupervisedEngine, Forecaster, Protocol):
-    """What a server answers requests by: a SupervisedEngine that predicts when it would."""
+class ServingEngine(SupervisedEngine, Forecaster, Shadowed, Protocol):
+    """What a server answers requests by: a SupervisedEngine that predicts what it will do."""

@@ -102,6 +102,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             num_refused={reason.value: deps.waiting.num_refused[reason] for reason in Refused},
             adapters=deps.adapters.served(),
             replicas=() if deps.fleet is None else deps.fleet.replicas,
+            twin=None if deps.shadow_twin is None else deps.shadow_twin.figures,
         )
         # In a thread: streams go on while a page of thousands of adapters is written.
         page = await asyncio.to_thread(render_metrics, snapshot)

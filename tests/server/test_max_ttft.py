@@ -159,11 +159,17 @@ def test_a_bound_that_an_idle_engine_breaks_is_said_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("command", [["serve"], ["fleet", "serve"]])
-@pytest.mark.parametrize("bound", ["0", "-1", "nan", "inf"])
-def test_a_bound_must_be_a_time(command: list[str], bound: str) -> None:
-    done = CliRunner().invoke(app, [*command, "--model", "x", "--max-ttft", bound], env={"COLUMNS": "200"})
+@pytest.mark.parametrize(
+    ("option", "given", "least"),
+    [
+        *[("--max-ttft", given, "above 0") for given in ("0", "-1", "nan", "inf")],
+        *[("--shadow-twin-interval", given, "at least 1") for given in ("0.5", "nan", "inf")],
+    ],
+)
+def test_seconds_must_be_a_time(command: list[str], option: str, given: str, least: str) -> None:
+    done = CliRunner().invoke(app, [*command, "--model", "x", option, given], env={"COLUMNS": "200"})
     assert done.exit_code == 2
-    assert "give seconds above 0" in done.output
+    assert f"give seconds {least}" in done.output
 
 
 # ---- fleets

@@ -32,6 +32,7 @@ from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.routing_events import Began, Limits, RoutingEvent
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Replica
+from loraplex.server.shadow_twin import TwinSubject
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +281,13 @@ class FleetEngine:
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `FleetRequests.generate`."""
         return self._requests.generate(request)
+
+    def twin(self) -> TwinSubject | None:
+        """See `shadow_twin.Shadowed`."""
+        info, routing = self.info, self._routing
+        if info is None or info.costs is None or routing is None:
+            return None
+        return routing.twin(info.costs, self._requests.recent)
 
     def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
         """See `waiting.Forecaster`."""

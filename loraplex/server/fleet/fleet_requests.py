@@ -17,6 +17,7 @@ from loraplex.server.fleet.backend_errors import BackendBusyError
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.reported import reported
+from loraplex.server.recent_requests import RecentRequests
 from loraplex.server.replica import Continuation
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class FleetRequests:
         self._members = members
         self.routing: LiveRouting | None = None
         self.is_closing = False
+        self.recent = RecentRequests()
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See AsyncEngine. EngineDeadError only if too many replicas died with the request, if none is left,
@@ -56,7 +58,7 @@ class FleetRequests:
         may refuse it any more."""
         source = cast("Outputs", self._members[number].generate(request))
         try:
-            async with aclosing(reported(source, request, routing)) as outputs:
+            async with aclosing(reported(source, request, number, routing, self.recent)) as outputs:
                 async for output in outputs:
                     yield output
         except EngineClosedError as error:

@@ -35,6 +35,8 @@ from loraplex.server.fleet.routing_events import (
     RoutingEvent,
     Sent,
 )
+from loraplex.server.recent_requests import RecentRequests
+from loraplex.server.shadow_twin import TwinSubject
 
 _ELEMENT_BYTES: Final = 2
 """Bytes of a LoRA parameter in memory; where it has four, all adapters are equally underestimated."""
@@ -217,6 +219,15 @@ class LiveRouting:
     def add(self, spec: AdapterSpec) -> None:
         """Make a version known. Its number stays when it is removed, as it may come back."""
         self._add(spec.version, spec.max_rank, max(spec.num_params * _ELEMENT_BYTES, 1))
+
+    def twin(self, costs: str, recent: RecentRequests) -> TwinSubject:
+        """Return what a twin of the replicas needs to serve their requests again."""
+        return TwinSubject(
+            costs=costs,
+            max_running=int(self.view.load.max_running.min()),
+            rank_params=sum(self._bytes) / _ELEMENT_BYTES / max(sum(self._ranks), 1),
+            recent=recent,
+        )
 
     def saw(self, replica: int, stats: EngineStats) -> None:
         """Take over which adapters a replica says to hold, and in which memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -20,6 +21,8 @@ from serving_fakes import hf_tokenizer
 
 PATIENCE_S = 120.0
 MODELS = ("tiny", "one", "two")
+PREDICTING = ("--max-ttft", "300", "--shadow-twin-interval", "1")
+"""All that predicts is at work, and nothing is refused."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(folder: Path, state: Path) -> Iterator[str]:
     options = ("--adapters", str(folder / "adapters"), "--allow-adapter-dir", str(folder / "more"))
-    with serving(folder, *options, "--state-dir", str(state), "--replicas", "2", command="fleet serve") as (
+    options = (*options, *PREDICTING, "--state-dir", str(state), "--replicas", "2")
+    with serving(folder, *options, command="fleet serve") as (
         _,
         url,
         _,
@@ -52,7 +56,8 @@ def fleet(folder: Path, state: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def single(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     state = tmp_path_factory.mktemp("single")
-    with serving(folder, "--adapters", str(folder / "adapters"), "--state-dir", str(state)) as (_, url, _):
+    options = (*PREDICTING, "--adapters", str(folder / "adapters"), "--state-dir", str(state))
+    with serving(folder, *options) as (_, url, _):
         yield url
 
 
@@ -71,6 +76,28 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("kind", ["fleet", "single"])
+def test_predicted_figures_stand_beside_measured_ones(kind: str, request: pytest.FixtureRequest) -> None:
+    url = request.getfixturevalue(kind)
+    for model in MODELS:
+        answer(url, model)
+    page = ""
+
+    def is_shown() -> bool:
+        nonlocal page
+        page = httpx.get(f"{url}/metrics").text
+        return "loraplex:twin_relative_error{" in page
+
+    wait_until(is_shown, "the shadow twin has replayed nothing")
+    for figure in ("throughput_tokens_per_second", "ttft_seconds", "itl_seconds"):
+        for source in ("measured", "predicted"):
+            found = re.search(rf'^loraplex:twin_{figure}{{source="{source}"}} (\S+)$', page, re.MULTILINE)
+            assert found is not None, (figure, source)
+            assert float(found[1]) > 0
+    assert 'loraplex:twin_profile_info{profile="guess"} 1.0' in page
+    assert 'loraplex:twin_replays_total{result="failed"} 0.0' in page
 
 
 def test_a_fleet_answers_as_a_single_server_does(fleet: str, single: str) -> None:
