@@ -3,10 +3,10 @@
     python -m benchmarks.overload                 # about ten minutes on a quiet machine
 
 A server with a small random model serves requests that come at random times (Poisson), each sent once. One is
-good if it is answered in full and its first token came within the bound. With `--max-ttft`, rates around
-what the server can do are tried in turn; the one with the most good requests per second is the peak. Then
-windows at the peak and at twice its rate take turns, and that rate is tried once without the bound. Ratios
-are within one run, since the machine may be shared. `--tiny` tries the script itself in seconds, and writes
+good if it is answered in full and its first token came within the bound. Without `--max-ttft`, rates around
+what the server can do are tried in turn; the one with the most good requests per second is the peak. With it,
+windows at that rate and at twice that rate take turns. Ratios are within one run, since the machine may be
+shared. `--tiny` tries the script itself in seconds, and writes
 nothing unless --out says where.
 """
 
@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +30,7 @@ import aiohttp
 from benchmarks import engines
 from benchmarks.cpu_serve import checkpoint
 from benchmarks.make_checkpoint import adapter_name
-from benchmarks.servers import running
+from benchmarks.servers import RunningServer, running
 from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
 from loraplex.core.whole_file import write_whole
@@ -162,38 +163,43 @@ def session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
-async def bounded(base_url: str, *, load: Load, max_ttft_s: float) -> dict[str, Any]:
-    """The peak, and what is left of it at twice its rate."""
+async def _measure(client: Client, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
+    found = await window(client, rate=rate, load=load, max_ttft_s=max_ttft_s)
+    print(json.dumps(found), flush=True)
+    return found
+
+
+async def unbounded(base_url: str, *, load: Load, max_ttft_s: float) -> dict[str, Any]:
+    """Find the peak of a server that refuses nothing, and what is left of it at twice its rate."""
     async with session() as connections:
         client = Client(connections, base_url, seed=1)
-
-        async def measure(rate: float) -> dict[str, Any]:
-            found = await window(client, rate=rate, load=load, max_ttft_s=max_ttft_s)
-            print(json.dumps(found), flush=True)
-            return found
-
         most = await capacity(client, load)
-        tried = [await measure(share * most) for share in RATES]
+        tried = [await _measure(client, share * most, load, max_ttft_s) for share in RATES]
         peak = max(tried, key=lambda found: found["goodput_per_s"])
-        at_peak, beyond = [peak], []
-        for _ in range(load.rounds):
-            at_peak.append(await measure(peak["rate"]))
-            beyond.append(await measure(OVERLOAD * peak["rate"]))
-    return {"capacity_per_s": round(most, 3), "tried": tried, "peak": at_peak, "overload": beyond}
+        beyond = await _measure(client, OVERLOAD * peak["rate"], load, max_ttft_s)
+    return {"capacity_per_s": round(most, 3), "tried": tried, "peak": peak, "overload": beyond}
 
 
-async def unbounded(base_url: str, *, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
+async def bounded(base_url: str, *, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
+    """Windows at the rate of the peak and at twice that rate, in turn; the first one is a warm-up."""
+    at_peak, beyond = [], []
     async with session() as connections:
         client = Client(connections, base_url, seed=2)
-        return await window(client, rate=rate, load=load, max_ttft_s=max_ttft_s)
+        await _measure(client, rate, load, max_ttft_s)
+        for _ in range(load.rounds):
+            at_peak.append(await _measure(client, rate, load, max_ttft_s))
+            beyond.append(await _measure(client, OVERLOAD * rate, load, max_ttft_s))
+    return {"peak": at_peak, "overload": beyond}
 
 
-def ratio(measured: dict[str, Any]) -> float:
-    """Return the mean goodput beyond the peak over the mean one at the peak."""
-    beyond, peak = (
-        statistics.fmean(each["goodput_per_s"] for each in measured[name]) for name in ("overload", "peak")
+def ratio(without: dict[str, Any], bound: dict[str, Any]) -> float:
+    """Return the mean goodput beyond the peak over that at the peak: with the bound or without it, whichever
+    was more."""
+    beyond, at_peak = (
+        statistics.fmean(each["goodput_per_s"] for each in bound[name]) for name in ("overload", "peak")
     )
-    return round(beyond / peak, 3) if peak else 0.0
+    most = max(at_peak, without["peak"]["goodput_per_s"])
+    return round(beyond / most, 3) if most else 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -210,27 +216,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     load = Load(window_s=2.0, num_at_a_time=8, rounds=1) if args.tiny else Load()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     served = checkpoint(args.work_dir.resolve() / "checkpoint-16", num_adapters=NUM_ADAPTERS)
-    bound = ("--max-ttft", f"{args.max_ttft:g}")
-    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as scratch:
-        for extra in (bound, ()):
-            engine = engines.loraplex(
-                served,
-                state_dir=Path(scratch),
-                program=args.loraplex,
-                extra=(*args.server_options.split(), *extra),
-            )
-            with running(engine.command, log_path=args.work_dir / "overload.log") as server:
-                if extra:
-                    measuring = bounded(server.base_url, load=load, max_ttft_s=args.max_ttft)
-                    results = asyncio.run(measuring)
-                    results["ratio"] = ratio(results)
-                    print(f"goodput at {OVERLOAD:g}x the peak's rate: {results['ratio']:.1%} of the peak's")
-                else:
-                    rate = OVERLOAD * results["peak"][0]["rate"]
-                    measuring = unbounded(server.base_url, rate=rate, load=load, max_ttft_s=args.max_ttft)
-                    results["unbounded"] = asyncio.run(measuring)
-                    print(json.dumps(results["unbounded"]), flush=True)
+
+        def server(*extra: str) -> AbstractContextManager[RunningServer]:
+            options = (*args.server_options.split(), *extra)
+            engine = engines.loraplex(served, state_dir=Path(scratch), program=args.loraplex, extra=options)
+            return running(engine.command, log_path=args.work_dir / "overload.log")
+
+        with server() as started:
+            without = asyncio.run(unbounded(started.base_url, load=load, max_ttft_s=args.max_ttft))
+        with server("--max-ttft", f"{args.max_ttft:g}") as started:
+            rate = without["peak"]["rate"]
+            bound = asyncio.run(bounded(started.base_url, rate=rate, load=load, max_ttft_s=args.max_ttft))
+    results = {"unbounded": without, "bounded": bound, "ratio": ratio(without, bound)}
+    print(f"goodput at {OVERLOAD:g}x the peak's rate: {results['ratio']:.1%} of the peak's")
     out = args.out or (None if args.tiny else RESULTS)
     if out is not None:
         parameters = {"max_ttft_s": args.max_ttft, "window_s": load.window_s, "rounds": load.rounds}

@@ -53,7 +53,8 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
             *("recorded_runs.py", "run_workload.py", "scores.py", "validate.py", "worker_pool.py"),
         ),
     ),
-    _OTHER_POLICIES: ("loraplex/fleet", _AUTO_MODULES),
+    # Simulated fleets let everybody in.
+    _OTHER_POLICIES: ("loraplex/fleet", (*_AUTO_MODULES, "admission.py", "first_token.py")),
     # Only the section `cold` starts CPU workers.
     _UNASSISTED_ENGINE: ("loraplex/engine", (*_TEXT_MODULES, "assist")),
 }

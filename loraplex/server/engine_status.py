@@ -49,13 +49,17 @@ class EngineStatus:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStatus:
     """One replica of a fleet. `num_in_flight`: requests it was sent that have not ended; `num_sent`: all that
-    it was ever sent. `drained`: it is sent no more, by order."""
+    it was ever sent; `num_replayed`: those that another one had before; `num_hits`: those that found their
+    adapter in memory. `num_loads`: of adapters. `drained`: it is sent no more, by order."""
 
     number: int
     status: EngineStatus
     num_in_flight: int
     num_sent: int
     drained: bool
+    num_replayed: int = 0
+    num_hits: int = 0
+    num_loads: int = 0
 
 
 class Fleet(Protocol):

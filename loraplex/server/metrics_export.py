@@ -38,6 +38,7 @@ class MetricsSnapshot:
     stats: EngineStats
     num_restarts: int
     num_refused: Mapping[str, int]
+    num_continued: Mapping[str, int]
     adapters: Sequence[ServedAdapter]
     replicas: Sequence[ReplicaStatus] = ()
     twin: TwinFigures | None = None
@@ -59,6 +60,7 @@ class _Page:
         self._stats = snapshot.stats
         self._num_restarts = snapshot.num_restarts
         self._num_refused = snapshot.num_refused
+        self._num_continued = snapshot.num_continued
         self._adapters = snapshot.adapters
         self._replicas = snapshot.replicas
         self._twin = snapshot.twin
@@ -100,6 +102,11 @@ class _Page:
             "loraplex:requests_refused",
             "Calls refused with 429: the queue was full, or the first token predicted too late",
             self._num_refused,
+        )
+        yield self._by_reason(
+            "loraplex:continuations",
+            "Requests that went on at another engine: the one they were at died, or gave them up",
+            self._num_continued,
         )
         yield self._gauge("loraplex:adapters", "Adapters that are served", len(self._adapters))
         num_bytes, budget = stats.host_adapter_bytes, stats.host_adapter_budget_bytes
@@ -160,6 +167,24 @@ class _Page:
                 lambda r: r.num_in_flight,
             ),
             (CounterMetricFamily, "requests", "Requests it was sent", lambda r: r.num_sent),
+            (
+                CounterMetricFamily,
+                "replays",
+                "Requests it took over from another replica, whose tokens it read again",
+                lambda r: r.num_replayed,
+            ),
+            (
+                CounterMetricFamily,
+                "adapter_hits",
+                "Requests that found their adapter in its memory or on its way there",
+                lambda r: r.num_hits,
+            ),
+            (
+                CounterMetricFamily,
+                "adapter_loads",
+                "Loads of adapters into its memory since it started",
+                lambda r: r.num_loads,
+            ),
             (CounterMetricFamily, "restarts", "Restarts after it died", lambda r: r.status.num_restarts),
         )
         for kind, name, text, value in families:

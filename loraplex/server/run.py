@@ -329,6 +329,7 @@ async def _start(
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
         fleet=fleet,
+        continued=client.continued,
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
     )
     notes = (

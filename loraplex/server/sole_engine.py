@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import UnknownModelError
@@ -11,7 +12,7 @@ from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.options import EngineOptions
 from loraplex.fleet.admission import Admitted, Forecast
-from loraplex.server.continuing import continuing
+from loraplex.server.continuing import Continued, continuing
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.recent_requests import RecentRequests
@@ -31,7 +32,12 @@ class SoleEngine(EngineClient):
     """An EngineClient whose requests outlive the engine process. It counts its load as a fleet of one does,
     if it knows what things cost."""
 
-    _load: LiveRouting | None = None
+    def __init__(self, config: object, **options: Any) -> None:
+        """See EngineClient."""
+        super().__init__(config, **options)
+        self.continued: Counter[Continued] = Counter()
+        self._load: LiveRouting | None = None
+        self._recent = RecentRequests()
 
     async def start(
         self,
@@ -41,13 +47,18 @@ class SoleEngine(EngineClient):
         await super().start(on_progress, add_adapters)
         if self.info is not None and self.info.costs is not None and isinstance(self._config, EngineOptions):
             self._load = _load_of(self.info, self.info.costs, self._config)
-            self._recent = RecentRequests()
             for sources in self._adapters.values():
                 for spec in sources.values():
                     self._load.add(spec)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        return continuing(request, self._give, max_deaths=_MAX_DEATHS, engines="engine processes")
+        return continuing(
+            request,
+            self._give,
+            max_deaths=_MAX_DEATHS,
+            engines="engine processes",
+            continued=self.continued,
+        )
 
     async def _give(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         await self._ready_child()  # raises if there will be none

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from loraplex.engine.interface import AsyncEngine
+from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineStatus
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.shadow_twin import Shadowed
@@ -49,4 +51,12 @@ class SupervisedEngine(AsyncEngine, Protocol):
 
 
 class ServingEngine(SupervisedEngine, Forecaster, Shadowed, Protocol):
-    """What a server answers requests by: a SupervisedEngine that predicts what it will do."""
+    """What a server answers requests by: a SupervisedEngine that predicts what it will do.
+
+    Its requests outlive the processes that compute them.
+    """
+
+    @property
+    def continued(self) -> Counter[Continued]:
+        """How often requests went on elsewhere, by reason."""
+        ...

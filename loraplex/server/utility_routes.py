@@ -12,6 +12,7 @@ import loraplex
 from loraplex.core.errors import InvalidRequestError
 from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.server.chat_messages import template_messages
+from loraplex.server.continuing import Continued
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.health import LIVE_PATH, READY_PATHS, live_response, ready_response
@@ -100,6 +101,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             metrics=deps.metrics.snapshot(),
             num_restarts=deps.engine_status().num_restarts,
             num_refused={reason.value: deps.waiting.num_refused[reason] for reason in Refused},
+            num_continued={reason.value: deps.continued[reason] for reason in Continued},
             adapters=deps.adapters.served(),
             replicas=() if deps.fleet is None else deps.fleet.replicas,
             twin=None if deps.shadow_twin is None else deps.shadow_twin.figures,

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 
 from loraplex.core.modules import MODULES
 from loraplex.core.shape import ModelShape
-from loraplex.fleet.admission import Admission, Admitted, Forecast, forecast
+from loraplex.fleet.admission import Admission, Admitted, Forecast
 from loraplex.fleet.answer_length import AnswerLength
+from loraplex.fleet.first_token import forecast
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.tiers import AdapterTiers

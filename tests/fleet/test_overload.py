@@ -9,8 +9,9 @@ from typing import NamedTuple
 import pytest
 from test_admission import NoMoves, engine_model
 
-from loraplex.fleet.admission import Admission, Admitted, Forecast, forecast
+from loraplex.fleet.admission import Admission, Admitted, Forecast
 from loraplex.fleet.answer_length import AnswerLength
+from loraplex.fleet.first_token import forecast
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.tiers import AdapterTiers

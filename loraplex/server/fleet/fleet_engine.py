@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import FIRST_GUESS
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
+from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineStatus, ReplicaStatus
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_requests import FleetRequests
@@ -161,7 +163,9 @@ class FleetEngine:
             for number, replica in enumerate(self._members):
                 if replica.healthy:
                     try:
-                        routing.saw(number, await replica.stats())
+                        stats = await replica.stats()
+                        routing.saw(number, stats)
+                        self._members.saw(number, stats)
                     except LoraplexError as error:
                         logger.warning("replica %d does not say what it holds: %s", number, error)
             if log is not None:
@@ -281,6 +285,11 @@ class FleetEngine:
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `FleetRequests.generate`."""
         return self._requests.generate(request)
+
+    @property
+    def continued(self) -> Counter[Continued]:
+        """How often requests went on at another replica, by reason."""
+        return self._requests.continued
 
     def twin(self) -> TwinSubject | None:
         """See `shadow_twin.Shadowed`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Set
 from contextlib import aclosing
 from typing import Final, cast
@@ -12,7 +13,7 @@ from typing import Final, cast
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError, UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.fleet.admission import Admitted, Forecast
-from loraplex.server.continuing import Outputs, continuing
+from loraplex.server.continuing import Continued, Outputs, continuing
 from loraplex.server.fleet.backend_errors import BackendBusyError
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
@@ -37,6 +38,7 @@ class FleetRequests:
         self.routing: LiveRouting | None = None
         self.is_closing = False
         self.recent = RecentRequests()
+        self.continued: Counter[Continued] = Counter()
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See AsyncEngine. EngineDeadError only if too many replicas died with the request, if none is left,
@@ -49,17 +51,22 @@ class FleetRequests:
             failed.add(number)
             return self._outputs(routing, number, attempt, is_again=is_again)
 
-        return continuing(request, give, max_deaths=_MAX_DEATHS, engines="replicas")
+        return continuing(request, give, max_deaths=_MAX_DEATHS, engines="replicas", continued=self.continued)
 
     async def _outputs(
         self, routing: LiveRouting, number: int, request: EngineRequest, *, is_again: bool
     ) -> Outputs:
         """The outputs of a replica. `is_again`: the request was sent to another one before, so that nobody
         may refuse it any more."""
-        source = cast("Outputs", self._members[number].generate(request))
+        members, is_first = self._members, True
+        members.num_replayed[number] += is_again
+        source = cast("Outputs", members[number].generate(request))
         try:
             async with aclosing(reported(source, request, number, routing, self.recent)) as outputs:
                 async for output in outputs:
+                    if is_first and output.token_ids:
+                        members.num_hits[number] += output.adapter_hit is True
+                        is_first = False
                     yield output
         except EngineClosedError as error:
             if self.is_closing:

@@ -13,9 +13,10 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import UnknownModelError
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.adapter_table import AdapterTable
-from loraplex.fleet.admission import Admitted, Forecast, forecast
+from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import AnswerLength
 from loraplex.fleet.controller import Controller
+from loraplex.fleet.first_token import forecast
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.named import router_named
@@ -179,7 +180,7 @@ class LiveRouting:
 
     def forecast(self, version: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast:
         """Predict the first token of a request that would come now, and change nothing; raises as `route`
-        does. `admitted`: see `fleet.admission.forecast`."""
+        does. `admitted`: see `fleet.first_token.forecast`."""
         self._current()  # brings the costs up to date
         view, request = self.view, self.request_of(version, prompt_tokens)
         # A copy of the router decides, as it remembers its decisions; what it only looks at is not copied.

@@ -132,7 +132,10 @@ def test_a_killed_replica_is_replaced_and_nobody_notices(fleet: str) -> None:
     row = replicas(fleet)[0]
     assert row["restarts"] == victim["restarts"] + 1
     assert row["pid"] != victim["pid"]
-    assert 'loraplex:replica_restarts_total{replica="0"} 1.0' in httpx.get(f"{fleet}/metrics").text
+    page = httpx.get(f"{fleet}/metrics").text
+    assert 'loraplex:replica_restarts_total{replica="0"} 1.0' in page
+    for name in ("replays", "adapter_hits", "adapter_loads"):
+        assert f'loraplex:replica_{name}_total{{replica="1"}}' in page
 
 
 def fleet_command(url: str, *args: str) -> subprocess.CompletedProcess[str]:
