@@ -395,10 +395,9 @@ async def _shadow_twin(
     client: ServingEngine, interval_s: float | None, stack: AsyncExitStack
 ) -> ShadowTwin | None:
     """Start the shadow twin of an engine whose costs are known."""
-    subject = None if interval_s is None else client.twin()
-    if interval_s is None or subject is None:
+    if interval_s is None or client.twin() is None:
         return None
-    return await stack.enter_async_context(ShadowTwin(subject, interval_s=interval_s))
+    return await stack.enter_async_context(ShadowTwin(client, interval_s=interval_s))
 
 
 def _web_access(options: ServeOptions) -> WebAccess:

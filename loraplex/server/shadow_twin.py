@@ -75,8 +75,11 @@ class TwinFigures:
 class ShadowTwin:
     """Replays windows from time to time. Use as an asynchronous context manager."""
 
-    def __init__(self, subject: TwinSubject, *, interval_s: float = DEFAULT_INTERVAL_S) -> None:
-        self._subject = subject
+    def __init__(self, engine: Shadowed, *, interval_s: float = DEFAULT_INTERVAL_S) -> None:
+        """`engine`: one that knows what it costs."""
+        subject = engine.twin()
+        assert subject is not None, "nothing is known of this engine"
+        self._engine = engine
         self._interval_s = interval_s
         self._is_measured = bool(json.loads(subject.costs)["measured"])
         self._num_replays: Counter[ReplayEnd] = Counter()
@@ -115,7 +118,10 @@ class ShadowTwin:
 
     async def look(self) -> None:
         """Replay the last minutes, if there was anything in them that can be replayed in time."""
-        recent = self._subject.recent
+        subject = self._engine.twin()
+        if subject is None:
+            return
+        recent = subject.recent
         now_s = recent.now_s()
         since_s = max(now_s - WINDOW_S, recent.complete_since_s)
         requests = recent.since(since_s)
@@ -126,7 +132,7 @@ class ShadowTwin:
             self._request_s *= 0.9  # it is tried again some time: the machine may have been busy
             self._end(ReplayEnd.SKIPPED, f"{len(requests)} requests would take too long")
             return
-        line = await asyncio.to_thread(_window_line, self._subject, requests, since_s, now_s)
+        line = await asyncio.to_thread(_window_line, subject, requests, since_s, now_s)
         try:
             async with asyncio.timeout(_GIVE_UP_S):
                 replayed = await self._ask(line)

@@ -151,10 +151,15 @@ def test_recent_requests_are_bounded_and_say_since_when_they_are_complete() -> N
     assert [each.sent_s for each in recent.since(clock.now_s())] == [clock.now_s() - 1.0, clock.now_s()]
 
 
-def subject_of(recent: RecentRequests, costs: CostModel | None = None) -> TwinSubject:
-    return TwinSubject(
-        costs=profile_to_json(costs or profile()), max_running=64, rank_params=1000.0, recent=recent
-    )
+class Engine:
+    """Says what a twin of it needs."""
+
+    def __init__(self, recent: RecentRequests) -> None:
+        self._recent = recent
+
+    def twin(self) -> TwinSubject:
+        costs = profile_to_json(profile())
+        return TwinSubject(costs=costs, max_running=64, rank_params=1000.0, recent=self._recent)
 
 
 def serve_some(recent: RecentRequests, clock: ManualClock, number: int = 4) -> None:
@@ -170,7 +175,7 @@ def test_a_process_replays_what_was_served_and_nothing_if_nobody_was() -> None:
     async def scenario() -> None:
         clock = ManualClock()
         recent = RecentRequests(clock)
-        async with ShadowTwin(subject_of(recent), interval_s=3600) as twin:
+        async with ShadowTwin(Engine(recent), interval_s=3600) as twin:
             clock.advance(60.0)
             await twin.look()
             assert twin.figures.latest is None
@@ -219,7 +224,7 @@ def test_what_would_take_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     async def scenario() -> None:
         clock = ManualClock()
         recent = RecentRequests(clock)
-        twin = ShadowTwin(subject_of(recent), interval_s=3600)
+        twin = ShadowTwin(Engine(recent), interval_s=3600)
         serve_some(recent, clock)
         asked = asyncio.Event()
 
