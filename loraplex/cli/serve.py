@@ -52,8 +52,8 @@ def serve_options(
     max_ttft: option.MaxTtft = None,
     max_connections: option.MaxConnections = 8192,
     shutdown_grace: option.ShutdownGrace = 5.0,
-    shadow_twin: option.ShadowTwin = True,
-    shadow_twin_interval: option.ShadowTwinInterval = 30.0,
+    no_shadow_twin: option.NoShadowTwin = False,
+    shadow_twin_every: option.ShadowTwinEvery = 30.0,
     api_key: option.ApiKeys = None,
     admin_key: option.AdminKeys = None,
     allowed_hosts: option.AllowedHosts = None,
@@ -68,7 +68,7 @@ def serve_options(
     origins = option.parse_list(allowed_origins, parse_allowed_origin, "--allowed-origins")
     adapter_sources = option.parse_adapters(adapter)
     max_ttft_s = None if max_ttft is None else option.parse_seconds(max_ttft, "--max-ttft")
-    twin_s = option.parse_seconds(shadow_twin_interval, "--shadow-twin-interval", at_least=1.0)
+    twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
     from loraplex.adapters.hub import locate_adapter
     from loraplex.engine.options import EngineOptions
@@ -110,7 +110,7 @@ def serve_options(
         waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),
         connections=ConnectionLimits(max_connections=max_connections),
         shutdown_grace_s=shutdown_grace,
-        shadow_twin_s=twin_s if shadow_twin else None,
+        shadow_twin_s=None if no_shadow_twin else twin_s,
     )
 
 

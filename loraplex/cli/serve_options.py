@@ -175,15 +175,15 @@ MaxTtft = Annotated[
         help="Refuse a request with 429 if its first token is predicted to take longer; no bound by default.",
     ),
 ]
-ShadowTwin = Annotated[
+NoShadowTwin = Annotated[
     bool,
     typer.Option(
-        "--shadow-twin/--no-shadow-twin",
-        help="Replay the last minutes on a model of the engine from time to time, and show what it predicts "
-        "beside what was measured in /metrics.",
+        "--no-shadow-twin",
+        help="Do not replay the last minutes on a model of the engine; /metrics shows what it predicts "
+        "beside what was measured.",
     ),
 ]
-ShadowTwinInterval = Annotated[float, typer.Option(metavar="SECONDS", help="How often it does so.")]
+ShadowTwinEvery = Annotated[float, typer.Option(metavar="SECONDS", help="How often they are replayed.")]
 MaxConnections = Annotated[
     int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
 ]

@@ -163,7 +163,7 @@ def test_a_bound_that_an_idle_engine_breaks_is_said_at_the_start() -> None:
     ("option", "given", "least"),
     [
         *[("--max-ttft", given, "above 0") for given in ("0", "-1", "nan", "inf")],
-        *[("--shadow-twin-interval", given, "at least 1") for given in ("0.5", "nan", "inf")],
+        *[("--shadow-twin-every", given, "at least 1") for given in ("0.5", "nan", "inf")],
     ],
 )
 def test_seconds_must_be_a_time(command: list[str], option: str, given: str, least: str) -> None:

@@ -21,7 +21,7 @@ from serving_fakes import hf_tokenizer
 
 PATIENCE_S = 120.0
 MODELS = ("tiny", "one", "two")
-PREDICTING = ("--max-ttft", "300", "--shadow-twin-interval", "1")
+PREDICTING = ("--max-ttft", "300", "--shadow-twin-every", "1")
 """All that predicts is at work, and nothing is refused."""
 
 
