@@ -86,6 +86,45 @@ def holdups_note(result: Result) -> str:
     )
 
 
+def overload_table(result: Result) -> str:
+    """Goodput at the peak, at twice its rate, and there without the bound."""
+    found = result["results"]
+    without, bound = found["unbounded"], found["bounded"]
+    rows = [
+        ("the peak, without a bound", without["peak"]),
+        ("twice its rate, without a bound", without["overload"]),
+        *(("the peak", window) for window in bound["peak"]),
+        *(("twice its rate", window) for window in bound["overload"]),
+    ]
+    lines = [
+        (
+            name,
+            f"{window['rate']:.1f}",
+            f"{window['goodput_per_s']:.2f}",
+            f"{window['refused']}, {window['failed']} of {window['requests']}",
+            _seconds(window["ttft_p95_s"]),
+            "" if window["refusal_p99_ms"] is None else f"{window['refusal_p99_ms']:.0f} ms",
+        )
+        for name, window in rows
+    ]
+    lines.append(("goodput over the peak's; wanted 95%", "", f"{found['ratio']:.0%}", "", "", "50 ms"))
+    heads = ("requests/s", "in time, per s", "refused, failed", "TTFT p95", "a refusal p99")
+    return table(("rate", *heads), lines)
+
+
+def overload_note(result: Result) -> str:
+    machine, parameters = result["machine"], result["parameters"]
+    return (
+        f"Measured {result['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, commit "
+        f"{result['git_commit'] or 'unknown'}, `{parameters['server_options']} --max-ttft "
+        f"{parameters['max_ttft_s']:g}`, windows of {parameters['window_s']:g} s.\n"
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
+
+
 def _statuses(outcomes: list[dict[str, Any]]) -> str:
     """The HTTP statuses that a disturbance was answered with."""
     found: set[str] = set()

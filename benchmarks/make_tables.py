@@ -56,6 +56,7 @@ CORRECTNESS, COLD, ASSIST = "gpu_correctness.json", "gpu_cold.json", "assist.jso
 TWIN, HTTP = "twin_validation.json", "http_compare.json"
 START: Final = "gpu_start.json"
 QUEUE, SHARED, HOLDUPS = "waiting_queue.json", "shared_cpu.json", "holdups.json"
+OVERLOAD: Final = "overload.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
 
@@ -85,6 +86,8 @@ TABLES: Final[dict[str, Table]] = {
     "cpu-shared-machine": Table((SHARED,), load_tables.shared_note),
     "holdups": Table((HOLDUPS,), load_tables.holdups_table, if_missing="Not measured yet.\n"),
     "holdups-machine": Table((HOLDUPS,), load_tables.holdups_note, if_missing=""),
+    "overload": Table((OVERLOAD,), load_tables.overload_table, if_missing="Not measured yet.\n"),
+    "overload-machine": Table((OVERLOAD,), load_tables.overload_note, if_missing=""),
     "gpu-machine": Table((GPU,), gpu_tables.machine_note),
     "gpu-decode": Table((GPU,), gpu_tables.decode_table),
     "gpu-serve": Table((GPU,), gpu_tables.serve_table),

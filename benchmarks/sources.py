@@ -53,7 +53,8 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
             *("recorded_runs.py", "run_workload.py", "scores.py", "validate.py", "worker_pool.py"),
         ),
     ),
-    _OTHER_POLICIES: ("loraplex/fleet", _AUTO_MODULES),
+    # Simulated fleets let everybody in.
+    _OTHER_POLICIES: ("loraplex/fleet", (*_AUTO_MODULES, "admission.py", "first_token.py")),
     # Only the section `cold` starts CPU workers.
     _UNASSISTED_ENGINE: ("loraplex/engine", (*_TEXT_MODULES, "assist")),
 }
@@ -112,6 +113,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "fleet_front.json": {"*": ("loraplex/server", "loraplex/fleet")},
     "vllm_answers.json": {"*": ("loraplex/server/fleet", "tests/server/fleet/vllm_dialect.py")},
     "fleet_vllm.json": {"*": ("loraplex/server/fleet", "loraplex/fleet")},
+    "overload.json": {"*": (*_SERVER, "loraplex/fleet")},
     "fleet_kills.json": {"*": (*_SERVER, "loraplex/fleet")},
     "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", _ENGINE_COSTS)},
     "gpu_start.json": {"*": _SERVER},

@@ -49,8 +49,11 @@ def serve_options(
     state_dir: option.StateDir = None,
     max_waiting: option.MaxWaiting = 4096,
     max_waiting_tokens: option.MaxWaitingTokens = 4_194_304,
+    max_ttft: option.MaxTtft = None,
     max_connections: option.MaxConnections = 8192,
     shutdown_grace: option.ShutdownGrace = 5.0,
+    no_shadow_twin: option.NoShadowTwin = False,
+    shadow_twin_every: option.ShadowTwinEvery = 30.0,
     api_key: option.ApiKeys = None,
     admin_key: option.AdminKeys = None,
     allowed_hosts: option.AllowedHosts = None,
@@ -64,6 +67,8 @@ def serve_options(
     hosts = option.parse_list(allowed_hosts, parse_allowed_host, "--allowed-hosts")
     origins = option.parse_list(allowed_origins, parse_allowed_origin, "--allowed-origins")
     adapter_sources = option.parse_adapters(adapter)
+    max_ttft_s = None if max_ttft is None else option.parse_seconds(max_ttft, "--max-ttft")
+    twin_s = option.parse_seconds(shadow_twin_every, "--shadow-twin-every", at_least=1.0)
 
     from loraplex.adapters.hub import locate_adapter
     from loraplex.engine.options import EngineOptions
@@ -102,9 +107,10 @@ def serve_options(
         admin_keys=admin_keys,
         allowed_hosts=hosts,
         allowed_origins=origins,
-        waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens),
+        waiting=WaitingLimits(max_requests=max_waiting, max_tokens=max_waiting_tokens, max_ttft_s=max_ttft_s),
         connections=ConnectionLimits(max_connections=max_connections),
         shutdown_grace_s=shutdown_grace,
+        shadow_twin_s=None if no_shadow_twin else twin_s,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -180,6 +181,22 @@ MaxWaiting = Annotated[
 MaxWaitingTokens = Annotated[
     int, typer.Option(min=1, metavar="TOKENS", help="Prompt tokens that may wait, likewise.")
 ]
+MaxTtft = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Refuse a request with 429 if its first token is predicted to take longer; no bound by default.",
+    ),
+]
+NoShadowTwin = Annotated[
+    bool,
+    typer.Option(
+        "--no-shadow-twin",
+        help="Do not replay the last minutes on a model of the engine; /metrics shows what it predicts "
+        "beside what was measured.",
+    ),
+]
+ShadowTwinEvery = Annotated[float, typer.Option(metavar="SECONDS", help="How often they are replayed.")]
 MaxConnections = Annotated[
     int, typer.Option(min=1, help="Connections at a time; idle ones make room for new ones.")
 ]
@@ -251,6 +268,15 @@ def parse_adapters(texts: Sequence[str] | None) -> dict[str, str]:
 
 def parse_size_or_none(text: str | None, option: str) -> int | None:
     return None if text is None else parse_size(text, option)
+
+
+def parse_seconds(seconds: float, option: str, *, at_least: float = 0.0) -> float:
+    """A time that can be waited for, above 0 if there is no other limit."""
+    is_enough = seconds >= at_least if at_least else seconds > 0
+    if not is_enough or seconds == math.inf:  # NaN is neither
+        least = f"at least {at_least:g}" if at_least else "above 0"
+        raise typer.BadParameter(f"{seconds:g} is no time; give seconds {least}", param_hint=option)
+    return seconds
 
 
 def parse_keys(keys: Sequence[str] | None, option: str) -> tuple[str, ...]:

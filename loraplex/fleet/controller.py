@@ -6,6 +6,7 @@ controller has no clock of its own: every call says what time it is.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple, Protocol
@@ -141,6 +142,13 @@ class Controller:
                 self.pool.used(replica, adapter)
             self._count(adapter, prompt_tokens)
         return replica
+
+    def would_choose(self, request: RoutedRequest) -> int:
+        """Return the replica that a request would be sent to now, and change nothing. Raises CapacityError
+        while no replica accepts requests."""
+        # A copy of the router decides, as it remembers its decisions; what it only looks at is not copied.
+        known = {id(each): each for each in (self.view.costs, self.view.plan)}
+        return copy.deepcopy(self._router, known).choose(request, self.view)
 
     def _count(self, adapter: int, num_tokens: int) -> None:
         if self._planner is not None:

@@ -1,8 +1,9 @@
 """The part of the /metrics page that grows with the adapters in use.
 
 An adapter that nobody has asked for and whose weights are on disk has no series: thousands of adapters may be
-registered. What a name is asked for is labelled by the name. What happens to weights is labelled by their
-version, which several names may share; `adapter_resident` has both.
+registered. Should thousands be asked for, those that were first have series of their own, and all others
+share one, so that a page has a bounded number of them. What a name is asked for is labelled by the name. What
+happens to weights is labelled by their version, which several names may share; `adapter_resident` has both.
 
 Written by hand: a sample object of the Prometheus library costs many times what its line does. Names and
 versions of adapters need no escaping.
@@ -10,20 +11,32 @@ versions of adapters need no escaping.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Final
 
 from loraplex.core.stats import EngineStats
 from loraplex.server.metrics import ServerMetrics, Traffic
 from loraplex.server.served_adapter import ServedAdapter
 
+MAX_NAMED: Final = 256
+"""Adapters with series of their own, of which each has about twenty."""
+OTHERS: Final = "(others)"
+"""Stands for all others; no adapter can be called so."""
+
 
 def render_adapters(adapters: Sequence[ServedAdapter], metrics: ServerMetrics, stats: EngineStats) -> bytes:
     """The series of served adapters that were asked for or are in memory."""
+    named, folded = _share_out(adapters, metrics, stats)
     used = [
         (adapter.name, traffic)
-        for adapter in adapters
+        for adapter in named
         if (traffic := metrics.find_traffic(adapter.name)) is not None
     ]
+    if folded:
+        used.append((OTHERS, Traffic.sum_of(metrics.find_traffic(adapter.name) for adapter in folded)))
+    own_versions = {version for adapter in named for version in adapter.versions}
+    folded_versions = {version for adapter in folded for version in adapter.versions} - own_versions
 
     def by_name(name: str, kind: str, text: str, value: Callable[[Traffic], int]) -> str:
         return _family(
@@ -61,7 +74,7 @@ def render_adapters(adapters: Sequence[ServedAdapter], metrics: ServerMetrics, s
                 "The share of the requests that the canary answers; not there for names without one",
                 [
                     f'loraplex:adapter_canary_share{{adapter="{each.name}"}} {each.canary.share}\n'
-                    for each in adapters
+                    for each in named
                     if each.canary is not None
                 ],
             ),
@@ -82,20 +95,52 @@ def render_adapters(adapters: Sequence[ServedAdapter], metrics: ServerMetrics, s
                 "loraplex:adapter_loads_total",
                 "counter",
                 "Loads of a version's weights into memory",
-                [
-                    f'loraplex:adapter_loads_total{{version="{seen.version}"}} {seen.loads}\n'
-                    for seen in stats.adapters
-                    if seen.loads
-                ],
+                _load_lines(stats, folded_versions),
             ),
             _family(
                 "loraplex:adapter_resident",
                 "gauge",
                 "1, with the tier the weights are in; not there for those on disk alone",
-                _resident_lines(adapters, stats),
+                _resident_lines(named, stats),
+            ),
+            _family(
+                "loraplex:adapter_versions",
+                "gauge",
+                "Versions of adapters by the tier that their weights are in",
+                [
+                    f'loraplex:adapter_versions{{tier="{tier}"}} {count}\n'
+                    for tier, count in sorted(Counter(seen.tier for seen in stats.adapters).items())
+                ],
             ),
         ]
     ).encode()
+
+
+def _share_out(
+    adapters: Sequence[ServedAdapter], metrics: ServerMetrics, stats: EngineStats
+) -> tuple[list[ServedAdapter], list[ServedAdapter]]:
+    """Return the adapters with series of their own, and those that share one. Whoever has one keeps it: first
+    come those that were asked for, in the order of their first requests."""
+    seen = {each.version for each in stats.adapters if each.tier != "disk" or each.loads}
+    order = {name: number for number, name in enumerate(metrics.names)}
+    shown = [
+        each for each in adapters if each.name in order or each.canary or not seen.isdisjoint(each.versions)
+    ]
+    shown.sort(key=lambda each: order.get(each.name, len(order)))
+    return shown[:MAX_NAMED], shown[MAX_NAMED:]
+
+
+def _load_lines(stats: EngineStats, folded_versions: Set[str]) -> list[str]:
+    name = "loraplex:adapter_loads_total"
+    lines = [
+        f'{name}{{version="{seen.version}"}} {seen.loads}\n'
+        for seen in stats.adapters
+        if seen.loads and seen.version not in folded_versions
+    ]
+    if folded_versions:
+        num_others = sum(seen.loads for seen in stats.adapters if seen.version in folded_versions)
+        lines.append(f'{name}{{version="{OTHERS}"}} {num_others}\n')
+    return lines
 
 
 def _resident_lines(adapters: Sequence[ServedAdapter], stats: EngineStats) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from enum import StrEnum
 
 from loraplex.core.continuation import AnswerSoFar
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
@@ -17,11 +19,26 @@ GiveToEngine = Callable[[EngineRequest], Awaitable[Outputs]]
 """Chooses an engine for a request, and returns its outputs there. Raises if there is none to choose."""
 
 
-async def continuing(request: EngineRequest, give: GiveToEngine, *, max_deaths: int, engines: str) -> Outputs:
+class Continued(StrEnum):
+    """Why a request went on elsewhere: its engine died, or gave it up alive (drained, replaced, moved, or
+    without a sign of life)."""
+
+    DIED = "died"
+    MOVED = "moved"
+
+
+async def continuing(
+    request: EngineRequest,
+    give: GiveToEngine,
+    *,
+    max_deaths: int,
+    engines: str,
+    continued: Counter[Continued] | None = None,
+) -> Outputs:
     """The outputs of a request, whichever engines they come from: each token once.
 
     It goes on elsewhere when its engine dies or hands it over, until `max_deaths` have died with it: it may
-    be what they die of. `engines`: what they are called then.
+    be what they die of. `engines`: what they are called then. `continued`: counts how often that happens.
     """
     answer, num_deaths = AnswerSoFar(request), 0
     while True:
@@ -50,3 +67,5 @@ async def continuing(request: EngineRequest, give: GiveToEngine, *, max_deaths: 
         if end is not None:
             yield end
             return
+        if continued is not None:
+            continued[Continued.DIED if is_death else Continued.MOVED] += 1

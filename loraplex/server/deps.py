@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from loraplex.engine.text_engine import TextEngine
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.body import BodyLimits, BodyReader
+from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineStatus, Fleet
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.pacing import Pacer
+from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.waiting import WaitingBook
 from loraplex.server.web_guard import WebAccess
 
@@ -18,7 +21,8 @@ from loraplex.server.web_guard import WebAccess
 @dataclass(frozen=True, kw_only=True)
 class ServerDeps:
     """`base_root` is where the base model comes from; its served name is the adapter service's. `fleet`: None
-    if there is but one engine."""
+    if there is but one engine. `shadow_twin`: None if there is none. `continued`: how often
+    requests outlived their engine."""
 
     text: TextEngine
     adapters: AdapterService
@@ -33,3 +37,5 @@ class ServerDeps:
     pacer: Pacer = field(default_factory=Pacer)
     drain_timeout_s: float = 30.0
     fleet: Fleet | None = None
+    shadow_twin: ShadowTwin | None = None
+    continued: Counter[Continued] = field(default_factory=Counter)

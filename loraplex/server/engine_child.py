@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ import zmq
 from loraplex.core.errors import EngineDeadError, LoraplexError
 from loraplex.core.exits import describe_exit
 from loraplex.core.logs import current_format, current_level
+from loraplex.server.child_python import same_python
 from loraplex.server.engine_sockets import Context, Socket, new_socket
 from loraplex.server.protocol_ipc import (
     EVENTS_SOCKET,
@@ -269,11 +269,8 @@ def launch_of(factory: str, config: object, *, socket_dir: str = "", remote: Rem
 
 def spawn(launch: Launch, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start an engine process, which ends with the thread that calls this or with its stdin."""
-    # The child looks into the current folder only if we do: a stray torch.py there must not shadow ours.
-    sees_cwd = "" in sys.path or os.getcwd() in sys.path
-    python = [sys.executable] if sees_cwd else [sys.executable, "-P"]
     process = subprocess.Popen(
-        [*python, "-m", CHILD_MODULE],
+        [*same_python(), "-m", CHILD_MODULE],
         stdin=subprocess.PIPE,
         stdout=2,  # whatever a library prints belongs into the log, not into a command's output
         env={**os.environ, **env},

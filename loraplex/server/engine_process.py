@@ -27,6 +27,7 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
+from loraplex.server.engine_costs import costs_of
 from loraplex.server.engine_sockets import CurveKeys, bind_commands, calling_when_cut, connect_events
 from loraplex.server.heartbeat import Heartbeat
 from loraplex.server.pool.replica_pool import ReplicaPool
@@ -211,9 +212,9 @@ def import_object(path: str) -> Any:
     return found
 
 
-def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> EngineCore:
-    """Call the factory; one with a parameter `progress` is given a function of (phase, fraction), one with
-    `peers` the pool."""
+def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> tuple[EngineCore, str | None]:
+    """Return the core, and what it costs if that is known. A factory with a parameter `progress` is given a
+    function of (phase, fraction), one with `peers` the pool."""
     factory = import_object(launch.factory)
     config = msgspec.json.decode(
         launch.config, type=import_object(launch.config_type), dec_hook=decode_extra, strict=True
@@ -225,7 +226,7 @@ def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> 
     taken = inspect.signature(factory).parameters
     extra = {name: each for name, each in {"progress": report, "peers": pool}.items() if name in taken}
     core: EngineCore = factory(config, **extra)
-    return core
+    return core, costs_of(config, core)
 
 
 def leave_with_parent(parent_pid: int) -> None:
@@ -277,7 +278,7 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
     started_s = time.monotonic()
     pool = ReplicaPool()
     try:
-        core = build_core(launch, events, pool)
+        core, costs = build_core(launch, events, pool)
         host = _LOOPBACK if launch.remote is None else launch.remote.host
         loop = EngineLoop(core, commands, events, pool, host)
         events.send(encode(Loaded()))
@@ -292,6 +293,7 @@ def _serve(launch: Launch, context: zmq.Context[zmq.Socket[bytes]], events: zmq.
         num_kv_blocks=core.stats().num_kv_blocks,
         max_model_len=core.max_model_len,
         load_s=time.monotonic() - started_s,
+        costs=costs,
     )
     try:
         if is_ready:

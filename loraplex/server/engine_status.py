@@ -49,9 +49,10 @@ class EngineStatus:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStatus:
     """One replica of a fleet. `num_in_flight`: requests it was sent that have not ended; `num_sent`: all that
-    it was ever sent. `drained`: it is sent no more, by order. `num_placed`: adapters that the placement gives
-    it; `num_brought`: those that it ever brought in for that; `num_migrated`: requests that ever migrated to
-    it."""
+    it was ever sent; `num_replayed`: those that another one had before; `num_hits`: those that found their
+    adapter in memory. `num_loads`: of adapters. `drained`: it is sent no more, by order. `num_placed`:
+    adapters that the placement gives it; `num_brought`: those that it ever brought in for that;
+    `num_migrated`: requests that ever migrated to it."""
 
     number: int
     status: EngineStatus
@@ -61,6 +62,9 @@ class ReplicaStatus:
     num_placed: int = 0
     num_brought: int = 0
     num_migrated: int = 0
+    num_replayed: int = 0
+    num_hits: int = 0
+    num_loads: int = 0
 
 
 class Fleet(Protocol):

@@ -87,7 +87,7 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         lease = _lease(deps, request, body)
         on_failure.callback(lease.release)
         params = chat_params(body)
-        ticket = deps.waiting.admit(params.n, param="n")
+        ticket = deps.waiting.admit(params.n, adapter=lease.version, param="n")
         on_failure.callback(ticket.close)
         encoding = deps.text.prompts.encode_chat(
             template_messages(body.messages),
@@ -121,7 +121,9 @@ async def _start_completion(
         lease = _lease(deps, request, body)
         on_failure.callback(lease.release)
         params = completion_params(body)
-        ticket = deps.waiting.admit(_num_choices(body, params))
+        ticket = deps.waiting.admit(
+            _num_choices(body, params), adapter=lease.version, was_admitted=bool(body.output_token_ids)
+        )
         on_failure.callback(ticket.close)
         encoding = _encode(deps.text, body, params)
         prompts, echoed = await run_until_disconnect(encoding, request.receive, deps.pacer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from loraplex.core.clock import Clock
@@ -43,6 +43,11 @@ class Histogram:
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
+
+    def add(self, other: Histogram) -> None:
+        """Count what another one of the same bounds has counted as well."""
+        self.counts = [ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
 
     def copy(self) -> Histogram:
         copied = Histogram.__new__(Histogram)
@@ -79,6 +84,24 @@ class Traffic:
     def num_in_flight(self) -> int:
         return self.num_waiting + self.num_running
 
+    @classmethod
+    def sum_of(cls, each: Iterable[Traffic | None]) -> Traffic:
+        """The counts of several adapters together; None for one that nobody has asked for."""
+        total = cls()
+        for traffic in each:
+            if traffic is not None:
+                total._add(traffic)
+        return total
+
+    def _add(self, other: Traffic) -> None:
+        self.num_requests += other.num_requests
+        self.num_canary_requests += other.num_canary_requests
+        self.num_hits += other.num_hits
+        self.num_tokens += other.num_tokens
+        self.num_waiting += other.num_waiting
+        self.num_running += other.num_running
+        self.ttft.add(other.ttft)
+
     def copy(self) -> Traffic:
         copied = Traffic.__new__(Traffic)
         copied.num_requests, copied.num_tokens = self.num_requests, self.num_tokens
@@ -108,6 +131,11 @@ class ServerMetrics:
         if traffic is None:
             traffic = self._traffic[adapter] = Traffic()
         return traffic
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The adapters that were asked for, in the order of their first requests."""
+        return self._traffic
 
     def find_traffic(self, adapter: str) -> Traffic | None:
         """The counters of an adapter; None if nobody has asked for it yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,8 @@ from loraplex.server.adapter_metrics import render_adapters
 from loraplex.server.engine_status import EngineState, ReplicaStatus
 from loraplex.server.metrics import Histogram, ServerMetrics
 from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.shadow_twin import TwinFigures
+from loraplex.server.twin_metrics import twin_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _VLLM_REASONS: Final = {  # ours -> vLLM's word for it
@@ -35,10 +37,12 @@ class MetricsSnapshot:
     metrics: ServerMetrics
     stats: EngineStats
     num_restarts: int
-    num_refused: int
+    num_refused: Mapping[str, int]
+    num_continued: Mapping[str, int]
     adapters: Sequence[ServedAdapter]
     replicas: Sequence[ReplicaStatus] = ()
     num_plans: int = 0
+    twin: TwinFigures | None = None
 
 
 def render_metrics(snapshot: MetricsSnapshot) -> bytes:
@@ -57,9 +61,11 @@ class _Page:
         self._stats = snapshot.stats
         self._num_restarts = snapshot.num_restarts
         self._num_refused = snapshot.num_refused
+        self._num_continued = snapshot.num_continued
         self._adapters = snapshot.adapters
         self._replicas = snapshot.replicas
         self._num_plans = snapshot.num_plans
+        self._twin = snapshot.twin
 
     def describe(self) -> list[Metric]:
         return []
@@ -70,6 +76,8 @@ class _Page:
         yield self._lora_info()
         if self._replicas:
             yield from self._each_replica()
+        if self._twin is not None:
+            yield from twin_families(self._twin)
 
     def _engine(self) -> Iterator[Metric]:
         stats = self._stats
@@ -92,8 +100,15 @@ class _Page:
         yield self._counter(
             "loraplex:engine_restarts", "Restarts of the engine process after it died", self._num_restarts
         )
-        yield self._counter(
-            "loraplex:requests_refused", "Calls refused because the queue was full", self._num_refused
+        yield self._by_reason(
+            "loraplex:requests_refused",
+            "Calls refused with 429: the queue was full, or the first token predicted too late",
+            self._num_refused,
+        )
+        yield self._by_reason(
+            "loraplex:continuations",
+            "Requests that went on at another engine: the one they were at died, or gave them up",
+            self._num_continued,
         )
         yield self._gauge("loraplex:adapters", "Adapters that are served", len(self._adapters))
         num_bytes, budget = stats.host_adapter_bytes, stats.host_adapter_budget_bytes
@@ -161,6 +176,24 @@ class _Page:
                 lambda r: r.num_in_flight,
             ),
             (CounterMetricFamily, "requests", "Requests it was sent", lambda r: r.num_sent),
+            (
+                CounterMetricFamily,
+                "replays",
+                "Requests it took over from another replica, whose tokens it read again",
+                lambda r: r.num_replayed,
+            ),
+            (
+                CounterMetricFamily,
+                "adapter_hits",
+                "Requests that found their adapter in its memory or on its way there",
+                lambda r: r.num_hits,
+            ),
+            (
+                CounterMetricFamily,
+                "adapter_loads",
+                "Loads of adapters into its memory since it started",
+                lambda r: r.num_loads,
+            ),
             (CounterMetricFamily, "restarts", "Restarts after it died", lambda r: r.status.num_restarts),
             (
                 GaugeMetricFamily,
@@ -198,6 +231,12 @@ class _Page:
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _by_reason(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=[*self._labels, "reason"])
+        for reason, count in counts.items():
+            family.add_metric([*self._labels.values(), reason], count)
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:

@@ -193,12 +193,14 @@ class Loaded(Message, frozen=True):
 class Ready(Message, frozen=True):
     """Everything that known adapters need is compiled and captured. `load_s`: since the start.
 
-    `num_kv_blocks` is None for a server elsewhere that does not tell.
+    `num_kv_blocks` is None for a server elsewhere that does not tell. `costs`: the profile of the engine, as
+    JSON; None if nothing is known of it.
     """
 
     num_kv_blocks: int | None
     max_model_len: int
     load_s: float
+    costs: str | None = None
 
 
 class Failed(Message, frozen=True):

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +30,7 @@ from loraplex.core.shape import ModelShape
 from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
-from loraplex.model.config import ModelConfig, load_config
+from loraplex.model.config import load_config
 from loraplex.model.source import resolve_model
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import GivenAdapter, start_adapters
@@ -53,8 +52,10 @@ from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
+from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
-from loraplex.server.supervised_engine import SupervisedEngine
+from loraplex.server.start_notes import context_notes, shared_state_note, ttft_note
+from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
@@ -83,6 +84,7 @@ class ServeOptions:
     `backends`: servers that compute instead of any; `policy`: by which requests are shared among several of
     either, and adapters placed, by its name (`fleet.policy`), with periods of `period_s`.
     `engine_factory`: "module:name" of what builds the core in the engine process.
+    `shadow_twin_s`: how often the last minutes are replayed on a twin; None for never.
     """
 
     engine: EngineOptions
@@ -108,6 +110,7 @@ class ServeOptions:
     backends: Backends | None = None
     ray: RayPlace | None = None
     engine_factory: str = DEFAULT_FACTORY
+    shadow_twin_s: float | None = None
 
 
 def serve(options: ServeOptions, announcer: Announcer | None = None) -> None:
@@ -260,7 +263,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 async def _start(
     options: ServeOptions, announcer: Announcer, front: FrontApp, stack: AsyncExitStack
-) -> tuple[ServerDeps, SupervisedEngine, int]:
+) -> tuple[ServerDeps, ServingEngine, int]:
     """Start everything that requests need, prepared for the adapters to begin with. The number is that of
     adapters which were left out."""
     folder = await asyncio.to_thread(resolve_model, options.engine.model)
@@ -325,13 +328,16 @@ async def _start(
         api_keys=options.api_keys,
         admin_keys=options.admin_keys,
         web=_web_access(options),
-        waiting=WaitingBook(options.waiting, clock),
+        waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
         fleet=fleet,
+        continued=client.continued,
+        shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
     )
     notes = (
-        *_context_notes(client.info.max_model_len, options.engine, config),
-        *_shared_state_note(registry, state_dir),
+        *context_notes(client.info.max_model_len, options.engine, config),
+        *shared_state_note(registry, state_dir),
+        *ttft_note(client, options.waiting.max_ttft_s),
         *report.notes,
     )
     for note in notes:
@@ -341,7 +347,7 @@ async def _start(
 
 async def _engine(
     options: ServeOptions, shape: ModelShape, base_model: str, state_dir: Path, stack: AsyncExitStack
-) -> tuple[SupervisedEngine, Fleet | None]:
+) -> tuple[ServingEngine, Fleet | None]:
     """Return what computes, not started yet: one engine process, a fleet of them, or servers elsewhere."""
     if options.backends is None and options.ray is None and options.num_replicas == 1:
         return SoleEngine(options.engine, factory=options.engine_factory), None
@@ -395,6 +401,15 @@ async def _engine(
     return fleet, fleet
 
 
+async def _shadow_twin(
+    client: ServingEngine, interval_s: float | None, stack: AsyncExitStack
+) -> ShadowTwin | None:
+    """Start the shadow twin of an engine whose costs are known."""
+    if interval_s is None or client.twin() is None:
+        return None
+    return await stack.enter_async_context(ShadowTwin(client, interval_s=interval_s))
+
+
 def _web_access(options: ServeOptions) -> WebAccess:
     return WebAccess(
         bound_host=options.host,
@@ -417,39 +432,6 @@ def default_state_dir() -> Path:
     if configured := os.environ.get("LORAPLEX_STATE"):
         return Path(configured).expanduser()
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "loraplex"
-
-
-def _context_notes(max_model_len: int, options: EngineOptions, config: ModelConfig) -> Iterator[str]:
-    """Say so where memory or a sliding window, not the operator, decides how long a context may be."""
-    longest = config.shape.max_position
-    if config.cut_context is not None and options.max_model_len is None:
-        yield (
-            f"the model's sliding window is not implemented: contexts end with it, at {longest:,} tokens, "
-            f"not at the model's {config.cut_context:,}"
-        )
-    if max_model_len < (options.max_model_len or longest):
-        yield (
-            f"KV memory holds contexts of {max_model_len:,} tokens, the model could take {longest:,}; raise "
-            "--kv-memory for longer ones"
-        )
-
-
-def _shared_state_note(registry: AdapterRegistry, state_dir: Path) -> tuple[str, ...]:
-    """Say so where another server remembers its adapters in the same place."""
-    others = registry.other_servers
-    if not others:
-        return ()
-    servers = (
-        f"another server (process {others[0]}) uses"
-        if len(others) == 1
-        else f"{len(others)} other servers use"
-    )
-    note = (
-        f"{servers} the state folder {state_dir}: adapters loaded there are served here from the next start "
-        "on, and what one server holds the other can neither remove nor move to another version; give each a "
-        "--state-dir of its own"
-    )
-    return (note,)
 
 
 def _model_identity(model: str) -> str:

@@ -2,24 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Final
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
 
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.errors import UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest
-from loraplex.server.continuing import continuing
+from loraplex.core.stats import EngineStats
+from loraplex.engine.options import EngineOptions
+from loraplex.fleet.admission import Admitted, Forecast
+from loraplex.server.continuing import Continued, continuing
 from loraplex.server.engine_client import EngineClient
+from loraplex.server.protocol_ipc import Ready, StartProgress
+from loraplex.server.recent_requests import RecentRequests
+from loraplex.server.shadow_twin import TwinSubject
+
+if TYPE_CHECKING:
+    from loraplex.server.fleet.live_routing import LiveRouting
 
 _MAX_DEATHS: Final = 2
 """As many engine processes may die with a request before it is given up. Fewer than the crashes that end the
 server (`RestartPolicy`): one request that is the reason must not do that."""
+_HERE: Final = 0
+"""The number of the only replica."""
 
 
 class SoleEngine(EngineClient):
-    """An EngineClient whose requests outlive the engine process."""
+    """An EngineClient whose requests outlive the engine process. It counts its load as a fleet of one does,
+    if it knows what things cost."""
+
+    def __init__(self, config: object, **options: Any) -> None:
+        """See EngineClient."""
+        super().__init__(config, **options)
+        self.continued: Counter[Continued] = Counter()
+        self._load: LiveRouting | None = None
+        self._recent = RecentRequests()
+
+    async def start(
+        self,
+        on_progress: Callable[[StartProgress], None] | None = None,
+        add_adapters: Awaitable[object] | None = None,
+    ) -> None:
+        await super().start(on_progress, add_adapters)
+        if self.info is not None and self.info.costs is not None and isinstance(self._config, EngineOptions):
+            self._load = _load_of(self.info, self.info.costs, self._config)
+            for sources in self._adapters.values():
+                for spec in sources.values():
+                    self._load.add(spec)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        return continuing(request, self._give, max_deaths=_MAX_DEATHS, engines="engine processes")
+        return continuing(
+            request,
+            self._give,
+            max_deaths=_MAX_DEATHS,
+            engines="engine processes",
+            continued=self.continued,
+        )
 
     async def _give(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         await self._ready_child()  # raises if there will be none
-        return super().generate(request)
+        outputs = super().generate(request)
+        load = self._load
+        if load is None or not _is_known(load, request.adapter):
+            return outputs
+        from loraplex.server.fleet.reported import reported
+
+        load.route(request.request_id, request.adapter, request.num_tokens)
+        return reported(outputs, request, _HERE, load, self._recent)
+
+    def twin(self) -> TwinSubject | None:
+        """See `shadow_twin.Shadowed`."""
+        if self._load is None or self.info is None or self.info.costs is None:
+            return None
+        return self._load.twin(self.info.costs, self._recent)
+
+    def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
+        """See `waiting.Forecaster`."""
+        if self._load is None or not self.healthy or not _is_known(self._load, adapter):
+            return None
+        return self._load.forecast(adapter, prompt_tokens, admitted)
+
+    async def add_adapter(self, spec: AdapterSpec) -> None:
+        await super().add_adapter(spec)
+        if self._load is not None:
+            self._load.add(spec)
+
+    async def stats(self) -> EngineStats:
+        stats = await super().stats()
+        if self._load is not None:
+            self._load.saw(_HERE, stats)
+        return stats
+
+
+def _load_of(info: Ready, costs: str, options: EngineOptions) -> LiveRouting:
+    """Return a routing with one replica to send requests to."""
+    # Not before the engine process has started.
+    from loraplex.fleet.answer_length import FIRST_GUESS
+    from loraplex.server.fleet.live_routing import LiveRouting
+    from loraplex.server.fleet.local_replicas import limits_of
+    from loraplex.server.fleet.routing_events import Began
+
+    limits = [limits_of(options)(info)]
+    return LiveRouting([Began(policy="round-robin", limits=limits, costs=costs, mean_tokens=FIRST_GUESS)])
+
+
+def _is_known(load: LiveRouting, adapter: str | None) -> bool:
+    try:
+        load.request_of(adapter, 1)
+    except UnknownModelError:  # which the engine says better
+        return False
+    return True

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from loraplex.engine.interface import AsyncEngine
+from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineStatus
 from loraplex.server.protocol_ipc import Ready, StartProgress
+from loraplex.server.shadow_twin import Shadowed
+from loraplex.server.waiting import Forecaster
 
 
 class SupervisedEngine(AsyncEngine, Protocol):
@@ -43,4 +47,16 @@ class SupervisedEngine(AsyncEngine, Protocol):
 
     async def close(self) -> None:
         """Stop it; requests in flight raise EngineClosedError. Idempotent."""
+        ...
+
+
+class ServingEngine(SupervisedEngine, Forecaster, Shadowed, Protocol):
+    """What a server answers requests by: a SupervisedEngine that predicts what it will do.
+
+    Its requests outlive the processes that compute them.
+    """
+
+    @property
+    def continued(self) -> Counter[Continued]:
+        """How often requests went on elsewhere, by reason."""
         ...

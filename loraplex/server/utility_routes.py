@@ -12,6 +12,7 @@ import loraplex
 from loraplex.core.errors import InvalidRequestError
 from loraplex.engine.prompt_encoder import PromptEncoder
 from loraplex.server.chat_messages import template_messages
+from loraplex.server.continuing import Continued
 from loraplex.server.deps import ServerDeps
 from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.health import LIVE_PATH, READY_PATHS, live_response, ready_response
@@ -20,6 +21,7 @@ from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
 from loraplex.server.requests import DetokenizeRequest, TokenizeRequest
 from loraplex.server.responses import Health, Text, Tokens, Version
+from loraplex.server.waiting import Refused
 
 
 def utility_router(deps: ServerDeps) -> APIRouter:
@@ -98,10 +100,12 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             stats=await deps.text.engine.stats(),
             metrics=deps.metrics.snapshot(),
             num_restarts=deps.engine_status().num_restarts,
-            num_refused=deps.waiting.num_refused,
+            num_refused={reason.value: deps.waiting.num_refused[reason] for reason in Refused},
+            num_continued={reason.value: deps.continued[reason] for reason in Continued},
             adapters=deps.adapters.served(),
             replicas=() if deps.fleet is None else deps.fleet.replicas,
             num_plans=0 if deps.fleet is None else deps.fleet.num_plans,
+            twin=None if deps.shadow_twin is None else deps.shadow_twin.figures,
         )
         # In a thread: streams go on while a page of thousands of adapters is written.
         page = await asyncio.to_thread(render_metrics, snapshot)

@@ -36,7 +36,7 @@ from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.served_adapter import ServedAdapter
-from loraplex.server.waiting import WaitingBook, WaitingLimits
+from loraplex.server.waiting import Forecaster, WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
 SHAPE = ModelShape(
@@ -96,6 +96,7 @@ def make_server(
     allowed: list[Path] | None = None,
     hub: HubAdapters | None = None,
     clock: Clock | None = None,
+    forecaster: Forecaster | None = None,
     drain_timeout_s: float = 30.0,
 ) -> Served:
     engine = FakeEngine(script or says("Hello world! How are you?"))
@@ -120,7 +121,7 @@ def make_server(
         api_keys=api_keys,
         admin_keys=admin_keys,
         web=web or WebAccess(),
-        waiting=WaitingBook(waiting or WaitingLimits(), clock or ManualClock()),
+        waiting=WaitingBook(waiting or WaitingLimits(), clock or ManualClock(), forecaster),
         bodies=BodyReader(limits or BodyLimits()),
         drain_timeout_s=drain_timeout_s,
     )

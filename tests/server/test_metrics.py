@@ -12,6 +12,7 @@ from serving_fakes import Script, make_spec, says, tiny_tokenizer
 
 from loraplex.core.clock import ManualClock
 from loraplex.core.request import EngineRequest
+from loraplex.server.adapter_metrics import MAX_NAMED
 from loraplex.server.adapter_service import ServedAdapter
 from loraplex.server.metrics import Histogram
 from loraplex.server.metrics_export import MetricsSnapshot
@@ -202,3 +203,48 @@ def test_two_servers_do_not_share_counters(make_api: Callable[..., Api], model: 
     first, second = make_api(), make_api()
     chat(first, model)
     assert samples(second)["vllm:generation_tokens_total"] == 0
+
+
+def ask_for(api: Api, number: int) -> None:
+    """Serve so many adapters more, each of which was asked for once, answered with two tokens, and loaded."""
+    metrics = api.served.deps.metrics
+    for index in range(number):
+        spec = make_spec(f"v{index}")
+        api.served.service._served[f"a{index}"] = ServedAdapter(name=f"a{index}", spec=spec)
+        api.served.engine.adapters[spec.version] = spec
+        traffic = metrics.traffic(f"a{index}")
+        traffic.num_requests += 1
+        traffic.num_tokens += 2
+        traffic.ttft.observe(0.1)
+
+
+def test_ten_thousand_adapters_make_no_more_series_than_some(make_api: Callable[..., Api]) -> None:
+    few, many = make_api(), make_api(base_model="other")
+    ask_for(few, 2 * MAX_NAMED)
+    ask_for(many, 10_000)
+    page, expected = samples(many), samples(few)
+    assert len(page) == len(expected)
+    assert len(page) < 25 * MAX_NAMED
+    by_name = {
+        name: value for name, value in page.items() if name.startswith("loraplex:adapter_requests_total")
+    }
+    assert len(by_name) == MAX_NAMED + 1
+    assert sum(by_name.values()) == 10_000
+    assert by_name["loraplex:adapter_requests_total[(others)]"] == 10_000 - MAX_NAMED
+    assert page["loraplex:adapter_generation_tokens_total[(others)]"] == 2 * (10_000 - MAX_NAMED)
+    assert page["loraplex:adapter_ttft_seconds_count[(others)]"] == 10_000 - MAX_NAMED
+    assert page["loraplex:adapter_versions[host]"] == 10_002
+    loads = [value for name, value in page.items() if name.startswith("loraplex:adapter_loads_total")]
+    assert sum(loads) == 10_002
+
+
+def test_an_adapter_that_has_a_series_keeps_it(make_api: Callable[..., Api]) -> None:
+    api = make_api()
+    ask_for(api, MAX_NAMED)
+    before = samples(api)
+    chat(api, "pirate")
+    after = samples(api)
+    assert after.keys() >= before.keys()
+    counter = "loraplex:adapter_requests_total"
+    changed = {name for name in after if name.startswith(counter) and after[name] != before.get(name)}
+    assert changed == {f"{counter}[(others)]"}

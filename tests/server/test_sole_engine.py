@@ -16,6 +16,7 @@ from fake_core import CHILD_ENV, FACTORY, FakeOptions, request_of, spec_of, toke
 
 from loraplex.core import errors
 from loraplex.core.request import EngineOutput
+from loraplex.server.continuing import Continued
 from loraplex.server.engine_client import ClientOptions
 from loraplex.server.engine_status import EngineState
 from loraplex.server.restart_policy import RestartPolicy
@@ -65,6 +66,7 @@ def test_streams_wait_for_the_restart_and_go_on() -> None:
             for request, first, last in zip(requests, begun, ended, strict=True):
                 assert (*first, *last) == tokens_of(request)
             assert engine.status.num_restarts == 1
+            assert engine.continued == {Continued.DIED: 6}
 
     run(scenario())
 

@@ -19,12 +19,12 @@ from loraplex.core.clock import ManualClock
 from loraplex.core.errors import InvalidRequestError
 from loraplex.server.body import BodyLimits
 from loraplex.server.errors import QueueFullError
-from loraplex.server.waiting import WaitingBook, WaitingLimits, WaitingTicket
+from loraplex.server.waiting import Refused, WaitingBook, WaitingLimits, WaitingTicket
 
 ServedFactory = Callable[..., Served]
 
 
-def book_of(clock: ManualClock | None = None, **limits: int) -> WaitingBook:
+def book_of(clock: ManualClock | None = None, **limits: Any) -> WaitingBook:
     return WaitingBook(WaitingLimits(**limits), clock or ManualClock())
 
 
@@ -69,7 +69,7 @@ def test_what_finds_the_queue_full_is_refused_and_not_counted(limits: dict[str, 
     with pytest.raises(QueueFullError) as caught:
         admit(book, [[1] * 4])
     assert (caught.value.kind, caught.value.retry_after_s) == (kind, 1)
-    assert (book.num_requests, book.num_tokens, book.num_refused) == (2, 8, 1)
+    assert (book.num_requests, book.num_tokens, book.num_refused.total()) == (2, 8, 1)
 
 
 def test_a_call_that_never_fits_says_which_option_to_raise() -> None:
@@ -201,7 +201,8 @@ def test_requests_that_are_being_encoded_take_places(
 
     assert api.run(go()) == [429] * 3
     waiting = api.served.deps.waiting
-    assert (waiting.num_requests, waiting.num_tokens, waiting.num_refused) == (0, 0, 3)
+    assert (waiting.num_requests, waiting.num_tokens) == (0, 0)
+    assert waiting.num_refused == {Refused.QUEUE_FULL: 3}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])

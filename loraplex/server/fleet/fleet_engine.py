@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,11 +22,13 @@ from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.errors import EngineDeadError, InvalidRequestError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import FIRST_GUESS
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.replanner import PERIOD_S
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
+from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_requests import FleetRequests
@@ -36,6 +39,7 @@ from loraplex.server.fleet.placing import Placing, bring_in
 from loraplex.server.fleet.routing_events import Began, Limits
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Replica
+from loraplex.server.shadow_twin import TwinSubject
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +53,9 @@ _LOOK_S: Final = 1.0
 @dataclass(frozen=True, kw_only=True)
 class FleetSetup:
     """How the replicas of a fleet are made. `make`: the replica of this number, not started yet. `limits`: of
-    one that is ready. `period_s`: of the policy's placement. `costs`: of any of them, as a profile. `most`:
-    how many there can be, and why (None if nothing but good sense limits them). `clock`: that periods go by.
-    """
+    one that is ready. `period_s`: of the policy's placement. `costs`: of any of them, as a profile, where
+    they do not say it themselves. `most`: how many there can be, and why (None if nothing but good sense
+    limits them). `clock`: that periods go by."""
 
     make: Callable[[int], Replica]
     limits: Callable[[Ready], Limits]
@@ -111,12 +115,13 @@ class FleetEngine:
             num_kv_blocks=sum(info.num_kv_blocks or 0 for info in infos) or None,
             max_model_len=min(info.max_model_len for info in infos),
             load_s=max(info.load_s for info in infos),
+            costs=infos[0].costs,
         )
         setup = self._setup
         began = Began(
             policy=setup.policy.name,
             limits=[setup.limits(info) for info in infos],
-            costs=profile_to_json(setup.costs),
+            costs=infos[0].costs or profile_to_json(setup.costs),
             mean_tokens=FIRST_GUESS,
             period_s=setup.period_s,
             device_bytes=await self._device_bytes(),
@@ -201,7 +206,9 @@ class FleetEngine:
             for number, replica in enumerate(self._members):
                 if replica.healthy:
                     try:
-                        routing.saw(number, await replica.stats())
+                        stats = await replica.stats()
+                        routing.saw(number, stats)
+                        self._members.saw(number, stats)
                     except LoraplexError as error:
                         logger.warning("replica %d does not say what it holds: %s", number, error)
             if log is not None:
@@ -315,6 +322,22 @@ class FleetEngine:
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See `FleetRequests.generate`."""
         return self._requests.generate(request)
+
+    @property
+    def continued(self) -> Counter[Continued]:
+        """How often requests went on at another replica, by reason."""
+        return self._requests.continued
+
+    def twin(self) -> TwinSubject | None:
+        """See `shadow_twin.Shadowed`."""
+        info, routing = self.info, self._routing
+        if info is None or info.costs is None or routing is None:
+            return None
+        return routing.twin(info.costs, self._requests.recent)
+
+    def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
+        """See `waiting.Forecaster`."""
+        return self._requests.forecast(adapter, prompt_tokens, admitted)
 
     # ---- adapters
 

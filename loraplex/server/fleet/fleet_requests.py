@@ -3,25 +3,33 @@ that one dies or hands it over, or if it migrates."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, cast
 
 from loraplex.core.continuation import request_id_of
-from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
-from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
-from loraplex.server.continuing import Outputs, continuing
+from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError, UnknownModelError
+from loraplex.core.request import EngineOutput, EngineRequest
+from loraplex.fleet.admission import Admitted, Forecast
+from loraplex.server.continuing import Continued, Outputs, continuing
+from loraplex.server.fleet.backend_errors import BackendBusyError
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
+from loraplex.server.fleet.reported import reported
 from loraplex.server.fleet.routing_events import Moved
+from loraplex.server.recent_requests import RecentRequests
 from loraplex.server.replica import Continuation
 
 logger = logging.getLogger(__name__)
 
 _MAX_DEATHS: Final = 3
 """As many replicas may die with a request before it is given up: it may be what they die of."""
+_BUSY_S: Final = 0.5
+"""After so long, another replica is asked to go on with a request that one had no room for."""
 
 
 @dataclass(slots=True)
@@ -43,6 +51,8 @@ class FleetRequests:
         self._targets: dict[str, int] = {}  # where requests go on that are being moved
         self.routing: LiveRouting | None = None
         self.is_closing = False
+        self.recent = RecentRequests()
+        self.continued: Counter[Continued] = Counter()
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See AsyncEngine. EngineDeadError only if too many replicas died with the request, if none is left,
@@ -51,10 +61,11 @@ class FleetRequests:
 
         async def give(attempt: EngineRequest) -> Outputs:
             routing, number = self._choose(attempt, failed)
+            is_again = bool(failed)
             failed.add(number)
-            return self._outputs(routing, number, attempt)
+            return self._outputs(routing, number, attempt, is_again=is_again)
 
-        return continuing(request, give, max_deaths=_MAX_DEATHS, engines="replicas")
+        return continuing(request, give, max_deaths=_MAX_DEATHS, engines="replicas", continued=self.continued)
 
     def num_output(self) -> dict[str, int]:
         """Return how many tokens each request has from the replica that it is on."""
@@ -79,28 +90,45 @@ class FleetRequests:
             made.append(move)
         return made
 
-    async def _outputs(self, routing: LiveRouting, number: int, request: EngineRequest) -> Outputs:
-        """The outputs of a replica, reported to the routing from the first token to the end."""
-        request_id, name = request.request_id, request_id_of(request.request_id)
+    async def _outputs(
+        self, routing: LiveRouting, number: int, request: EngineRequest, *, is_again: bool
+    ) -> Outputs:
+        """The outputs of a replica. `is_again`: the request was sent to another one before, so that nobody
+        may refuse it any more."""
+        members, name = self._members, request_id_of(request.request_id)
+        members.num_replayed[number] += is_again
         in_flight = self._in_flight[name] = _InFlight(request, number)
-        served: int | None = None
+        source = cast("Outputs", members[number].generate(request))
         try:
-            source = cast("Outputs", self._members[number].generate(request))
-            async with aclosing(source) as outputs:
+            async with aclosing(reported(source, request, number, routing, self.recent)) as outputs:
                 async for output in outputs:
-                    if output.token_ids and not in_flight.num_output:
-                        routing.first_token(request_id)
-                    in_flight.num_output += len(output.token_ids)
-                    if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                        served = max(len(request.output_token_ids) + in_flight.num_output, 1)
+                    if output.token_ids:
+                        if not in_flight.num_output:
+                            members.num_hits[number] += output.adapter_hit is True
+                        in_flight.num_output += len(output.token_ids)
                     yield output
         except EngineClosedError as error:
             if self.is_closing:
                 raise
             raise RequestMovedError(f"replica {number} is shutting down ({error})") from error
+        except BackendBusyError as error:
+            if not is_again:
+                raise
+            await asyncio.sleep(_BUSY_S)
+            raise RequestMovedError(f"replica {number} is too busy to go on with it ({error})") from error
         finally:
             del self._in_flight[name]
-            routing.ended(request_id, served)
+
+    def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
+        """See `waiting.Forecaster`."""
+        routing = self.routing
+        if routing is None:
+            return None
+        try:
+            self._let_accept(routing, self._members.accepting())
+            return routing.forecast(adapter, prompt_tokens, admitted)
+        except (EngineDeadError, UnknownModelError):
+            return None  # whoever sends it will be told
 
     def _choose(self, request: EngineRequest, failed: Set[int]) -> tuple[LiveRouting, int]:
         """Return the number of a replica, which has the request as its load from now on in this routing.
@@ -117,11 +145,15 @@ class FleetRequests:
         if request.output_token_ids:
             accepts = self._able_to_continue(request, accepts)
         others = [each and number not in failed for number, each in enumerate(accepts)]
-        for number, accepts_now in enumerate(others if any(others) else accepts):
-            routing.accept(number, accepts=accepts_now)
+        self._let_accept(routing, others if any(others) else accepts)
         number = routing.route(request.request_id, request.adapter, request.num_tokens)
         self._members.num_sent[number] += 1
         return routing, number
+
+    @staticmethod
+    def _let_accept(routing: LiveRouting, accepts: list[bool]) -> None:
+        for number, accepts_now in enumerate(accepts):
+            routing.accept(number, accepts=accepts_now)
 
     def _able_to_continue(self, request: EngineRequest, accepts: list[bool]) -> list[bool]:
         """Return which of the replicas that take requests go on with this one, as nearly as any of them does.

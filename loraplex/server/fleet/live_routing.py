@@ -13,7 +13,9 @@ from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import UnknownModelError
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.adapter_table import AdapterTable
+from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import AnswerLength
+from loraplex.fleet.first_token import forecast
 from loraplex.fleet.live_controller import LiveController
 from loraplex.fleet.live_policy import live_controller
 from loraplex.fleet.load import FleetLoad, ReplicaLimits
@@ -47,9 +49,13 @@ from loraplex.server.fleet.routing_events import (
     Ticked,
 )
 from loraplex.server.fleet.routing_state import controller_state, placed_adapter, plan_state
+from loraplex.server.recent_requests import RecentRequests
+from loraplex.server.shadow_twin import TwinSubject
 
 _ELEMENT_BYTES: Final = 2
 """Bytes of a LoRA parameter in memory; where it has four, all adapters are equally underestimated."""
+_STEP_TOKENS: Final = 2048
+"""Tokens of a step, of replicas that do not tell."""
 
 
 class Tick(NamedTuple):
@@ -220,6 +226,15 @@ class LiveRouting:
             self._held.use(replica, version, self._limits[replica].max_adapters)
         return replica
 
+    def forecast(self, version: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast:
+        """Predict the first token of a request that would come now, and change nothing; raises as `route`
+        does. `admitted`: see `fleet.first_token.forecast`."""
+        view, request = self.view, self.request_of(version, prompt_tokens)
+        replica = self._current().would_choose(request)
+        memory = self._costs.memory
+        step_tokens = _STEP_TOKENS if memory is None else memory.step_tokens
+        return forecast(request, view, replica, admitted=admitted, step_tokens=step_tokens)
+
     def first_token(self, request_id: str) -> None:
         self._current().first_token(request_id_of(request_id))
         self._record(FirstToken(request_id=request_id))
@@ -344,6 +359,15 @@ class LiveRouting:
     def add(self, spec: AdapterSpec) -> None:
         """Make a version known. Its number stays when it is removed, as it may come back."""
         self._add(spec.version, spec.max_rank, max(spec.num_params * _ELEMENT_BYTES, 1))
+
+    def twin(self, costs: str, recent: RecentRequests) -> TwinSubject:
+        """Return what a twin of the replicas needs to serve their requests again."""
+        return TwinSubject(
+            costs=costs,
+            max_running=int(self.view.load.max_running.min()),
+            rank_params=sum(self._bytes) / _ELEMENT_BYTES / max(sum(self._ranks), 1),
+            recent=recent,
+        )
 
     def saw(self, replica: int, stats: EngineStats) -> None:
         """Take over which adapters a replica says to hold, and in which memory."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequestError
+from loraplex.core.stats import EngineStats
 from loraplex.server.engine_life import ON_ITS_WAY
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.replica import Replica
@@ -28,6 +29,12 @@ class Members:
         self._leaving: set[int] = set()
         self.num_sent: Counter[int] = Counter()
         """Requests that each was ever sent."""
+        self.num_replayed: Counter[int] = Counter()
+        """Those of them that another one had before."""
+        self.num_hits: Counter[int] = Counter()
+        """Those of them that found their adapter in memory or on its way there."""
+        self.num_loads: Counter[int] = Counter()
+        """Loads of adapters by the engine that each is now."""
 
     def __getitem__(self, number: int) -> Replica:
         return self._replicas[number]
@@ -53,6 +60,10 @@ class Members:
     def is_gone(self) -> bool:
         """Tell whether every one has failed or left."""
         return all(replica.status.state in _GONE for replica in self._replicas)
+
+    def saw(self, number: int, stats: EngineStats) -> None:
+        """Take over what a replica reports."""
+        self.num_loads[number] = sum(adapter.loads for adapter in stats.adapters)
 
     # ---- who takes requests
 
@@ -167,6 +178,9 @@ class Members:
                 status=_status(replica),
                 num_in_flight=num_in_flight(number),
                 num_sent=self.num_sent[number],
+                num_replayed=self.num_replayed[number],
+                num_hits=self.num_hits[number],
+                num_loads=self.num_loads[number],
                 drained=number in self._drained | self._leaving,
             )
             for number, replica in enumerate(self._replicas)

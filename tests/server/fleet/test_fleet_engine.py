@@ -21,6 +21,7 @@ from loraplex.fleet.policy import Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_to_json
+from loraplex.server.continuing import Continued
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
@@ -114,6 +115,8 @@ def test_a_request_whose_replica_dies_before_its_first_token_is_served_elsewhere
 
             await until(moved)
             assert [replica.num_in_flight for replica in fleet.replicas] == [0, 2]
+            assert [replica.num_replayed for replica in fleet.replicas] == [0, 1]
+            assert fleet.continued == {Continued.DIED: 1}
             for task in silent:
                 task.cancel()
             await asyncio.gather(*silent, return_exceptions=True)
@@ -221,6 +224,7 @@ def test_moves_are_no_deaths() -> None:
                 await until_moved(fleet, stream, 1 + moves)
                 fleet.undrain(number)
             await stream.aclose()
+            assert fleet.continued == {Continued.MOVED: 6}
 
     run(scenario())
 

@@ -22,6 +22,8 @@ from serving_fakes import hf_tokenizer
 MODELS = ("tiny", "one", "two")
 NUM_CHOICES = 36
 """So many that one replica with all of them is overloaded beside one without any."""
+PREDICTING = ("--max-ttft", "300", "--shadow-twin-every", "1")
+"""All that predicts is at work, and nothing is refused."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fleet(folder: Path, state: Path) -> Iterator[str]:
     options = ("--adapters", str(folder / "adapters"), "--allow-adapter-dir", str(folder / "more"))
-    options = (*options, "--state-dir", str(state), "--replicas", "2", "--period", "1", "--migrate")
+    options = (*options, *PREDICTING, "--state-dir", str(state))
+    options = (*options, "--replicas", "2", "--period", "1", "--migrate")
     with serving(folder, *options, command="fleet serve") as (_, url, _):
         yield url
 
@@ -51,13 +54,36 @@ def fleet(folder: Path, state: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def single(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     state = tmp_path_factory.mktemp("single")
-    with serving(folder, "--adapters", str(folder / "adapters"), "--state-dir", str(state)) as (_, url, _):
+    options = (*PREDICTING, "--adapters", str(folder / "adapters"), "--state-dir", str(state))
+    with serving(folder, *options) as (_, url, _):
         yield url
 
 
 def answer(url: str, model: str, prompt: str = "w5 w6 w7", **options: Any) -> Any:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     return client.completions.create(model=model, prompt=prompt, max_tokens=12, **options)
+
+
+@pytest.mark.parametrize("kind", ["fleet", "single"])
+def test_predicted_figures_stand_beside_measured_ones(kind: str, request: pytest.FixtureRequest) -> None:
+    url = request.getfixturevalue(kind)
+    for model in MODELS:
+        answer(url, model)
+    page = ""
+
+    def is_shown() -> bool:
+        nonlocal page
+        page = httpx.get(f"{url}/metrics").text
+        return "loraplex:twin_relative_error{" in page
+
+    wait_until(is_shown, "the shadow twin has replayed nothing")
+    for figure in ("throughput_tokens_per_second", "ttft_seconds", "itl_seconds"):
+        for source in ("measured", "predicted"):
+            found = re.search(rf'^loraplex:twin_{figure}{{source="{source}"}} (\S+)$', page, re.MULTILINE)
+            assert found is not None, (figure, source)
+            assert float(found[1]) > 0
+    assert 'loraplex:twin_profile_info{profile="guess"} 1.0' in page
+    assert 'loraplex:twin_replays_total{result="failed"} 0.0' in page
 
 
 def test_a_fleet_answers_as_a_single_server_does(fleet: str, single: str) -> None:
@@ -106,7 +132,10 @@ def test_a_killed_replica_is_replaced_and_nobody_notices(fleet: str) -> None:
     row = replicas(fleet)[0]
     assert row["restarts"] == victim["restarts"] + 1
     assert row["pid"] != victim["pid"]
-    assert 'loraplex:replica_restarts_total{replica="0"} 1.0' in httpx.get(f"{fleet}/metrics").text
+    page = httpx.get(f"{fleet}/metrics").text
+    assert 'loraplex:replica_restarts_total{replica="0"} 1.0' in page
+    for name in ("replays", "adapter_hits", "adapter_loads"):
+        assert f'loraplex:replica_{name}_total{{replica="1"}}' in page
 
 
 def fleet_command(url: str, *args: str) -> Ended:

@@ -1,0 +1,246 @@
+"""Goodput under overload: what is answered in time at twice the rate of the peak, over what is at the peak.
+
+    python -m benchmarks.overload                 # about ten minutes on a quiet machine
+
+A server with a small random model serves requests that come at random times (Poisson), each sent once. One is
+good if it is answered in full and its first token came within the bound. Without `--max-ttft`, rates around
+what the server can do are tried in turn; the one with the most good requests per second is the peak. With it,
+windows at that rate and at twice that rate take turns. Ratios are within one run, since the machine may be
+shared. `--tiny` tries the script itself in seconds, and writes
+nothing unless --out says where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from benchmarks import engines
+from benchmarks.cpu_serve import checkpoint
+from benchmarks.make_checkpoint import adapter_name
+from benchmarks.servers import RunningServer, running
+from benchmarks.sources import fingerprints
+from loraplex.bench.environment import environment
+from loraplex.core.whole_file import write_whole
+
+FILE: Final = "overload.json"
+RESULTS: Final = Path(__file__).parent / "results" / FILE
+NUM_ADAPTERS: Final = 16
+PROMPT_TOKENS: Final = (64, 256)
+OUTPUT_TOKENS: Final = (16, 64)
+RATES: Final = (0.6, 0.75, 0.9, 1.0, 1.15)
+"""Around what the server does when as many requests as fit are always there."""
+OVERLOAD: Final = 2.0
+WARM_UP_SHARE: Final = 0.2
+"""Of a window, at its beginning: requests that come in it do not count."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One request. `ttft_s`: None if it had no token; `total_s`: until its last byte."""
+
+    status: int
+    ttft_s: float | None
+    total_s: float
+    is_whole: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """How long windows are, and how many requests there are at a time to find out what a server can do."""
+
+    window_s: float = 40.0
+    num_at_a_time: int = 64
+    rounds: int = 3
+
+
+def summarized(seen: Sequence[Seen], *, counted_s: float, max_ttft_s: float) -> dict[str, Any]:
+    """Return the figures of all requests that came within so many seconds."""
+    good = [each for each in seen if each.is_whole and each.ttft_s is not None and each.ttft_s <= max_ttft_s]
+    whole = [each.ttft_s for each in seen if each.is_whole and each.ttft_s is not None]
+    refused = [each.total_s for each in seen if each.status == 429]
+    return {
+        "requests": len(seen),
+        "good": len(good),
+        "answered": len(whole),
+        "refused": len(refused),
+        "failed": len(seen) - len(whole) - len(refused),
+        "goodput_per_s": round(len(good) / counted_s, 3),
+        "ttft_p50_s": _quantile(whole, 0.5),
+        "ttft_p95_s": _quantile(whole, 0.95),
+        "refusal_p50_ms": _quantile([1e3 * each for each in refused], 0.5),
+        "refusal_p99_ms": _quantile([1e3 * each for each in refused], 0.99),
+    }
+
+
+def _quantile(values: Sequence[float], share: float) -> float | None:
+    if not values:
+        return None
+    return round(sorted(values)[min(int(share * len(values)), len(values) - 1)], 4)
+
+
+class Client:
+    """Sends requests of random lengths for random adapters."""
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str, seed: int) -> None:
+        self._session = session
+        self._url = f"{base_url}/v1/completions"
+        self._random = random.Random(seed)
+
+    def next_s(self, rate: float) -> float:
+        """Return the seconds until the next request comes."""
+        return self._random.expovariate(rate)
+
+    async def send(self) -> Seen:
+        num_tokens = self._random.randint(*OUTPUT_TOKENS)
+        body = {
+            "model": adapter_name(self._random.randrange(NUM_ADAPTERS)),
+            "prompt": [self._random.randint(3, 4000) for _ in range(self._random.randint(*PROMPT_TOKENS))],
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        sent_s = time.perf_counter()
+        ttft_s, said = None, b""
+        async with self._session.post(self._url, json=body) as response:
+            async for chunk in response.content.iter_any():
+                if ttft_s is None and response.status == 200:
+                    ttft_s = time.perf_counter() - sent_s
+                said = (said + chunk)[-64:]
+        is_whole = response.status == 200 and said.rstrip().endswith(b"[DONE]")
+        total_s = time.perf_counter() - sent_s
+        return Seen(status=response.status, ttft_s=ttft_s, total_s=total_s, is_whole=is_whole)
+
+
+async def window(client: Client, *, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
+    """Requests at this rate for as long as a window lasts, and what became of those after its beginning."""
+    begun_s = due_s = time.perf_counter()
+    counted: list[asyncio.Task[Seen]] = []
+    async with asyncio.TaskGroup() as requests:
+        while (due_s := due_s + client.next_s(rate)) < begun_s + load.window_s:
+            await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
+            task = requests.create_task(client.send())
+            if due_s >= begun_s + WARM_UP_SHARE * load.window_s:
+                counted.append(task)
+    counted_s = (1 - WARM_UP_SHARE) * load.window_s
+    seen = [task.result() for task in counted]
+    return {"rate": round(rate, 3)} | summarized(seen, counted_s=counted_s, max_ttft_s=max_ttft_s)
+
+
+async def capacity(client: Client, load: Load) -> float:
+    """Return the requests per second while there are always so many, those that are refused not counted."""
+    until_s = time.perf_counter() + load.window_s
+    num_answered = 0
+
+    async def send_on() -> None:
+        nonlocal num_answered
+        while time.perf_counter() < until_s:
+            seen = await client.send()
+            if seen.is_whole:
+                num_answered += 1
+            else:
+                await asyncio.sleep(0.05)
+
+    begun_s = time.perf_counter()
+    await asyncio.gather(*(send_on() for _ in range(load.num_at_a_time)))
+    return max(num_answered / (time.perf_counter() - begun_s), 0.1)
+
+
+def session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+
+async def _measure(client: Client, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
+    found = await window(client, rate=rate, load=load, max_ttft_s=max_ttft_s)
+    print(json.dumps(found), flush=True)
+    return found
+
+
+async def unbounded(base_url: str, *, load: Load, max_ttft_s: float) -> dict[str, Any]:
+    """Find the peak of a server that refuses nothing, and what is left of it at twice its rate."""
+    async with session() as connections:
+        client = Client(connections, base_url, seed=1)
+        most = await capacity(client, load)
+        tried = [await _measure(client, share * most, load, max_ttft_s) for share in RATES]
+        peak = max(tried, key=lambda found: found["goodput_per_s"])
+        beyond = await _measure(client, OVERLOAD * peak["rate"], load, max_ttft_s)
+    return {"capacity_per_s": round(most, 3), "tried": tried, "peak": peak, "overload": beyond}
+
+
+async def bounded(base_url: str, *, rate: float, load: Load, max_ttft_s: float) -> dict[str, Any]:
+    """Windows at the rate of the peak and at twice that rate, in turn; the first one is a warm-up."""
+    at_peak, beyond = [], []
+    async with session() as connections:
+        client = Client(connections, base_url, seed=2)
+        await _measure(client, rate, load, max_ttft_s)
+        for _ in range(load.rounds):
+            at_peak.append(await _measure(client, rate, load, max_ttft_s))
+            beyond.append(await _measure(client, OVERLOAD * rate, load, max_ttft_s))
+    return {"peak": at_peak, "overload": beyond}
+
+
+def ratio(without: dict[str, Any], bound: dict[str, Any]) -> float:
+    """Return the mean goodput beyond the peak over that at the peak: with the bound or without it, whichever
+    was more."""
+    beyond, at_peak = (
+        statistics.fmean(each["goodput_per_s"] for each in bound[name]) for name in ("overload", "peak")
+    )
+    most = max(at_peak, without["peak"]["goodput_per_s"])
+    return round(beyond / most, 3) if most else 0.0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--max-ttft", type=float, default=1.0, help="seconds")
+    parser.add_argument("--tiny", action="store_true", help="short windows: tries the script")
+    parser.add_argument("--work-dir", type=Path, default=Path("build/benchmarks"))
+    parser.add_argument("--out", type=Path, help=f"default: results/{FILE}, nothing if --tiny")
+    parser.add_argument("--loraplex", help="the loraplex program (default: beside this Python)")
+    parser.add_argument("--server-options", default="--threads 1", help="further options of `loraplex serve`")
+    args = parser.parse_args(argv)
+    load = Load(window_s=2.0, num_at_a_time=8, rounds=1) if args.tiny else Load()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    served = checkpoint(args.work_dir.resolve() / "checkpoint-16", num_adapters=NUM_ADAPTERS)
+    with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as scratch:
+
+        def server(*extra: str) -> AbstractContextManager[RunningServer]:
+            options = (*args.server_options.split(), *extra)
+            engine = engines.loraplex(served, state_dir=Path(scratch), program=args.loraplex, extra=options)
+            return running(engine.command, log_path=args.work_dir / "overload.log")
+
+        with server() as started:
+            without = asyncio.run(unbounded(started.base_url, load=load, max_ttft_s=args.max_ttft))
+        with server("--max-ttft", f"{args.max_ttft:g}") as started:
+            rate = without["peak"]["rate"]
+            bound = asyncio.run(bounded(started.base_url, rate=rate, load=load, max_ttft_s=args.max_ttft))
+    results = {"unbounded": without, "bounded": bound, "ratio": ratio(without, bound)}
+    print(f"goodput at {OVERLOAD:g}x the peak's rate: {results['ratio']:.1%} of the peak's")
+    out = args.out or (None if args.tiny else RESULTS)
+    if out is not None:
+        parameters = {"max_ttft_s": args.max_ttft, "window_s": load.window_s, "rounds": load.rounds}
+        document = environment() | {
+            "sources": fingerprints(FILE),
+            "parameters": parameters | {"server_options": args.server_options},
+            "results": results,
+        }
+        write_whole(out, json.dumps(document, indent=1) + "\n")
+        print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What an operator should know of a server that has started: limits that were not asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from loraplex.adapters.registry import AdapterRegistry
+from loraplex.engine.options import EngineOptions
+from loraplex.fleet.admission import Admitted
+from loraplex.model.config import ModelConfig
+from loraplex.server.waiting import Forecaster
+
+
+def context_notes(max_model_len: int, options: EngineOptions, config: ModelConfig) -> Iterator[str]:
+    """Say so where memory or a sliding window, not the operator, decides how long a context may be."""
+    longest = config.shape.max_position
+    if config.cut_context is not None and options.max_model_len is None:
+        yield (
+            f"the model's sliding window is not implemented: contexts end with it, at {longest:,} tokens, "
+            f"not at the model's {config.cut_context:,}"
+        )
+    if max_model_len < (options.max_model_len or longest):
+        yield (
+            f"KV memory holds contexts of {max_model_len:,} tokens, the model could take {longest:,}; raise "
+            "--kv-memory for longer ones"
+        )
+
+
+def ttft_note(engine: Forecaster, max_ttft_s: float | None) -> Iterator[str]:
+    """Say so where the bound on the time to the first token cannot be kept, by what is predicted."""
+    if max_ttft_s is None:
+        return
+    least = engine.forecast(None, 1, Admitted())
+    if least is None:
+        yield f"nothing is known of what steps of this engine take: --max-ttft {max_ttft_s:g} refuses nothing"
+    elif least.ttft_s > max_ttft_s:
+        yield (
+            f"--max-ttft {max_ttft_s:g} is less than the {least.ttft_s:.2g} s that an idle engine would "
+            "take for a prompt of one token: requests are served one at a time, and all others refused; "
+            "raise it, or run `loraplex profile` if the prediction is wrong"
+        )
+
+
+def shared_state_note(registry: AdapterRegistry, state_dir: Path) -> tuple[str, ...]:
+    """Say so where another server remembers its adapters in the same place."""
+    others = registry.other_servers
+    if not others:
+        return ()
+    servers = (
+        f"another server (process {others[0]}) uses"
+        if len(others) == 1
+        else f"{len(others)} other servers use"
+    )
+    note = (
+        f"{servers} the state folder {state_dir}: adapters loaded there are served here from the next start "
+        "on, and what one server holds the other can neither remove nor move to another version; give each a "
+        "--state-dir of its own"
+    )
+    return (note,)

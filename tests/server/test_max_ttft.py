@@ -1,0 +1,260 @@
+"""A bound on the predicted time to the first token: who is refused, when, and with which words."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+from fake_core import request_of, tokens_of
+from server_fixtures import USER, Api
+from serving_fakes import says
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.core.clock import ManualClock
+from loraplex.core.errors import EngineDeadError
+from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
+from loraplex.fleet.admission import Admitted, Forecast
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import find_profile
+from loraplex.perf.profile_json import profile_to_json
+from loraplex.server.engine_status import EngineState, EngineStatus
+from loraplex.server.errors import QueueFullError
+from loraplex.server.fleet.backend_errors import BackendBusyError
+from loraplex.server.fleet.fleet_requests import FleetRequests
+from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.fleet.members import Members
+from loraplex.server.fleet.routing_events import Began, Limits, RoutingEvent, Sent
+from loraplex.server.replica import Continuation, Replica
+from loraplex.server.start_notes import ttft_note
+from loraplex.server.waiting import Refused, WaitingBook, WaitingLimits
+
+NOBODY = Admitted()
+
+
+class Queue:
+    """Predicts a second for each hundred prompt tokens that wait, and for the request's own."""
+
+    def __init__(self, before_s: float = 0.0) -> None:
+        self.before_s = before_s
+        self.asked: list[tuple[str | None, int]] = []
+
+    def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
+        self.asked.append((adapter, prompt_tokens))
+        before_s = self.before_s + admitted.prompt_tokens / 100
+        return Forecast(before_s + prompt_tokens / 100, prompt_tokens / 100, is_idle=before_s == 0)
+
+
+def book_of(queue: Queue, clock: ManualClock | None = None, max_ttft_s: float = 2.0) -> WaitingBook:
+    return WaitingBook(WaitingLimits(max_ttft_s=max_ttft_s), clock or ManualClock(), queue)
+
+
+def test_requests_are_let_in_as_long_as_their_first_tokens_are_in_time() -> None:
+    book = book_of(Queue())
+    tickets = [book.admit(1) for _ in range(3)]  # nobody knows how long they are
+    for ticket in tickets[:2]:
+        ticket.encoded([[1] * 100], 1)
+    with pytest.raises(QueueFullError, match=r"after about 3 s.*at most 2 s.*--max-ttft.*again in 1 s"):
+        tickets[2].encoded([[1] * 100], 1)
+    tickets[2].close()
+    assert (book.num_requests, book.num_tokens) == (2, 200)
+    with pytest.raises(QueueFullError):
+        book.admit(1)
+    assert book.num_refused == {Refused.TTFT: 2}
+    tickets[0].started(0)
+    book.admit(1).encoded([[1] * 50], 1)
+
+
+def test_all_choices_of_a_call_are_let_in_or_none() -> None:
+    book = book_of(Queue())
+    book.admit(1).encoded([[1] * 10], 1)
+    ticket = book.admit(4)
+    with pytest.raises(QueueFullError) as caught:
+        ticket.encoded([[1] * 100, [1] * 100], 2)
+    assert caught.value.retry_after_s == math.ceil(4.1 - 2.0)
+    ticket.close()
+    assert (book.num_requests, book.num_tokens) == (1, 10)
+
+
+def test_time_that_encoding_took_counts() -> None:
+    clock = ManualClock()
+    book = book_of(Queue(before_s=0.5), clock)
+    ticket = book.admit(1)
+    clock.advance(1.4)
+    with pytest.raises(QueueFullError):
+        ticket.encoded([[1] * 20], 1)
+
+
+def test_predictions_are_corrected_by_first_tokens() -> None:
+    clock = ManualClock()
+    book = book_of(Queue(before_s=0.5), clock)
+    for _ in range(20):
+        ticket = book.admit(1)
+        ticket.encoded([[1] * 50], 1)
+        clock.advance(3.0)
+        ticket.started(0)
+        ticket.close()
+        if book.admission is not None and book.admission.correction > 2:
+            break
+    with pytest.raises(QueueFullError):
+        book.admit(1).encoded([[1] * 50], 1)
+
+
+def test_a_request_that_another_server_let_in_is_never_refused(make_api: Callable[..., Api]) -> None:
+    limits = WaitingLimits(max_requests=1, max_ttft_s=1.0)
+    api = make_api(waiting=limits, forecaster=Queue(before_s=60.0))
+    held = api.served.deps.waiting.admit(1, was_admitted=True)
+    body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": 4}
+    assert api.post("/v1/completions", body).status_code == 429
+    assert api.post("/v1/completions", {**body, "output_token_ids": [4]}).status_code == 200
+    held.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_over_http_it_is_a_429_before_anything_is_encoded_or_queued(
+    make_api: Callable[..., Api], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    queue = Queue(before_s=4.2)
+    api = make_api(waiting=WaitingLimits(max_ttft_s=1.0), forecaster=queue)
+    monkeypatch.setattr(api.served.deps.text, "prompts", None)  # nothing could be encoded by this
+    asked = {"messages": USER} if "chat" in path else {"prompt": "hi"}
+    response = api.post(path, {"model": "pirate", "stream": True, **asked})
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "4"
+    error = response.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("requests", "rate_limit_exceeded", None)
+    assert queue.asked == [("version-of-pirate", 1)]
+    assert api.served.engine.requests == []
+    page = api.get("/metrics").text
+    assert 'loraplex:requests_refused_total{model_name="base",reason="ttft"} 1.0' in page
+    assert 'loraplex:requests_refused_total{model_name="base",reason="queue_full"} 0.0' in page
+
+
+def test_without_a_bound_nothing_is_predicted(make_api: Callable[..., Api]) -> None:
+    queue = Queue(before_s=60.0)
+    api = make_api(says("Hello"), forecaster=queue)
+    assert api.post("/v1/completions", {"model": "base", "prompt": "hi"}).status_code == 200
+    assert queue.asked == []
+
+
+def test_a_bound_that_an_idle_engine_breaks_is_said_at_the_start() -> None:
+    class Idle(Queue):
+        def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
+            return Forecast(0.03, 0.03, is_idle=True)
+
+    class Silent(Queue):
+        def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
+            return None
+
+    assert list(ttft_note(Idle(), None)) == list(ttft_note(Idle(), 0.1)) == []
+    (note,) = ttft_note(Idle(), 0.01)
+    assert "--max-ttft 0.01 is less than the 0.03 s" in note
+    assert "raise it" in note
+    (note,) = ttft_note(Silent(), 1.0)
+    assert "refuses nothing" in note
+
+
+@pytest.mark.parametrize("command", [["serve"], ["fleet", "serve"]])
+@pytest.mark.parametrize(
+    ("option", "given", "least"),
+    [
+        *[("--max-ttft", given, "above 0") for given in ("0", "-1", "nan", "inf")],
+        *[("--shadow-twin-every", given, "at least 1") for given in ("0.5", "nan", "inf")],
+    ],
+)
+def test_seconds_must_be_a_time(command: list[str], option: str, given: str, least: str) -> None:
+    done = CliRunner().invoke(app, [*command, "--model", "x", option, given], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert f"give seconds {least}" in done.output
+
+
+# ---- fleets
+
+
+class FakeReplica:
+    """A replica that answers with errors first, then as the fake core does."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = list(failures)
+        self.healthy = True
+        self.status = EngineStatus(state=EngineState.READY, message="", num_restarts=0, pid=None)
+
+    def continuation(self, request: EngineRequest) -> Continuation:
+        return Continuation.SAME
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        if self.failures:
+            raise self.failures.pop(0)
+        done = len(request.output_token_ids)
+        left = tokens_of(request)[done:]
+        yield EngineOutput(request_id=request.request_id, token_ids=left, finish_reason=FinishReason.LENGTH)
+
+
+def requests_of(*replicas: FakeReplica) -> tuple[FleetRequests, list[RoutingEvent]]:
+    requests = FleetRequests(Members([cast("Replica", each) for each in replicas]))
+    profile = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(profile, CostModel)
+    limits = [Limits(max_running=4, kv_tokens=4096)] * len(replicas)
+    costs = profile_to_json(profile)
+    events: list[RoutingEvent] = []
+    requests.routing = LiveRouting(
+        [Began(routing="auto", limits=limits, costs=costs, mean_tokens=64.0)], events.append
+    )
+    return requests, events
+
+
+def busy() -> BackendBusyError:
+    return BackendBusyError("too many", kind="requests", retry_after_s=9)
+
+
+async def answer(requests: FleetRequests, request: EngineRequest) -> list[int]:
+    return [token async for output in requests.generate(request) for token in output.token_ids]
+
+
+def test_a_request_that_lost_its_replica_is_not_dropped_where_others_are_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("loraplex.server.fleet.fleet_requests._BUSY_S", 0.0)
+    died = EngineDeadError("it died")
+    replicas = [FakeReplica(died, busy(), busy()), FakeReplica(died, busy(), busy())]
+    requests, _ = requests_of(*replicas)
+    request = request_of("r1")
+    assert asyncio.run(answer(requests, request)) == list(tokens_of(request))
+
+
+def test_a_new_request_that_a_replica_refuses_is_refused() -> None:
+    requests, _ = requests_of(FakeReplica(busy()))
+    with pytest.raises(QueueFullError):
+        asyncio.run(answer(requests, request_of("r1")))
+
+
+def test_a_fleet_predicts_by_the_replica_that_its_router_would_choose() -> None:
+    requests, events = requests_of(FakeReplica(), FakeReplica(), FakeReplica())
+    routing = requests.routing
+    assert routing is not None
+    idle = requests.forecast(None, 100, NOBODY)
+    assert idle is not None
+    assert idle.is_idle
+    for number in range(40):
+        before = len(events)
+        predicted = requests.forecast(None, 100, NOBODY)
+        assert len(events) == before, "nothing was decided"
+        replica = routing.route(f"r{number}", None, 100)
+        assert predicted is not None
+        load = routing.view.load.replica(replica)
+        assert predicted.is_idle == (load.num_running + load.num_waiting == 1)
+    assert predicted.ttft_s > idle.ttft_s
+    assert requests.forecast("never added", 100, NOBODY) is None
+    assert [event.replica for event in events if isinstance(event, Sent)][:3] == [0, 1, 2]
+
+
+def test_a_fleet_without_replicas_predicts_nothing() -> None:
+    replica = FakeReplica()
+    requests, _ = requests_of(replica)
+    replica.healthy = False
+    replica.status = EngineStatus(state=EngineState.FAILED, message="gone", num_restarts=0, pid=None)
+    assert requests.forecast(None, 100, NOBODY) is None
