@@ -31,9 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fleet")
     base = tiny.save_model(root, vocab_size=400, max_position_embeddings=1024)
     hf_tokenizer().save_pretrained(root)
-    for seed, name in enumerate(("one", "two", "cold")):
+    for seed, name in enumerate(("one", "two")):
         tiny.save_adapter(root / "adapters" / name, base, rank=4 * (seed + 1), seed=seed + 1)
-    tiny.save_adapter(root / "more" / "three", base, rank=4, seed=9)
+    for seed, name in enumerate(("three", "cold")):
+        tiny.save_adapter(root / "more" / name, base, rank=4, seed=9 + seed)
     return root
 
 
@@ -222,10 +223,12 @@ def adapter_reads(url: str) -> dict[str, int]:
     return {name: int(float(value)) for name, value in found}
 
 
-def check_a_cold_adapter_is_read_once(url: str) -> None:
-    """100 requests at once for an adapter that nobody has: one replica reads its files, and the others that
-    serve it copy it from there."""
-    sent, before = [row["sent"] for row in replicas(url)], adapter_reads(url)
+def check_a_cold_adapter_is_read_once(url: str, path: Path) -> None:
+    """An adapter is loaded, and 100 requests for it come at once: one replica reads its files, and the others
+    that serve it copy it from there."""
+    before = adapter_reads(url)
+    load = {"lora_name": "cold", "lora_path": str(path)}
+    assert httpx.post(f"{url}/v1/load_lora_adapter", json=load, timeout=PATIENCE_S).status_code == 200
     body = {"model": "cold", "prompt": "w5 w6 w7", "max_tokens": 4, "temperature": 0}
     with httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=100)) as client:
 
@@ -236,20 +239,22 @@ def check_a_cold_adapter_is_read_once(url: str) -> None:
         with ThreadPoolExecutor(100) as clients:
             texts = set(clients.map(ask, range(100)))
     assert len(texts) == 1
-    num_serving = sum(row["sent"] > earlier for row, earlier in zip(replicas(url), sent, strict=True))
-    expected = {"file_reads": 1, "fetches": num_serving - 1, "fetch_failures": 0}
 
     def counted() -> dict[str, int]:
         return {name: value - before[name] for name, value in adapter_reads(url).items()}
 
-    wait_until(lambda: counted() == expected, f"{num_serving} replicas serve it; counted: {counted()}")
+    wait_until(lambda: counted()["file_reads"] > 0, "nobody has read it")
+    found = counted()
+    assert found["file_reads"] == 1
+    assert found["fetches"] < len(replicas(url))
+    assert found["fetch_failures"] == 0
 
 
-def test_replicas_are_added_and_replaced_by_commands(fleet: str) -> None:
+def test_replicas_are_added_and_replaced_by_commands(fleet: str, folder: Path) -> None:
     assert [row["state"] for row in json.loads(fleet_command(fleet, "scale", "3", "--json").stdout)] == [
         "ready"
     ] * 3
-    check_a_cold_adapter_is_read_once(fleet)
+    check_a_cold_adapter_is_read_once(fleet, folder / "more" / "cold")
     before = replicas(fleet)[1]["pid"]
     restarted = fleet_command(fleet, "restart", "1", "--move")
     assert restarted.returncode == 0, restarted.stderr
