@@ -317,9 +317,16 @@ class SimulatedFleet:
                 tiers.evicted(chosen, adapter)
         replica.adapter_events.clear()
 
+    def _end_s(self) -> float:
+        """Return when the run has ended: with its last request, though plans may have been made after that."""
+        end_s = max(replica.simulator.end_s(self._until_s) for replica in self._replicas)
+        ends_s = [each.finish_s for each in self._outcomes if not each.lost]
+        last_s = max((each for each in ends_s if each is not None), default=end_s)
+        return end_s if None in ends_s else min(end_s, last_s)
+
     def _outcome(self) -> FleetOutcome:
         pool, simulators = self._controller.pool, [replica.simulator for replica in self._replicas]
-        end_s = max(simulator.end_s(self._until_s) for simulator in simulators)
+        end_s = self._end_s()
         parts = [simulator.outcome(end_s) for simulator in simulators]
         whole = Outcome(
             requests=self._outcomes,

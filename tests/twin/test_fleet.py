@@ -141,6 +141,14 @@ def simulate(
     return fleet(engines, controller, links=links).run(workload), view
 
 
+@pytest.mark.parametrize("until_s", [math.inf, 500.0])
+def test_a_run_ends_with_its_last_request(until_s: float) -> None:
+    """Not with the next plan, though the last request waits for an adapter and has one token only."""
+    workload = [WorkloadRequest(arrival_s=0.0, prompt_tokens=8, output_tokens=1, adapter=3)]
+    outcome = run("auto", workload=workload, options=replace(OPTIONS, until_s=until_s), period_s=60.0)
+    assert outcome.all.duration_s == outcome.all.requests[0].finish_s
+
+
 def test_looking_at_replicas_changes_nothing() -> None:
     lookout = Lookout()
     watched, view = simulate(lookout, WORKLOAD)
