@@ -38,6 +38,8 @@ from loraplex.core.progress import shown_progress
 from loraplex.core.words import plural
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from loraplex.fleet.policy import Policy
     from loraplex.twin.fleet import FleetOutcome
     from loraplex.twin.fleet_compare import Capacity, FleetInputs
@@ -108,6 +110,7 @@ def simulate(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, options)
+    _check_fit([policy], inputs)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     with shown_progress("simulating", expected=f"{len(inputs.workload):,} requests") as progress:
         progress(policy.name, None)
@@ -168,6 +171,7 @@ def compare(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, options)
+    _check_fit(named, inputs)
     expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
     with shown_progress("simulating", expected=expected) as progress:
         found = compare_policies(inputs, named, seeds, progress)
@@ -227,6 +231,7 @@ def capacity(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, options)
+    _check_fit(named, inputs)
     if seconds is not None:  # the same requests at every rate, and time for each of them to end
         inputs = _whole(inputs, seconds)
     if inputs.workload[0].arrival_s == inputs.workload[-1].arrival_s:
@@ -286,6 +291,20 @@ def _named(text: str) -> list[Policy]:
         if found.count(policy) > 1:
             raise UserError(f"--policies {text}: {policy.name} is named twice; leave one of them out")
     return found
+
+
+def _check_fit(policies: Sequence[Policy], inputs: FleetInputs) -> None:
+    """Raise UserError for a policy that the profile's engine has no use for, before anything runs."""
+    from loraplex.fleet.policy import PLACEMENTS
+    from loraplex.perf.slot_profile import SlotProfile
+
+    for policy in policies:
+        named = PLACEMENTS[policy.placement]
+        if named is not None and named.needs_device_bytes and isinstance(inputs.profile, SlotProfile):
+            raise UserError(
+                f"{policy.name}: {policy.placement} is about memory that adapters share with the KV cache, "
+                "and the profile is of an engine with slots for adapters; choose another placement"
+            )
 
 
 def _inputs(

@@ -318,7 +318,7 @@ class SimulatedFleet:
         replica.adapter_events.clear()
 
     def _end_s(self) -> float:
-        """Return when the run has ended: with its last request, though plans may have been made after that."""
+        """Return when the run has ended: with its last request, though plans may be made after that."""
         end_s = max(replica.simulator.end_s(self._until_s) for replica in self._replicas)
         ends_s = [each.finish_s for each in self._outcomes if not each.lost]
         last_s = max((each for each in ends_s if each is not None), default=end_s)

@@ -368,6 +368,15 @@ def test_a_fleet_of_engines_with_slots_is_simulated(slots: Path, workload: Path,
     assert written(out)["figures"]["bytes_moved"] % (80 << 20) == 0
 
 
+@pytest.mark.parametrize("command", ["compare", "capacity"])
+def test_a_policy_that_slots_have_no_use_for_is_refused_before_anything_runs(
+    command: str, slots: Path, workload: Path
+) -> None:
+    result = slot_fleet(command, slots, workload, "--policies", "random,affinity+burst-tolerance")
+    assert "affinity+burst-tolerance: burst-tolerance is about memory" in str(result.exception)
+    assert "random" not in result.output
+
+
 def test_policies_of_engines_with_slots_are_compared(slots: Path, workload: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     args = ("--policies", "rank-aware,routing-table+loraserve", "--seeds", "1", "--json", str(out))

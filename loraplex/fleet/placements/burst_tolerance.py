@@ -29,7 +29,7 @@ class BurstTolerancePlacement:
         if problem.device_bytes is None:
             raise UserError(
                 "burst tolerance is about memory that adapters share with the KV cache, which they do not "
-                "here (device_bytes is None); choose another placement"
+                "here; choose another placement"
             )
         first = within_host_memory(Plan.of_homes(_first_copies(problem)), problem)
         if not problem.demand.any():
