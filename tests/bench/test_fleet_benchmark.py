@@ -134,8 +134,8 @@ def test_others_are_looked_for_near_what_the_first_one_sustains() -> None:
     assert looked == [
         ("here, capacity of a, seed 0", 10.0, fleet_sections.FAR),
         ("here, capacity of b, seed 0", 11.0, fleet_sections.NEAR),
-        ("here, capacity of a, seed 1", 11.0, fleet_sections.NEAR),
-        ("here, capacity of b, seed 1", 12.0, fleet_sections.NEAR),
+        ("here, capacity of a, seed 1", 11.0, fleet_sections.NEXT_SEED),
+        ("here, capacity of b, seed 1", 12.0, fleet_sections.NEXT_SEED),
     ]
 
 

@@ -202,7 +202,7 @@ def requests_of(*replicas: FakeReplica) -> tuple[FleetRequests, list[RoutingEven
     costs = profile_to_json(profile)
     events: list[RoutingEvent] = []
     requests.routing = LiveRouting(
-        [Began(routing="auto", limits=limits, costs=costs, mean_tokens=64.0)], events.append
+        [Began(policy="auto", limits=limits, costs=costs, mean_tokens=64.0)], events.append
     )
     return requests, events
 

@@ -32,6 +32,7 @@ from loraplex.engine.cuda import host_memory
 from loraplex.model.config import load_config
 from loraplex.server import run
 from loraplex.server.banner import Announcer
+from loraplex.server.start_notes import context_notes
 
 
 @pytest.fixture(scope="module")
@@ -378,8 +379,8 @@ def test_other_sizes_are_refused(text: str) -> None:
 def test_a_context_cut_to_a_sliding_window_is_said_at_the_start(tmp_path: Path) -> None:
     tiny.save_model(tmp_path, "mistral", vocab_size=400, sliding_window=128)
     config = load_config(tmp_path)
-    [note] = run._context_notes(128, EngineOptions(model="x"), config)
+    [note] = context_notes(128, EngineOptions(model="x"), config)
     assert "sliding window is not implemented: contexts end with it, at 128 tokens" in note
     assert "not at the model's 512" in note
     decided = EngineOptions(model="x", max_model_len=100)  # by the operator
-    assert list(run._context_notes(100, decided, config)) == []
+    assert list(context_notes(100, decided, config)) == []
