@@ -307,6 +307,7 @@ def test_cpu_lora_workers_are_measured_against_torch(tmp_path: Path) -> None:
         assert row["speedup"] == pytest.approx(row["torch_us"]["p50"] / row["workers_us"]["p50"], abs=0.05)
 
 
+@pytest.mark.slow
 def test_engines_are_measured_beside_busy_programs(tmp_path: Path) -> None:
     tiny.save_model(tmp_path / "base")
     out = tmp_path / "shared_cpu.json"

@@ -32,6 +32,7 @@ def test_goodput_beyond_the_peak_is_compared_with_the_most_there_was() -> None:
     assert overload.ratio({"peak": {"goodput_per_s": 9.0}}, bound) == 0.5
 
 
+@pytest.mark.slow
 def test_a_whole_measurement_runs_and_makes_a_table(fake: FakeServer) -> None:
     load = overload.Load(window_s=0.4, num_at_a_time=2, rounds=1)
     without = asyncio.run(overload.unbounded(fake.base_url, load=load, max_ttft_s=60.0))

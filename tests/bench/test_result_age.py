@@ -95,6 +95,7 @@ def test_checks_that_are_older_than_their_code_are_refused() -> None:
     assert "2 of 2" not in table
 
 
+@pytest.mark.slow
 def test_checks_of_ids_do_not_age_with_the_code_that_handles_texts(tmp_path: Path) -> None:
     [part] = [path for path in sources.paths_of("gpu_correctness.json") if path.startswith("loraplex/engine")]
     engine = shutil.copytree(sources.ROOT / "loraplex" / "engine", tmp_path / "loraplex" / "engine")

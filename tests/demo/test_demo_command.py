@@ -71,6 +71,7 @@ def send(curl: str) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 def test_the_demo_shows_lines_that_answer_and_ends_on_ctrl_c(tmp_path: Path) -> None:
     with demonstrating(tmp_path) as (process, said):
         lines = [line for line in said.splitlines() if line.strip().startswith("curl ")]

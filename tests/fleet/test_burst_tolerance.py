@@ -61,7 +61,7 @@ def test_copies_need_room_on_the_host() -> None:
 
 
 def test_without_device_memory_there_is_no_tolerance() -> None:
-    with pytest.raises(UserError, match="device_bytes"):
+    with pytest.raises(UserError, match="memory that adapters share with the KV cache"):
         BurstTolerancePlacement().place(
             problem_of(ranks=[8], demand=[1.0], num_replicas=1, device_bytes=None)
         )

@@ -127,6 +127,7 @@ def test_a_client_that_hangs_up_frees_blocks_and_pins(server) -> None:
         wait_until(lambda: everything_is_free(url), "blocks and pins are free")
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_after_the_engine_was_killed(server) -> None:
     process, url = server
     sampling = {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.5}
@@ -153,6 +154,7 @@ def test_a_stream_goes_on_after_the_engine_was_killed(server) -> None:
     wait_until(lambda: everything_is_free(url), "blocks and pins are free")
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_keeps_dying_ends_with_an_exit_code_for_supervisors(own_server) -> None:
     process, url = own_server
     request = {"model": "two", "prompt": "the dog", **LONG}
@@ -176,6 +178,7 @@ def test_a_server_whose_engine_keeps_dying_ends_with_an_exit_code_for_supervisor
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_adapters_survive_a_killed_server_and_without_its_engine_the_next_one_ends_in_peace(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -244,6 +247,7 @@ def test_a_server_that_is_told_to_end_cancels_what_it_does_not_finish(folder: Pa
         assert process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_is_told_to_end_waits_for_no_upload(folder: Path, tmp_path: Path) -> None:
     lines = (
         "POST /v1/completions HTTP/1.1",

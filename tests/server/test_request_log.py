@@ -324,6 +324,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_server_writes_json_lines_of_all_its_processes_to_stderr(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_server_serves_loads_remembers_and_ends_in_peace(model_folder: Path, t
         assert process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_two_servers_on_one_state_folder_are_told_and_lose_nothing(
     model_folder: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +139,7 @@ def test_two_servers_on_one_state_folder_are_told_and_lose_nothing(
     registry.close()
 
 
+@pytest.mark.slow
 def test_a_server_fetches_adapters_of_the_hub(model_folder: Path, tmp_path: Path) -> None:
     with fake_hub(tmp_path / "hf-home") as hub:
         hub.push("org/one", model_folder / "adapters" / "one")

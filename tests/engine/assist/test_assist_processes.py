@@ -30,6 +30,8 @@ from loraplex.engine.assist.crew import Patience
 from loraplex.engine.assist.messages import Launch
 from loraplex.engine.assist.pool import AssistPool
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[AssistPool]:

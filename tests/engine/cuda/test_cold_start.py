@@ -85,6 +85,7 @@ def test_layers_wait_for_weights_that_come_late(monkeypatch: pytest.MonkeyPatch)
     assert late.threads, "nothing was late"
 
 
+@pytest.mark.slow
 def test_without_the_wait_the_text_would_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = text(ColdStart.OVERLAP)
     late = LateBus(monkeypatch)
@@ -153,6 +154,7 @@ class SlowDisk:
         fill_slab(spec, layout, slab)
 
 
+@pytest.mark.slow
 def test_others_go_on_while_an_adapter_is_read() -> None:
     disk = SlowDisk()
     engine = interpreted(cold_start=ColdStart.OVERLAP, read=disk)
@@ -171,6 +173,7 @@ def test_others_go_on_while_an_adapter_is_read() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_on_demand_nobody_goes_on_before_the_adapter_is_there() -> None:
     disk = SlowDisk()
     engine = interpreted(cold_start=ColdStart.ON_DEMAND, read=disk)

@@ -86,6 +86,7 @@ print(json.dumps({family: found_of(family) for family in sys.argv[1:]}))
 """
 
 
+@pytest.mark.slow
 def test_every_variant_of_every_kernel_is_compiled_ahead(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     families = ("llama", "qwen2", "qwen3")

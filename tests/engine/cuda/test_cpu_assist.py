@@ -22,6 +22,8 @@ from loraplex.engine.cuda.cpu_assist import AssistedStep, CpuAssist
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.streams import Moment
 
+pytestmark = pytest.mark.slow
+
 SPECS = [
     *random_specs("q", "tiny", num_adapters=1, ranks=[5], modules="q"),
     *random_specs("many", "tiny", num_adapters=1, ranks=[8], modules="q,v,down"),

@@ -38,6 +38,7 @@ def run(core: Engine, request: EngineRequest) -> list[int]:
     ],
     ids=["greedy", "drawn on the device", "chosen by the host", "min_tokens"],
 )
+@pytest.mark.slow
 def test_the_rest_is_the_same_wherever_it_was_cut(core: Engine, params: dict[str, Any]) -> None:
     sampling = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **params})
     request = replace(greedy("gpu", prompt=9), params=sampling)

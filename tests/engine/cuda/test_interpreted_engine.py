@@ -103,6 +103,7 @@ def test_every_request_gets_the_text_of_the_plain_engine(cold_start: ColdStart) 
     assert texts(lambda: interpreted(cold_start=cold_start)) == texts(plain)
 
 
+@pytest.mark.slow
 def test_memory_for_one_adapter_at_a_time_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     moves = []
     move = DeviceArena.move
@@ -164,6 +165,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> RunAgain:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is in padding rows may overflow
 @pytest.mark.parametrize("prepared", ["as far as required", "to the end"])
+@pytest.mark.slow
 def test_graphs_of_padded_sizes_change_no_text(recorder: RunAgain, prepared: str) -> None:
     """Neither those that cover a step nor those that were captured for it."""
     num_recorded: list[int] = []
@@ -185,6 +187,7 @@ def test_graphs_of_padded_sizes_change_no_text(recorder: RunAgain, prepared: str
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.slow
 def test_groups_that_were_never_seen_are_captured_after_the_step(recorder: RunAgain) -> None:
     engine = interpreted()
     engine.add_adapter(SPECS[0])
@@ -270,6 +273,7 @@ def test_an_adapter_larger_than_the_arena_is_refused_by_size() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_seed_gives_its_text_whatever_else_is_in_the_batch() -> None:
     def text(*, beside: bool) -> list[int]:
         engine = interpreted()

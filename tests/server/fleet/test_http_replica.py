@@ -275,6 +275,7 @@ def test_one_request_is_handed_over_and_the_others_go_on(url: str) -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_streams_end_and_adapters_come_back_when_the_server_does(
     server: Server, folder: Path, specs: list[AdapterSpec], tmp_path: Path
 ) -> None:

@@ -163,6 +163,7 @@ def test_one_that_dies_starts_anew_in_the_place_it_has() -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_one_that_does_not_move_is_given_up_with_its_place() -> None:
     async def scenario() -> None:
         cluster = OnThisMachine()

@@ -133,6 +133,7 @@ def test_ray_places_replicas_that_are_replaced_scaled_and_ended(folder: Path, tm
         end(front, session_of(front.pid))
 
 
+@pytest.mark.slow
 def test_without_rays_head_a_replica_serves_on_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in CHILD_ENV.items():
         monkeypatch.setenv(name, value)
