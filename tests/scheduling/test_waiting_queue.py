@@ -150,7 +150,7 @@ ENGINES = st.fixed_dictionaries(
         "ahead": st.integers(0, 1),
     }
 )
-QUICK = settings(max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+QUICK = settings(max_examples=80, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 SIZES = {"a": 1, "b": 1, "c": 2, "d": 3, "e": 5, "too large to stage": 6}
 
 

@@ -41,7 +41,7 @@ OWN_ENGINES = st.fixed_dictionaries(
         "padded": st.booleans(),
     }
 )
-QUICK = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+QUICK = settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 """Shrinking a workload takes minutes and makes it no clearer."""
 RATES = st.sampled_from([1.0, 5.0, 20.0, 100.0])
 

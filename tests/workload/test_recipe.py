@@ -44,7 +44,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 
 
 @given(recipe=recipes())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_recipe_makes_the_same_valid_workload_every_time(
     recipe: Recipe, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -98,7 +98,9 @@ def texts(build: Callable[[], Engine], specs: Sequence[AdapterSpec] = SPECS) -> 
     return {name: list(found.token_ids) for name, found in done.items()}
 
 
-@pytest.mark.parametrize("cold_start", [ColdStart.OVERLAP, ColdStart.PIPELINED])
+@pytest.mark.parametrize(
+    "cold_start", [pytest.param(ColdStart.OVERLAP, marks=pytest.mark.slow), ColdStart.PIPELINED]
+)
 def test_every_request_gets_the_text_of_the_plain_engine(cold_start: ColdStart) -> None:
     assert texts(lambda: interpreted(cold_start=cold_start)) == texts(plain)
 

@@ -65,7 +65,7 @@ def answer(url: str, model: str, prompt: str = "w5 w6 w7", **options: Any) -> An
     return client.completions.create(model=model, prompt=prompt, max_tokens=12, **options)
 
 
-@pytest.mark.parametrize("kind", ["fleet", "single"])
+@pytest.mark.parametrize("kind", ["fleet", pytest.param("single", marks=pytest.mark.slow)])
 def test_predicted_figures_stand_beside_measured_ones(kind: str, request: pytest.FixtureRequest) -> None:
     url = request.getfixturevalue(kind)
     for model in MODELS:
