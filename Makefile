@@ -8,6 +8,9 @@ DEV_STAMP := $(VENV)/.installed-dev
 
 .PHONY: demo test test-all format clean
 
+# One more than cores: tests wait for the processes that they start.
+WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist worksteal
+
 # Leaves the bytecode of all tests, which each test worker would make for itself, while mypy has one core busy.
 COLLECT := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1
 
@@ -20,10 +23,10 @@ test: $(DEV_STAMP)
 	$(COLLECT) & $(BIN)/mypy; found=$$?; wait; exit $$found
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks.make_tables --check
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 test-all: test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m slow
+	$(BIN)/python -m pytest $(WORKERS) -m slow
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff format .
