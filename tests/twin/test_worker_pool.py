@@ -14,11 +14,13 @@ import pytest
 
 from loraplex.twin.worker_pool import worker_pool
 
+# The scripts hear SIGINT also where tests run in the background of a shell, whose programs ignore it.
 OWNER = """
-import os, time
+import os, signal, time
 from loraplex.twin.worker_pool import worker_pool
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with worker_pool(1) as pool:
         print(pool.submit(os.getpid).result(), flush=True)
         pool.submit(time.sleep, 1000).result()
@@ -30,6 +32,7 @@ import signal, sys, threading, time
 from loraplex.twin.worker_pool import worker_pool
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     enter = threading.Condition.__enter__
 
     def interrupted(condition):
@@ -50,10 +53,11 @@ if __name__ == "__main__":
 
 # Workers import this module, say so and wait for the end of their input.
 INTERRUPTED_WHILE_STARTING = """
-import os, sys
+import os, signal, sys
 from loraplex.twin.worker_pool import worker_pool
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with worker_pool(2) as pool:
             list(pool.map(abs, (-1, 2)))
