@@ -44,8 +44,8 @@ Read = Callable[[AdapterSpec], object]
 def measure_reads(
     folder: Path, shape: ModelShape, dtype: torch.dtype, *, on_gpu: bool, repeats: int, report: Report
 ) -> tuple[Line, list[Predicted]]:
-    """By bytes that an adapter takes in memory, its file in the page cache; and other sizes, predicted by the
-    fit. On a GPU by a few threads, to pinned memory."""
+    """Fit the seconds of a read to the bytes that an adapter takes in memory, its file in the page cache, and
+    predict other sizes by the fit. On a GPU a few threads read, to pinned memory."""
     fitted, held_out = _ranks(shape, dtype)
     ranks = (*fitted, *held_out)
     try:
@@ -70,8 +70,8 @@ def measure_reads(
 
 
 def _ranks(shape: ModelShape, dtype: torch.dtype) -> tuple[list[int], list[int]]:
-    """Those to fit to, each by the same factor larger than the one before, and others in between, where they
-    are large enough for that."""
+    """Return the ranks to fit to, each by the same factor larger than the one before, and others in between,
+    where they are large enough for that."""
     features = sum(shape.in_features(module) + shape.out_features(module) for module in _MODULES)
     rank_bytes = features * shape.num_layers * dtype.itemsize
     most = min(max(_LARGEST_BYTES // rank_bytes, 2 * _MIN_RANK), _MAX_RANK)
@@ -87,7 +87,7 @@ def _saved(folder: Path, shape: ModelShape, dtype: torch.dtype, rank: int) -> Ad
 
 
 def _seconds(read: Read, spec: AdapterSpec) -> float:
-    """Of one read; of a few, where it is short."""
+    """Return the seconds of one read, the mean of a few where it is short."""
     shots_s: list[float] = []
     while len(shots_s) < _MAX_SHOTS and sum(shots_s) < _SHOTS_S:
         started = time.perf_counter()

@@ -87,7 +87,7 @@ class AdapterLoader:
 
     @property
     def is_reading(self) -> bool:
-        """Whether any thread may still write to the memory of its read."""
+        """Tell whether any thread may still write to the memory of its read."""
         return bool(self._begun)
 
     def submit(self, sources: Sequence[AdapterSpec], load: Load) -> None:
@@ -203,7 +203,7 @@ class AdapterLoader:
 
 
 def resident_bytes(spec: AdapterSpec, shape: ModelShape, dtype: torch.dtype) -> int:
-    """What the adapter will take in memory."""
+    """Return the bytes that the adapter will take in memory."""
     return slab_layout(spec, shape).num_elements * dtype.itemsize
 
 

@@ -68,7 +68,7 @@ def plan_cpu(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) ->
 
 
 def plan_adapter_bytes(options: EngineOptions) -> int:
-    """For adapters of each process: a share of what weights and KV cache have left of the machine."""
+    """Return the bytes for adapters of each process: a share of what weights and KV cache have left."""
     if options.host_adapter_memory_bytes is not None:
         return options.host_adapter_memory_bytes
     share = _DEFAULT_ADAPTER_SHARE / options.tensor_parallel

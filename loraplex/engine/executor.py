@@ -84,7 +84,7 @@ class Executor(Protocol):
     def end(self, request_id: str) -> None: ...
 
     def adapter_bytes(self, spec: AdapterSpec) -> int:
-        """What a version takes when it is loaded."""
+        """Return the bytes that a version takes when it is loaded."""
         ...
 
     def read_adapter(self, sources: Sequence[AdapterSpec], read: AdapterRead) -> None:

@@ -52,7 +52,7 @@ class Admission:
 
     @property
     def correction(self) -> float:
-        """What predictions are multiplied with."""
+        """Return the factor that predictions are multiplied with."""
         if self._num_errors < _FIRST_ERRORS:
             return 1.0
         return math.exp(self._mean + _DEVIATIONS * math.sqrt(self._variance))

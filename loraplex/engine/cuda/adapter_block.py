@@ -25,7 +25,7 @@ def table_bytes(shape: ModelShape) -> int:
 
 
 def block_bytes(layout: SlabLayout, shape: ModelShape, dtype: torch.dtype) -> int:
-    """What an adapter takes on the device."""
+    """Return the bytes that an adapter takes on the device."""
     return table_bytes(shape) + layout.num_elements * dtype.itemsize
 
 

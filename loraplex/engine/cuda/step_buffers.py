@@ -64,8 +64,8 @@ class StepSizes:
         }
 
     def covers(self, other: StepSizes) -> bool:
-        """Whether a step of the other sizes fits in, what is left being padding. Steps with prompts and those
-        without run other kernels."""
+        """Tell whether a step of the other sizes fits in, the rest being padding. Steps with prompts and
+        those without run other kernels."""
         if (self.spans == 0) != (other.spans == 0):
             return False
         return all(getattr(self, name) >= getattr(other, name) for name in self.__slots__)

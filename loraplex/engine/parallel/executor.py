@@ -108,7 +108,7 @@ class ParallelExecutor:
 
     @property
     def read_counts(self) -> ReadCounts:
-        """Of shard 0; the others read the same."""
+        """Return the counts of shard 0; the others read the same."""
         return self._local.read_counts
 
     @property
@@ -161,7 +161,7 @@ class ParallelExecutor:
 
     @property
     def num_required(self) -> int:
-        """Of shard 0; the others capture the same."""
+        """Return the number of shard 0; the others capture the same."""
         return self._local.num_required
 
     def prepare(self) -> bool:
