@@ -175,7 +175,7 @@ class CudaExecutor:
             self._ship([shipment])
 
     def evict_adapter(self, version: str) -> None:
-        """Free its place. Whoever gets it comes behind the steps that read it, by the stream or by `quiet`."""
+        """Free its place. Whoever gets it comes behind steps that read it, by the stream or by `quiet`."""
         del self._adapters.weights[version]
 
     def move(self, moves: Sequence[Move]) -> None:
