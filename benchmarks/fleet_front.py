@@ -36,8 +36,11 @@ FILE: Final = "fleet_front.json"
 RESULTS: Final = Path(__file__).parent / "results" / FILE
 NUM_TOKENS: Final = 40
 """At this pace, a stream lasts two seconds: 100 requests/s are 200 open streams."""
+SEED: Final = 0
 _TOKEN: Final = re.compile(rb'"text":"([^"]*)"')
 _END: Final = b"data: [DONE]"
+_SPACE: Final = "Ġ"
+"""How byte-level tokenizers write a space."""
 
 
 @dataclass(kw_only=True)
@@ -112,7 +115,8 @@ class Connection(asyncio.Protocol):
 
 
 async def load(url: str, *, rate: float, duration_s: float) -> Seen:
-    """Send requests at fixed intervals, whatever becomes of those before them. Connections are used again."""
+    """Send requests at random intervals (Poisson), whatever becomes of those before them: at equal ones, all
+    streams would have their tokens at the same moments. Connections are used again."""
     address = urlsplit(url)
     assert address.hostname is not None
     assert address.port is not None
@@ -133,10 +137,12 @@ async def load(url: str, *, rate: float, duration_s: float) -> Seen:
         await connection.answer(request, seen)
         idle.append(connection)
 
+    num_requests = int(rate * duration_s)
+    arrivals_s = np.cumsum(np.random.default_rng(SEED).exponential(1 / rate, num_requests)).tolist()
     async with asyncio.TaskGroup() as requests:
         begun_s = time.monotonic()
-        for number in range(int(rate * duration_s)):
-            await asyncio.sleep(max(begun_s + number / rate - time.monotonic(), 0.0))
+        for arrival_s in arrivals_s:
+            await asyncio.sleep(max(begun_s + arrival_s - time.monotonic(), 0.0))
             requests.create_task(send())
     for connection in idle:
         assert connection.transport is not None
@@ -163,12 +169,15 @@ def serve_paced(model: Path, state_dir: Path, port: int, num_replicas: int) -> N
 
 
 def write_model(folder: Path) -> None:
-    """Write a tokenizer whose words are the ids, and a configuration; there are no weights."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """Write a tokenizer whose words are the ids, with the byte-level decoder of Llama 3 and Qwen, and a
+    configuration; there are no weights."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel({f"w{token}": token for token in range(NUM_TIMES)}, unk_token="w0"))
+    words = {f"{_SPACE}w{token}": token for token in range(NUM_TIMES)}
+    backend = Tokenizer(models.WordLevel(words, unk_token=f"{_SPACE}w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -227,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "sources": fingerprints(FILE),
         "parameters": {
             "requests_per_s": args.rate,
+            "arrivals": "Poisson",
             "duration_s": args.duration_s,
             "tokens": NUM_TOKENS,
             "pace_s": PACE_S,

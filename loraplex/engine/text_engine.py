@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, cast
@@ -120,7 +120,7 @@ class TextEngine:
         """`stream_many` for one prompt."""
         return self.stream_many([prompt], params, adapter=adapter, request_id=request_id)
 
-    async def stream_many(
+    def stream_many(
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
@@ -132,22 +132,16 @@ class TextEngine:
         """Batches of deltas, each holding all that came since the last one was taken.
 
         Ends after the last choice has finished. Closing it cancels what still runs. Raises
-        InvalidRequestError before the first batch; a failure of one choice fails them all.
+        InvalidRequestError at once; a failure of one choice fails them all.
         `adapter` is a version, None for the base model. `output_token_ids`: the beginning of each answer,
         made elsewhere; stop strings are not looked for across its end.
         """
         self.check(prompts, params)
         include_stop = params.include_stop_str_in_output
         stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
-        choices: list[_Choice] = []
-        for request in self._expand(prompts, params, adapter, request_id, output_token_ids):
-            choices.append(_Choice(len(choices), self.tokenizer, request, stops))
-            if len(choices) % _STARTED_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        source = self._run_one(choices[0]) if len(choices) == 1 else self._run_many(choices)
-        async with aclosing(source):
-            async for batch in source:
-                yield batch
+        requests = self._expand(prompts, params, adapter, request_id, output_token_ids)
+        choices = (_Choice(n, self.tokenizer, request, stops) for n, request in enumerate(requests))
+        return self._run_one(next(choices)) if len(prompts) * params.n == 1 else self._run_many(choices)
 
     def _expand(
         self,
@@ -174,16 +168,17 @@ class TextEngine:
                 )
 
     async def _run_one(self, choice: _Choice) -> AsyncGenerator[list[TextDelta], None]:
-        # No task in between: this is the path every token of a plain stream takes, and the engine
-        # already merges the outputs of one request while its reader is slow.
+        # No task and no generator but the engine's: this is the path every token of a plain stream takes, and
+        # the engine already merges the outputs of one request while its reader is slow.
         async with aclosing(self._outputs(choice)) as outputs:
             async for output in outputs:
                 delta = choice.advance(output)
                 yield [delta]
                 if delta.finish_reason is not None:
                     return
+        raise _ended_early()
 
-    async def _run_many(self, choices: Sequence[_Choice]) -> AsyncGenerator[list[TextDelta], None]:
+    async def _run_many(self, choices: Iterable[_Choice]) -> AsyncGenerator[list[TextDelta], None]:
         mailbox = _Mailbox()
 
         async def pump(choice: _Choice) -> None:
@@ -194,16 +189,17 @@ class TextEngine:
                         mailbox.put(delta)
                         if delta.finish_reason is not None:
                             return
+                raise _ended_early()
             except Exception as error:
                 mailbox.fail(error)
 
         tasks: list[asyncio.Task[None]] = []
-        num_open = len(choices)
         try:
             for choice in choices:
                 tasks.append(asyncio.create_task(pump(choice)))
                 if len(tasks) % _STARTED_AT_ONCE == 0:
                     await asyncio.sleep(0)
+            num_open = len(tasks)
             while num_open:
                 batch = await mailbox.take()
                 num_open -= sum(delta.finish_reason is not None for delta in batch)
@@ -214,20 +210,8 @@ class TextEngine:
             # Waited for, so that the engine has been told to cancel when the caller goes on.
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _outputs(self, choice: _Choice) -> AsyncGenerator[EngineOutput, None]:
-        """The engine's outputs; failures as exceptions, and never an end without a finish reason."""
-        source: AsyncIterator[EngineOutput] = self.engine.generate(choice.request)
-        async with aclosing(cast("AsyncGenerator[EngineOutput, None]", source)) as outputs:
-            async for output in outputs:
-                if output.finish_reason is FinishReason.ERROR:
-                    message = output.error or "the engine failed on this request"
-                    raise AdapterError(message) if output.error_param == "model" else LoraplexError(message)
-                if output.finish_reason is FinishReason.CANCELLED:
-                    raise LoraplexError(output.error or "the request was cancelled by the server")
-                yield output
-                if output.finish_reason is not None:
-                    return
-        raise LoraplexError("the engine ended the request without saying why")
+    def _outputs(self, choice: _Choice) -> AsyncGenerator[EngineOutput, None]:
+        return cast("AsyncGenerator[EngineOutput, None]", self.engine.generate(choice.request))
 
 
 class _Choice:
@@ -253,6 +237,9 @@ class _Choice:
         self._unchecked_tokens = max(params.min_tokens - len(request.output_token_ids), 0)
 
     def advance(self, output: EngineOutput) -> TextDelta:
+        """Return what an output adds. Raises if it says that the request failed."""
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            raise _failure(output)
         text, stop_string, num_tokens = self._text_of(output.token_ids)
         # A stop token behind a stop string was sampled after the end.
         end_token_id = output.stop_token_id if stop_string is None else None
@@ -377,6 +364,17 @@ class _Mailbox:
             raise self._error
         deltas, self._deltas = self._deltas, []
         return deltas
+
+
+def _failure(output: EngineOutput) -> LoraplexError:
+    if output.finish_reason is FinishReason.CANCELLED:
+        return LoraplexError(output.error or "the request was cancelled by the server")
+    message = output.error or "the engine failed on this request"
+    return AdapterError(message) if output.error_param == "model" else LoraplexError(message)
+
+
+def _ended_early() -> LoraplexError:
+    return LoraplexError("the engine ended the request without saying why")
 
 
 def _check_options(params: SamplingParams, *, num_choices: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from enum import StrEnum
+from typing import NamedTuple
 
 from loraplex.core.continuation import AnswerSoFar
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
@@ -15,8 +16,26 @@ from loraplex.core.request import EngineOutput, EngineRequest
 logger = logging.getLogger(__name__)
 
 Outputs = AsyncGenerator[EngineOutput, None]
-GiveToEngine = Callable[[EngineRequest], Awaitable[Outputs]]
-"""Chooses an engine for a request, and returns its outputs there. Raises if there is none to choose."""
+
+
+class Attempt(NamedTuple):
+    """A request on one engine. `saw`: to be called with each output as it is taken."""
+
+    outputs: Outputs
+    saw: Callable[[EngineOutput], None]
+
+
+Serving = AbstractAsyncContextManager[Attempt]
+"""An engine has a request while this is open."""
+GiveToEngine = Callable[[EngineRequest], Awaitable[Serving]]
+"""Chooses an engine for a request. Raises if there is none to choose."""
+
+
+@asynccontextmanager
+async def serving(outputs: Outputs, saw: Callable[[EngineOutput], None]) -> AsyncIterator[Attempt]:
+    """The attempt with these outputs, which are closed with it."""
+    async with aclosing(outputs):
+        yield Attempt(outputs, saw)
 
 
 class Continued(StrEnum):
@@ -42,10 +61,11 @@ async def continuing(
     """
     answer, num_deaths = AnswerSoFar(request), 0
     while True:
-        source = await give(answer.attempt())
+        attempt = await give(answer.attempt())
         try:
-            async with aclosing(source) as outputs:
+            async with attempt as (outputs, saw):
                 async for output in outputs:
+                    saw(output)
                     if (told := answer.add(output)) is not None:
                         yield told
             return

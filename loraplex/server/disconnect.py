@@ -20,22 +20,44 @@ async def run_until_disconnect(work: Coroutine[Any, Any, T], receive: Receive, p
     The request's body must have been read. Where many clients go at once, their work is cancelled at the
     pace of `pacer`.
     """
-    working = asyncio.create_task(work)
-    listening = asyncio.create_task(_disconnected(receive))
+    # The work is done in the task of the caller: one of its own would begin a turn of the loop later.
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancelling = task.cancelling()
+    watch = _Watch(task, receive, pacer)
     try:
-        await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            await pacer.turn()
-        if not working.done():
-            raise ClientDisconnect
-        return await working  # or raises what it raised
+        return await work
+    except asyncio.CancelledError:
+        if watch.has_cancelled and task.uncancel() <= num_cancelling:
+            raise ClientDisconnect from None
+        raise  # the server itself ends the request
     finally:
-        working.cancel()
-        listening.cancel()
-        # Waited for, so that the engine has been told before this request is forgotten.
-        await asyncio.gather(working, listening, return_exceptions=True)
+        watch.end()
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class _Watch:
+    """Cancels a task when its client goes away. Begins when the task waits for the first time: much work has
+    ended by then."""
+
+    def __init__(self, task: asyncio.Task[Any], receive: Receive, pacer: Pacer) -> None:
+        self._task = task
+        self._receive = receive
+        self._pacer = pacer
+        self._watching: asyncio.Task[None] | None = None
+        self._begin = asyncio.get_running_loop().call_soon(self._watch)
+        self.has_cancelled = False
+
+    def end(self) -> None:
+        self._begin.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def _watch(self) -> None:
+        self._watching = asyncio.create_task(self._cancel_on_disconnect())
+
+    async def _cancel_on_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        await self._pacer.turn()
+        self.has_cancelled = True
+        self._task.cancel()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -97,7 +98,8 @@ class GenerationResponse(Response):
 
     Not a StreamingResponse: each engine batch goes out as one ASGI message without a task switch. The headers
     of a stream go out when the engine has queued the request, however long it will wait there; a refusal by
-    the engine comes before that and is a proper HTTP error.
+    the engine comes before that and is a proper HTTP error. What follows has a task of its own: each token
+    wakes only what it passes through, not all that is around a request.
     """
 
     def __init__(
@@ -155,35 +157,50 @@ class GenerationResponse(Response):
         return deltas
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        job = self._generation
-        results = [ChoiceResult() for _ in range(len(job.prompts) * job.params.n)]
         async with aclosing(self._batches()) as batches:
-            async for batch in batches:
-                for delta in self._observe(batch):
-                    results[delta.choice].add(delta)
+            first = await anext(batches)
+            results = await asyncio.create_task(self._collect(first, batches))
         body = msgspec.json.encode(self._format.answer(results, self._usage.total()))
         await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _collect(
+        self, first: list[TextDelta], batches: AsyncIterator[list[TextDelta]]
+    ) -> list[ChoiceResult]:
+        job = self._generation
+        results = [ChoiceResult() for _ in range(len(job.prompts) * job.params.n)]
+
+        def add(batch: list[TextDelta]) -> None:
+            for delta in self._observe(batch):
+                results[delta.choice].add(delta)
+
+        add(first)
+        async for batch in batches:
+            add(batch)
+        return results
 
     async def _send_stream(self, send: Send) -> None:
         async with aclosing(self._batches()) as batches:
             first = await anext(batches)  # raises if the engine refuses the request
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            try:
-                await self._send_chunks(send, first)
-                async for batch in batches:
-                    await self._send_chunks(send, batch)
-            except Exception as error:
-                # The status has been sent: the stream itself must say what went wrong, then end.
-                self._meter.fail(error)
-                if not isinstance(error, LoraplexError):
-                    logger.exception("a stream failed")
-                await _send_part(send, b"data: " + describe(error).body() + b"\n\n")
-            else:
-                last = (
-                    self._format.usage_chunk(self._usage.total()) if self._generation.include_usage else b""
-                )
-                await _send_part(send, last + _DONE)
+            await asyncio.create_task(self._send_batches(send, first, batches))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_batches(
+        self, send: Send, first: list[TextDelta], batches: AsyncIterator[list[TextDelta]]
+    ) -> None:
+        try:
+            await self._send_chunks(send, first)
+            async for batch in batches:
+                await self._send_chunks(send, batch)
+        except Exception as error:
+            # The status has been sent: the stream itself must say what went wrong, then end.
+            self._meter.fail(error)
+            if not isinstance(error, LoraplexError):
+                logger.exception("a stream failed")
+            await _send_part(send, b"data: " + describe(error).body() + b"\n\n")
+        else:
+            last = self._format.usage_chunk(self._usage.total()) if self._generation.include_usage else b""
+            await _send_part(send, last + _DONE)
 
     async def _send_chunks(self, send: Send, batch: list[TextDelta]) -> None:
         deltas = self._observe(batch)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from loraplex.adapters.spec import AdapterSpec
@@ -12,7 +13,7 @@ from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.options import EngineOptions
 from loraplex.fleet.admission import Admitted, Forecast
-from loraplex.server.continuing import Continued, continuing
+from loraplex.server.continuing import Attempt, Continued, Serving, continuing, serving
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.recent_requests import RecentRequests
@@ -60,16 +61,27 @@ class SoleEngine(EngineClient):
             continued=self.continued,
         )
 
-    async def _give(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def _give(self, request: EngineRequest) -> Serving:
         await self._ready_child()  # raises if there will be none
         outputs = super().generate(request)
         load = self._load
         if load is None or not _is_known(load, request.adapter):
-            return outputs
-        from loraplex.server.fleet.reported import reported
-
+            return serving(outputs, lambda output: None)
         load.route(request.request_id, request.adapter, request.num_tokens)
-        return reported(outputs, request, _HERE, load, self._recent)
+        return self._reported(request, outputs, load)
+
+    @asynccontextmanager
+    async def _reported(
+        self, request: EngineRequest, outputs: AsyncGenerator[EngineOutput, None], load: LiveRouting
+    ) -> AsyncIterator[Attempt]:
+        from loraplex.server.fleet.request_report import RequestReport
+
+        report = RequestReport(request, _HERE, load, self._recent)
+        try:
+            async with serving(outputs, report.saw) as attempt:
+                yield attempt
+        finally:
+            report.close()
 
     def twin(self) -> TwinSubject | None:
         """See `shadow_twin.Shadowed`."""

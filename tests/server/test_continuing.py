@@ -28,7 +28,7 @@ from loraplex.engine.async_local import LocalAsyncEngine
 from loraplex.engine.build import EngineOptions, build_core
 from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
 from loraplex.model.config import load_config
-from loraplex.server.continuing import Outputs, continuing
+from loraplex.server.continuing import Outputs, Serving, continuing, serving
 
 PROMPT = [11, 42, 7, 99, 150, 42]
 CONTEXT = 256
@@ -77,6 +77,10 @@ def closed_at_the_end() -> Iterator[None]:
     replicas.cache_clear()
 
 
+def ignore(output: EngineOutput) -> None:
+    """Nobody is told of outputs here."""
+
+
 class Perilous:
     """An AsyncEngine whose requests are lost by one engine after the other, as their fates are."""
 
@@ -88,11 +92,12 @@ class Perilous:
         fates = iter(self._fates)
         number = 0
 
-        async def give(attempt: EngineRequest) -> Outputs:
+        async def give(attempt: EngineRequest) -> Serving:
             nonlocal number
             number += 1
             self.attempts.append(attempt)
-            return self._lost(replicas().engines[number % 2].generate(attempt), next(fates, None))
+            outputs = self._lost(replicas().engines[number % 2].generate(attempt), next(fates, None))
+            return serving(outputs, ignore)
 
         return continuing(request, give, max_deaths=MAX_DEATHS, engines="engines")
 
@@ -256,12 +261,12 @@ def test_an_answer_that_only_lacks_its_end_is_ended() -> None:
     request = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(max_tokens=2))
     entry = TokenLogprob(token_id=1, logprob=-1.0)
 
-    async def give(attempt: EngineRequest) -> Outputs:
+    async def give(attempt: EngineRequest) -> Serving:
         async def outputs() -> Outputs:
             yield EngineOutput(request_id="r", token_ids=(1, 1), logprobs=(entry, entry))
             raise EngineDeadError("before it said so")
 
-        return outputs()
+        return serving(outputs(), ignore)
 
     async def read() -> list[EngineOutput]:
         return [output async for output in continuing(request, give, max_deaths=1, engines="engines")]
@@ -275,16 +280,16 @@ def test_nobody_is_tried_again_who_is_closed_or_not_there() -> None:
     request = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(max_tokens=2))
     num_given = 0
 
-    async def close(attempt: EngineRequest) -> Outputs:
+    async def close(attempt: EngineRequest) -> Serving:
         async def outputs() -> Outputs:
             yield EngineOutput(request_id="r")
             raise EngineClosedError("shutting down")
 
         nonlocal num_given
         num_given += 1
-        return outputs()
+        return serving(outputs(), ignore)
 
-    async def nobody(attempt: EngineRequest) -> Outputs:
+    async def nobody(attempt: EngineRequest) -> Serving:
         nonlocal num_given
         num_given += 1
         raise EngineDeadError("nobody is there")

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence, Set
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence, Set
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -15,11 +15,11 @@ from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError, UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.fleet.admission import Admitted, Forecast
-from loraplex.server.continuing import Continued, Outputs, continuing
+from loraplex.server.continuing import Attempt, Continued, Outputs, Serving, continuing
 from loraplex.server.fleet.backend_errors import BackendBusyError
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
-from loraplex.server.fleet.reported import reported
+from loraplex.server.fleet.request_report import RequestReport
 from loraplex.server.fleet.routing_events import Moved
 from loraplex.server.recent_requests import RecentRequests
 from loraplex.server.replica import Continuation
@@ -32,13 +32,13 @@ _BUSY_S: Final = 0.5
 """After so long, another replica is asked to go on with a request that one had no room for."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A request on the replica that has it. `num_output`: tokens that came from there."""
+    """A request on the replica that has it."""
 
     request: EngineRequest
     replica: int
-    num_output: int = 0
+    report: RequestReport
 
 
 class FleetRequests:
@@ -59,17 +59,17 @@ class FleetRequests:
         or if none that is left could go on as the one that died."""
         failed: set[int] = set()  # replicas that the request was lost on
 
-        async def give(attempt: EngineRequest) -> Outputs:
+        async def give(attempt: EngineRequest) -> Serving:
             routing, number = self._choose(attempt, failed)
             is_again = bool(failed)
             failed.add(number)
-            return self._outputs(routing, number, attempt, is_again=is_again)
+            return self._serving(routing, number, attempt, is_again=is_again)
 
         return continuing(request, give, max_deaths=_MAX_DEATHS, engines="replicas", continued=self.continued)
 
     def num_output(self) -> dict[str, int]:
         """Return how many tokens each request has from the replica that it is on."""
-        return {name: each.num_output for name, each in self._in_flight.items()}
+        return {name: each.report.num_output for name, each in self._in_flight.items()}
 
     def move(self, moves: Sequence[Moved]) -> list[Moved]:
         """Let requests go on elsewhere from where they are; return those that do. One that has ended or is
@@ -81,7 +81,7 @@ class FleetRequests:
             found = self._in_flight.get(move.request_id)
             if found is None or found.replica != move.source or not accepts[move.target]:
                 continue
-            has_begun = found.num_output or found.request.output_token_ids
+            has_begun = found.report.num_output or found.request.output_token_ids
             continuation = self._members[move.target].continuation(found.request)
             if has_begun and continuation is not Continuation.SAME:
                 continue
@@ -90,23 +90,25 @@ class FleetRequests:
             made.append(move)
         return made
 
-    async def _outputs(
+    @asynccontextmanager
+    async def _serving(
         self, routing: LiveRouting, number: int, request: EngineRequest, *, is_again: bool
-    ) -> Outputs:
-        """The outputs of a replica. `is_again`: the request was sent to another one before, so that nobody
-        may refuse it any more."""
+    ) -> AsyncIterator[Attempt]:
+        """A request on a replica. `is_again`: it was sent to another one before, so that nobody may refuse it
+        any more."""
         members, name = self._members, request_id_of(request.request_id)
         members.num_replayed[number] += is_again
-        in_flight = self._in_flight[name] = _InFlight(request, number)
-        source = cast("Outputs", members[number].generate(request))
+        report = RequestReport(request, number, routing, self.recent)
+        self._in_flight[name] = _InFlight(request, number, report)
+
+        def saw(output: EngineOutput) -> None:
+            if output.adapter_hit and output.token_ids and not report.num_output:
+                members.num_hits[number] += 1
+            report.saw(output)
+
         try:
-            async with aclosing(reported(source, request, number, routing, self.recent)) as outputs:
-                async for output in outputs:
-                    if output.token_ids:
-                        if not in_flight.num_output:
-                            members.num_hits[number] += output.adapter_hit is True
-                        in_flight.num_output += len(output.token_ids)
-                    yield output
+            async with aclosing(cast("Outputs", members[number].generate(request))) as outputs:
+                yield Attempt(outputs, saw)
         except EngineClosedError as error:
             if self.is_closing:
                 raise
@@ -117,6 +119,7 @@ class FleetRequests:
             await asyncio.sleep(_BUSY_S)
             raise RequestMovedError(f"replica {number} is too busy to go on with it ({error})") from error
         finally:
+            report.close()
             del self._in_flight[name]
 
     def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
