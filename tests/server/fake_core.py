@@ -205,6 +205,8 @@ def build_core(options: FakeOptions, progress: Callable[[str, float | None], Non
         raise KeyError("lm_head")
     if fault == "exit":
         os._exit(7)
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hang":
         threading.Event().wait()
     return FakeCore(options, to_prepare=list(options.preparations))
