@@ -80,6 +80,7 @@ class FleetEngine:
         # By version and folder: a replica that joins must know every folder that holds a version.
         self._specs: dict[str, dict[Path, AdapterSpec]] = {}
         self._changing = asyncio.Lock()  # held while replicas join or leave
+        self._start_error: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
         self.info: Ready | None = None
@@ -104,7 +105,8 @@ class FleetEngine:
         ]
         try:
             await asyncio.gather(*starts)
-        except BaseException:
+        except BaseException as error:
+            self._start_error = error if isinstance(error, Exception) else None
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
@@ -353,6 +355,9 @@ class FleetEngine:
                     *(replica.remove_adapter(spec.version) for replica in self._present()),
                     return_exceptions=True,
                 )
+            if self._start_error is not None:
+                # The other replicas were given up for it, and would only say so.
+                raise self._start_error
             # What the adapter is refused for tells more than that a replica died meanwhile.
             raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
         self._specs.setdefault(spec.version, {})[spec.path] = spec
