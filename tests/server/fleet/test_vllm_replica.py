@@ -130,6 +130,18 @@ def test_another_kind_of_server_is_said_so(
     run(scenario())
 
 
+def test_a_server_that_does_not_answer_is_said_so() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as slow:  # connections are made, and never answered
+            replica = replica_of(f"http://127.0.0.1:{slow.getsockname()[1]}", call_timeout_s=0.1)
+            with pytest.raises(
+                BackendError, match=r"did not answer within 0\.1 s; start the server, or correct"
+            ):
+                await replica.start()
+
+    run(scenario())
+
+
 def test_a_fleet_that_cannot_start_says_what_is_wrong_with_the_server_it_fails_for(tmp_path: Path) -> None:
     """Also to who adds adapters meanwhile: the other servers, which are left, have only that to say."""
 
