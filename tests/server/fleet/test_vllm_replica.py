@@ -33,6 +33,7 @@ from loraplex.server.engine_status import EngineState
 from loraplex.server.errors import describe
 from loraplex.server.fleet import backend_http
 from loraplex.server.fleet.backend_adapters import adapter_name
+from loraplex.server.fleet.backend_errors import AdapterMissingError
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
 from loraplex.server.fleet.backend_replicas import Backends, backend_fleet
@@ -485,8 +486,47 @@ def test_adapters_come_back_after_the_server_did(tmp_path: Path) -> None:
             for spec in (kept, late):
                 output = await answer(replica, request_for([5], adapter=spec.version))
                 assert list(output.token_ids) == tokens_of(adapter_name(spec.version), [5], 8)
-            with pytest.raises(UnknownModelError):
+            with pytest.raises(
+                EngineDeadError, match=r"does not have adapter version .* files .* have changed"
+            ):
                 await answer(replica, request_for([5], adapter=broken.version))
+            assert replica.healthy
+
+    run(scenario())
+
+
+def test_an_adapter_that_is_refused_for_a_while_is_served_elsewhere_and_comes_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        spec = spec_in(tmp_path / "one", rank=8)
+        async with VllmDialect() as server, started(server.url) as replica:
+            await replica.add_adapter(spec)
+            server.adapters.clear()
+            server.does.max_lora_rank = 4  # it was started again, with another option
+            with pytest.raises(AdapterMissingError, match=r"start it with --max-lora-rank 8"):
+                await answer(replica, request_for([5], adapter=spec.version))
+            assert replica.healthy
+            server.does.max_lora_rank = 8
+            output = await answer(replica, request_for([5], adapter=spec.version))
+            assert list(output.token_ids) == tokens_of(adapter_name(spec.version), [5], 8)
+
+    run(scenario())
+
+
+def test_no_client_hears_that_one_of_the_servers_refuses_an_adapter_that_it_had(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        spec = spec_in(tmp_path / "one", rank=8)
+        async with VllmDialect() as one, VllmDialect() as other:
+            backends = Backends(urls=(one.url, other.url))
+            policy = Policy.of("round-robin")
+            fleet = backend_fleet(backends, base_names=[BASE], shape=SHAPE, policy=policy)
+            await fleet.start()
+            await fleet.add_adapter(spec)
+            one.adapters.clear()
+            one.does.max_lora_rank = 4
+            for _ in range(4):
+                output = await answer(fleet, request_for([5], adapter=spec.version))
+                assert list(output.token_ids) == tokens_of(adapter_name(spec.version), [5], 8)
+            await fleet.close()
 
     run(scenario())
 
