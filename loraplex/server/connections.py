@@ -26,12 +26,16 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from loraplex.core.clock import Clock
+from loraplex.core.errors import UserError
 from loraplex.server.pacing import SlicedWork
 
 logger = logging.getLogger(__name__)
 
 _DESCRIPTORS_FOR_OTHERS: Final = 128
 """Descriptors that are not connections: files, sockets to the engine, libraries."""
+_DESCRIPTORS_PER_REPLICA: Final = 16
+_FEWEST_DESCRIPTORS: Final = 64
+"""With fewer, a start fails somewhere within a library."""
 _MAX_DESCRIPTORS: Final = 65_536
 _LOG_INTERVAL_S: Final = 60.0
 
@@ -69,9 +73,22 @@ def raise_descriptor_limit() -> int:
     return _MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
-def connections_within(descriptor_limit: int, wanted: int) -> int:
-    """Connections there may be where so many files may be open."""
-    return max(1, min(wanted, descriptor_limit - _DESCRIPTORS_FOR_OTHERS))
+def connections_within(
+    descriptor_limit: int, wanted: int, *, num_replicas: int = 1, is_front: bool = False
+) -> int:
+    """Connections there may be where so many files may be open. `is_front`: each request is sent on to a
+    server, which takes a second one.
+
+    Raises UserError if that is too few to start at all.
+    """
+    fewest = _FEWEST_DESCRIPTORS + (num_replicas - 1) * _DESCRIPTORS_PER_REPLICA
+    if descriptor_limit < fewest:
+        raise UserError(
+            f"this process may open {descriptor_limit} files, and needs {fewest} to start; raise the "
+            f"limit with `ulimit -n {max(1024, 2 * fewest)}`, or wherever the service or container sets it"
+        )
+    others = _DESCRIPTORS_FOR_OTHERS + (num_replicas - 1) * _DESCRIPTORS_PER_REPLICA
+    return max(1, min(wanted, (descriptor_limit - others) // (2 if is_front else 1)))
 
 
 def set_write_timeout(connection: socket.socket, timeout_s: float) -> None:

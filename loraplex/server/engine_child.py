@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -42,6 +43,10 @@ from loraplex.server.protocol_ipc import (
 )
 
 CHILD_MODULE: Final = "loraplex.server.engine_process"
+_SEE_LOG: Final = "the log says why"
+_LESS_MEMORY: Final = (
+    "unless somebody killed it, memory ran out: lower --kv-memory, --host-adapter-memory or --replicas"
+)
 MAX_EVENTS_PER_WAKEUP: Final = 64
 """An engine faster than its readers must not keep the event loop from them."""
 
@@ -145,9 +150,11 @@ class EngineHandle(ABC):
                 self._failure = error
                 self._was_told_why()
 
-    def _finish(self, exit_reason: str, error: LoraplexError | None = None) -> None:
-        """The process has ended: read what it still said, then report it. `error`: for those who wait for a
-        start, if the engine has not said anything better."""
+    def _finish(
+        self, exit_reason: str, error: LoraplexError | None = None, *, advice: str = _SEE_LOG
+    ) -> None:
+        """The process has ended: read what it still said, then report it. For those who wait for a start, if
+        the engine has not said anything better: `error`, or what to do (`advice`)."""
         while self._read_event():
             pass
         self._release()
@@ -157,7 +164,7 @@ class EngineHandle(ABC):
                 if self._failure:
                     awaited.set_exception(self._failure.to_error())
                 else:
-                    reason = f"the engine process ended while starting: {self.exit_reason}"
+                    reason = f"the engine process ended while starting: {self.exit_reason}; {advice}"
                     awaited.set_exception(error or EngineDeadError(reason))
                 awaited.exception()  # nobody waits for the second one if the first has failed
         self.exited.set()
@@ -230,7 +237,8 @@ class EngineChild(EngineHandle):
             self._loop.call_soon_threadsafe(self._ended, exit_code)
 
     def _ended(self, exit_code: int) -> None:
-        self._finish(describe_exit(exit_code))
+        was_killed = exit_code == -signal.SIGKILL
+        self._finish(describe_exit(exit_code), advice=_LESS_MEMORY if was_killed else _SEE_LOG)
         self._end_stdin()
 
     def _end_stdin(self) -> None:

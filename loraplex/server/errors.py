@@ -31,7 +31,7 @@ from loraplex.core.errors import (
     UnknownModelError,
     UserError,
 )
-from loraplex.server.request_log import request_record
+from loraplex.server.request_log import request_record, shorten
 from loraplex.server.responses import ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
@@ -222,9 +222,10 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        path = shorten(request.url.path)
         message = {
-            404: f"there is no {request.url.path} on this server",
-            405: f"{request.method} is not allowed on {request.url.path}",
+            404: f"there is no {path} on this server",
+            405: f"{request.method} is not allowed on {path}",
         }.get(error.status_code, str(error.detail))
         headers = dict(error.headers or {})
         return _http_error(error.status_code, message, headers=headers).response()

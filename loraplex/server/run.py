@@ -421,7 +421,13 @@ def _web_access(options: ServeOptions) -> WebAccess:
 def _connection_book(options: ServeOptions) -> ConnectionBook:
     """Make the book of connections, bounded by what the system lets a process open."""
     limits = options.connections
-    most = connections_within(raise_descriptor_limit(), limits.max_connections)
+    backends = options.backends
+    most = connections_within(
+        raise_descriptor_limit(),
+        limits.max_connections,
+        num_replicas=options.num_replicas if backends is None else len(backends.urls),
+        is_front=backends is not None,
+    )
     if most < limits.max_connections:
         logger.warning("the limit of open files allows %d connections; raise it with `ulimit -n`", most)
     return ConnectionBook(replace(limits, max_connections=most), MonotonicClock())

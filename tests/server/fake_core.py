@@ -205,6 +205,8 @@ def build_core(options: FakeOptions, progress: Callable[[str, float | None], Non
         raise KeyError("lm_head")
     if fault == "exit":
         os._exit(7)
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hang":
         threading.Event().wait()
     return FakeCore(options, to_prepare=list(options.preparations))
@@ -214,7 +216,7 @@ def build_without_progress(options: FakeOptions) -> FakeCore:
     return FakeCore(options)
 
 
-LOADING, CAPTURING = "loading", "capturing"
+LOADING, CAPTURING, BEGUN = "loading", "capturing", "begun-"
 
 
 def build_gated(options: EngineOptions, progress: Callable[[str, float | None], None]) -> FakeCore:
@@ -227,3 +229,12 @@ def build_gated(options: EngineOptions, progress: Callable[[str, float | None], 
     while (folder / LOADING).exists():
         time.sleep(0.005)
     return FakeCore(FakeOptions(), to_prepare=[folder / CAPTURING])
+
+
+def build_held(options: EngineOptions, progress: Callable[[str, float | None], None]) -> FakeCore:
+    """A core that loads while a file in the model's folder holds it up. It leaves its process id there."""
+    folder = Path(options.model)
+    (folder / f"{BEGUN}{os.getpid()}").touch()
+    while (folder / LOADING).exists():
+        time.sleep(0.005)
+    return FakeCore(FakeOptions())

@@ -288,6 +288,8 @@ def test_what_is_quoted_from_the_client_is_short(api: Api) -> None:
     assert len(error["message"]) < 500
     error = error_of(api.post("/v1/completions", {**COMPLETION, "x" * 100_000: 1}))
     assert len(error["message"]) < 500
+    error = error_of(api.request("GET", "/" + "x" * 10_000), 404)
+    assert len(error["message"]) < 500
 
 
 def test_a_compressed_body_is_refused_as_such(api: Api) -> None:

@@ -18,6 +18,7 @@ from serving_fakes import says
 from test_live_server import connect, read_response, request_bytes
 
 from loraplex.core.clock import ManualClock
+from loraplex.core.errors import UserError
 from loraplex.server.connections import ConnectionBook, ConnectionLimits, Places, connections_within
 
 ServedFactory = Callable[..., Served]
@@ -309,9 +310,21 @@ def test_a_client_that_never_reads_loses_its_connection(
         assert "1 closed, as nothing that was sent was taken" in logged.get(timeout=30).getMessage()
 
 
-@pytest.mark.parametrize(("files", "wanted", "expected"), [(1024, 8192, 896), (65_536, 100, 100), (10, 5, 1)])
+@pytest.mark.parametrize(("files", "wanted", "expected"), [(1024, 8192, 896), (65_536, 100, 100), (64, 5, 1)])
 def test_connections_stay_within_open_files(files: int, wanted: int, expected: int) -> None:
     assert connections_within(files, wanted) == expected
+
+
+def test_replicas_and_requests_that_are_sent_on_need_open_files_too() -> None:
+    assert connections_within(1024, 8192, num_replicas=17) == 896 - 16 * 16
+    assert connections_within(1024, 8192, is_front=True) == 448
+
+
+def test_too_few_open_files_are_said_before_anything_starts() -> None:
+    with pytest.raises(UserError, match=r"may open 32 files, and needs 64 to start; raise the limit"):
+        connections_within(32, 8192)
+    with pytest.raises(UserError, match=r"may open 256 files, and needs 1072 to start; .*ulimit -n 2144"):
+        connections_within(256, 8192, num_replicas=64)
 
 
 def num_logged(caplog: pytest.LogCaptureFixture) -> list[list[int]]:

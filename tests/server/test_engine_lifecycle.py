@@ -144,7 +144,8 @@ def test_a_request_does_not_wait_for_a_restart_forever(tmp_path: Path) -> None:
     [
         ("model", errors.ModelError, "this model has no layers"),
         ("bug", errors.LoraplexError, "could not start: KeyError: 'lm_head'"),
-        ("exit", errors.EngineDeadError, "while starting: exit code 7"),
+        ("exit", errors.EngineDeadError, "while starting: exit code 7; the log says why"),
+        ("killed", errors.EngineDeadError, "by SIGKILL; unless somebody killed it, memory ran out: lower"),
     ],
 )
 def test_a_failed_start_raises_what_the_child_said(

@@ -77,6 +77,14 @@ class BackendAdapters:
         self._wanted.setdefault(spec.version, {})[spec.path] = spec
         self._unwanted.discard(spec.version)
 
+    def knows(self, version: str) -> bool:
+        """Return whether a version is noted."""
+        return version in self._wanted
+
+    def drop(self, version: str) -> None:
+        """Note a version no longer that the server has refused and never had."""
+        self._wanted.pop(version, None)
+
     def forget(self, version: str) -> None:
         """Have the server without a version when it is there again."""
         if self._wanted.pop(version, None) is not None or version in self._loaded:
@@ -95,7 +103,7 @@ class BackendAdapters:
         self._changes.clear()
 
     async def load(self, version: str) -> None:
-        """Wait until the server has a noted version. A version that it refuses is not noted any more.
+        """Wait until the server has a noted version. One that it refuses stays noted: it may take it later.
 
         Raises UnknownModelError for one that was not noted, AdapterError or BackendError if the server
         refuses it, EngineDeadError if it does not answer.
@@ -113,8 +121,8 @@ class BackendAdapters:
     async def restore(self, served: Iterable[str]) -> None:
         """Make the server have what it should, `served` being the names of what it has.
 
-        An adapter that it refuses now is logged and not noted any more. Raises EngineDeadError if the
-        server goes away meanwhile.
+        An adapter that it refuses now is logged, and tried again when it is asked for. Raises EngineDeadError
+        if the server goes away meanwhile.
         """
         names = set(served)
         self._loaded = {version for version in self._wanted if adapter_name(version) in names}
@@ -176,11 +184,7 @@ class BackendAdapters:
             return
         if version in self._loaded:
             return
-        try:
-            await self._load_from_any(version)
-        except (AdapterError, PathNotAllowedError):
-            self._wanted.pop(version, None)
-            raise
+        await self._load_from_any(version)
         self._loaded.add(version)
 
     async def _load_from_any(self, version: str) -> None:
@@ -255,7 +259,8 @@ class BackendAdapters:
         message = detail.message
         if answer.status == 401 or (answer.status == 403 and detail.code != "path_not_allowed"):
             return BackendError(
-                f"the server at {url} does not let the fleet change adapters ({message}); give its admin key"
+                f"the server at {url} does not let the fleet change adapters ({message}); give its admin "
+                "key as --backend-admin-key"
             )
         if answer.status == 403:
             return PathNotAllowedError(f"the server at {url}: {message}")

@@ -26,6 +26,10 @@ class BackendBusyError(QueueFullError, CapacityError):
     """The server takes no more requests for now (its 429)."""
 
 
+class AdapterMissingError(EngineDeadError):
+    """The server is well, but does not take an adapter again that it had."""
+
+
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """The error of a body or a stream event, as both vLLM and loraplex write it."""
 

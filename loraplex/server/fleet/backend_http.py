@@ -18,6 +18,8 @@ from loraplex.core.errors import EngineDeadError, UserError
 # Below the 5 s after which uvicorn closes an idle connection: a request must not be sent into that.
 _KEEP_ALIVE_S: Final = 2.0
 _CONNECT_TIMEOUT_S: Final = 3.0
+_MAX_ANSWER_BYTES: Final = 64 << 20
+"""Of an answer that is read as a whole: what serves files or video under the address must not fill memory."""
 
 
 class BackendError(UserError):
@@ -79,13 +81,22 @@ class BackendHttp:
                 asyncio.timeout(timeout_s),
                 await self._send(method, path, body, admin=admin) as response,
             ):
-                return Answer(
-                    status=response.status, headers=dict(response.headers), body=await response.read()
-                )
+                body = await self._read(response)
+                return Answer(status=response.status, headers=response.headers, body=body)
         except TimeoutError:
             raise UnreachableError(f"{self.url} did not answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self.unreachable(error) from error
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > _MAX_ANSWER_BYTES:
+                raise UnreachableError(
+                    f"the answer of {self.url} goes on after {_MAX_ANSWER_BYTES >> 20} MiB"
+                )
+        return bytes(body)
 
     async def open_stream(self, path: str, body: object) -> aiohttp.ClientResponse:
         """Send one request and return when its headers are there. The caller closes the response.
@@ -127,7 +138,10 @@ class BackendHttp:
         data = None
         if body is not None:
             data, headers["Content-Type"] = msgspec.json.encode(body), "application/json"
-        return await self._open_session().request(method, self.url + path, data=data, headers=headers)
+        # Redirects are told, not followed: the body of a POST would be lost on the way.
+        return await self._open_session().request(
+            method, self.url + path, data=data, headers=headers, allow_redirects=False
+        )
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:  # it belongs to the event loop that is running when it is made

@@ -116,11 +116,11 @@ def refused_key(answer: Answer, http: BackendHttp) -> BackendError:
     if http.has_key:
         return BackendError(
             f"the server at {http.url} refuses the API key (HTTP {answer.status}); give the one that it was "
-            "started with"
+            "started with as --backend-key, and start all backends with the same one"
         )
     return BackendError(
         f"the server at {http.url} asks for an API key (HTTP {answer.status}); give the one that it was "
-        "started with"
+        "started with as --backend-key"
     )
 
 
@@ -131,6 +131,9 @@ def _models(answer: Answer, http: BackendHttp) -> list[_Model]:
         raise BackendError(
             f"the server at {http.url} is not ready ({error_detail(answer).message}); wait until it is"
         )
+    if 300 <= answer.status < 400:
+        target = answer.headers.get("Location", "another address")
+        raise BackendError(f"the server at {http.url} redirects to {target}; give the address behind it")
     reason = f"GET /v1/models: HTTP {answer.status}"
     if answer.status == 200:
         try:
@@ -156,7 +159,8 @@ def _check_changes_allowed(answer: Answer, http: BackendHttp, backend: Backend) 
     if answer.status in (401, 403):
         message = error_detail(answer).message
         raise BackendError(
-            f"the server at {http.url} does not let the fleet change adapters ({message}); give its admin key"
+            f"the server at {http.url} does not let the fleet change adapters ({message}); give its admin "
+            "key as --backend-admin-key"
         )
     if backend.kind is BackendKind.VLLM and answer.status == 404:
         raise BackendError(

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import aiohttp
 
-from loraplex.core.errors import EngineDeadError, LoraplexError, RequestMovedError
+from loraplex.core.errors import EngineDeadError, LoraplexError, RequestMovedError, UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.server.fleet.backend_adapters import BackendAdapters
-from loraplex.server.fleet.backend_errors import request_error
+from loraplex.server.fleet.backend_errors import AdapterMissingError, request_error
 from loraplex.server.fleet.backend_http import Answer, BackendHttp
 from loraplex.server.fleet.completion_stream import CompletionReader, failed_output
 from loraplex.server.fleet.liveness import Liveness
@@ -64,7 +64,7 @@ class CompletionCalls:
                 # Hands the connection back for the next request if all of it was read, else it is closed,
                 # which cancels the request there.
                 (response.release if response.content.at_eof() else response.close)()
-        except RequestMovedError:
+        except (RequestMovedError, AdapterMissingError):
             raise
         except EngineDeadError as error:
             if era == self._liveness.era:  # else this is known
@@ -77,7 +77,7 @@ class CompletionCalls:
         for is_last in (False, True):
             async with self._liveness.waiting(era):
                 if adapter is not None:
-                    await self._adapters.load(adapter)
+                    await self._have(adapter)
                 response = await self._http.open_stream("/v1/completions", body)
             self._liveness.heard()
             found = response.headers.get(_VERSION_HEADER)
@@ -96,6 +96,19 @@ class CompletionCalls:
                 raise problem
             self._adapters.doubt(adapter)
         raise AssertionError("one of the two attempts has returned or raised")
+
+    async def _have(self, adapter: str) -> None:
+        """Make sure that the server has an adapter. Raises AdapterMissingError if it refuses one that it
+        should have: the client of the fleet has done nothing wrong, and another replica may have it."""
+        try:
+            await self._adapters.load(adapter)
+        except (EngineDeadError, UnknownModelError):
+            raise
+        except LoraplexError as error:
+            version, url = adapter[:12], self._http.url
+            raise AdapterMissingError(
+                f"the server at {url} does not have adapter version {version} any more: {error}"
+            ) from error
 
     async def _next_output(
         self, request: EngineRequest, content: aiohttp.StreamReader, reader: CompletionReader

@@ -30,6 +30,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
+from loraplex.server.fleet.changes import Changes
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_requests import FleetRequests
 from loraplex.server.fleet.fleet_stats import sum_of
@@ -79,7 +80,8 @@ class FleetEngine:
         self._placing: Placing | None = None
         # By version and folder: a replica that joins must know every folder that holds a version.
         self._specs: dict[str, dict[Path, AdapterSpec]] = {}
-        self._changing = asyncio.Lock()  # held while replicas join or leave
+        self._changes = Changes()  # replicas that join or leave
+        self._start_error: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
         self.info: Ready | None = None
@@ -104,7 +106,8 @@ class FleetEngine:
         ]
         try:
             await asyncio.gather(*starts)
-        except BaseException:
+        except BaseException as error:
+            self._start_error = error if isinstance(error, Exception) else None
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
@@ -145,6 +148,7 @@ class FleetEngine:
 
     async def close(self) -> None:
         self._requests.is_closing = True
+        await self._changes.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -240,13 +244,15 @@ class FleetEngine:
         those that serve go on.
         """
         self._check_size(num_replicas)
-        async with self._changing:
-            present = self._members.present
-            missing = [number for number in range(num_replicas) if number not in present]
-            for number in missing[: max(num_replicas - len(present), 0)]:
-                await self._join(number)
-            with self._members.leaving(present[num_replicas:]) as leaving:
-                await asyncio.gather(*(self._leave(number, move=move) for number in leaving))
+        await self._changes.run(self._scale(num_replicas, move=move))
+
+    async def _scale(self, num_replicas: int, *, move: bool) -> None:
+        present = self._members.present
+        missing = [number for number in range(num_replicas) if number not in present]
+        for number in missing[: max(num_replicas - len(present), 0)]:
+            await self._join(number)
+        with self._members.leaving(present[num_replicas:]) as leaving:
+            await asyncio.gather(*(self._leave(number, move=move) for number in leaving))
 
     async def restart(self, number: int, *, move: bool = False) -> None:
         """Replace a replica by a new one, after the requests it has; the others serve meanwhile. `move`: they
@@ -254,13 +260,15 @@ class FleetEngine:
 
         Raises as `drain` does, and LoraplexError if the new one cannot start.
         """
-        async with self._changing:
-            was_drained = self._members.is_drained(number)
-            with self._members.leaving([number]):
-                await self._leave(number, move=move)
-            await self._join(number)
-            if was_drained:
-                self._members.drain(number)
+        await self._changes.run(self._restart(number, move=move))
+
+    async def _restart(self, number: int, *, move: bool) -> None:
+        was_drained = self._members.is_drained(number)
+        with self._members.leaving([number]):
+            await self._leave(number, move=move)
+        await self._join(number)
+        if was_drained:
+            self._members.drain(number)
 
     async def _join(self, number: int) -> None:
         """Start a replica with all adapters, and send it requests."""
@@ -286,7 +294,9 @@ class FleetEngine:
         try:
             await replica.start(None, _Deferred(catch_up))
             await catch_up()  # with what came while it got ready
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):  # also for the log: who asked for it may have left
+                logger.error("replica %d could not join the fleet: %s; the others serve on", number, error)
             await replica.close()
             raise
         # Nobody has had a turn since it was up to date.
@@ -353,6 +363,9 @@ class FleetEngine:
                     *(replica.remove_adapter(spec.version) for replica in self._present()),
                     return_exceptions=True,
                 )
+            if self._start_error is not None:
+                # The other replicas were given up for it, and would only say so.
+                raise self._start_error
             # What the adapter is refused for tells more than that a replica died meanwhile.
             raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
         self._specs.setdefault(spec.version, {})[spec.path] = spec

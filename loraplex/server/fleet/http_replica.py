@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
+from loraplex.core.errors import EngineClosedError, EngineDeadError, LoraplexError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.staging import answer_once
@@ -199,6 +199,7 @@ class HttpReplica:
         if self._life.state is EngineState.STARTING:
             await self._life.takes_adapters.wait()
         self._life.raise_if_gone()
+        is_new = not self._adapters.knows(spec.version)
         self._adapters.note(spec)
         if self._life.state is EngineState.RESTARTING:
             return
@@ -208,6 +209,10 @@ class HttpReplica:
             raise
         except EngineDeadError:
             self._look.set()  # noted, and loaded when the server is there again
+        except LoraplexError:
+            if is_new:  # else the fleet counts on it: the server may take it again later
+                self._adapters.drop(spec.version)
+            raise
 
     async def stage_adapter(self, version: str) -> None:
         """See AsyncEngine."""

@@ -11,14 +11,14 @@ from typing import Final
 from loraplex.core.errors import UserError
 from loraplex.core.shape import ModelShape
 from loraplex.core.words import plural
-from loraplex.engine.machine import max_threads
+from loraplex.engine.machine import available_bytes, max_threads
 from loraplex.engine.options import EngineOptions
 from loraplex.fleet.live_policy import check_live_policy
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.engine_client import ClientOptions, EngineClient
 from loraplex.server.fleet.decision_log import DecisionLog
-from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import MAX_REPLICAS, FleetEngine, FleetSetup
 from loraplex.server.fleet.guessed_costs import guessed_costs
 from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.pool.directory import PoolDirectory
@@ -40,21 +40,19 @@ def local_fleet(
 ) -> FleetEngine:
     """Return a fleet of engine processes on this machine, which is not started yet.
 
-    Raises UserError for a policy that cannot be, and where there are too few GPUs.
+    Raises UserError for a policy that cannot be, and where there are too few GPUs or is too little memory.
     """
     gpus = _gpus() if engine.device != "cpu" else ()
     check_live_policy(policy, shares_memory=bool(gpus))
-    most: tuple[int, str] | None = None
-    if gpus:
-        each = engine.tensor_parallel
-        why = f"each has {each} {plural('GPU', each)}, and this machine has {len(gpus)}"
-        most = (len(gpus) // each, why)
-        if num_replicas > most[0]:
-            raise UserError(
-                f"there can be {most[0]} {plural('replica', most[0])} at most: {why}; lower --replicas or "
-                "--tensor-parallel, or use --device cpu"
-            )
-    elif engine.num_threads is None:
+    most = _most_on_gpus(engine, gpus) if gpus else _most_in_memory(engine)
+    if most is not None and num_replicas > most[0]:
+        fix = (
+            "lower --replicas or --tensor-parallel, or use --device cpu"
+            if gpus
+            else "lower --replicas or --kv-memory"
+        )
+        raise UserError(f"there can be {most[0]} {plural('replica', most[0])} at most: {most[1]}; {fix}")
+    if not gpus and engine.num_threads is None:
         engine = replace(engine, num_threads=max(max_threads() // num_replicas, 1))
 
     pool = PoolDirectory()
@@ -74,6 +72,24 @@ def local_fleet(
         most=most,
     )
     return FleetEngine(setup, num_replicas, log)
+
+
+def _most_on_gpus(engine: EngineOptions, gpus: tuple[str, ...]) -> tuple[int, str]:
+    """Return how many replicas there can be, and why."""
+    each = engine.tensor_parallel
+    return len(gpus) // each, f"each has {each} {plural('GPU', each)}, and this machine has {len(gpus)}"
+
+
+def _most_in_memory(engine: EngineOptions) -> tuple[int, str] | None:
+    """Return how many replicas on a CPU have room for their KV caches, and why; None if no size was given.
+
+    Each of them by itself finds the whole machine free when it starts.
+    """
+    if engine.kv_memory_bytes is None:
+        return None
+    each, available = engine.kv_memory_bytes * engine.tensor_parallel, available_bytes()
+    why = f"each takes {each:,} bytes with --kv-memory, and this machine has {available:,} to give"
+    return min(available // max(each, 1), MAX_REPLICAS), why
 
 
 def limits_of(engine: EngineOptions) -> Callable[[Ready], Limits]:

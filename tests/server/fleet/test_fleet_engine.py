@@ -445,13 +445,14 @@ def test_a_replica_is_replaced_while_the_others_serve() -> None:
     run(scenario())
 
 
-def test_a_replica_that_cannot_start_leaves_the_others_as_they_are() -> None:
+def test_a_replica_that_cannot_start_leaves_the_others_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         replicas = Replicas(None, None, FakeOptions(start_fault="model"))
         fleet = replicas.fleet(2)
         await fleet.start()
         with pytest.raises(errors.ModelError, match="no layers"):
             await fleet.scale(3)
+        assert "replica 2 could not join the fleet: this model has no layers" in caplog.text
         assert await served(fleet, "a") == [6, 6]
         await fleet.close()
 
@@ -512,6 +513,28 @@ def test_a_change_that_nobody_waits_for_any_more_is_undone() -> None:
             for stream in streams:
                 await stream.aclose()
             assert await served(fleet, "a", 4) == [2, 2]
+
+    run(scenario())
+
+
+def test_changes_end_with_the_fleet() -> None:
+    async def scenario() -> None:
+        replicas = Replicas(None, FakeOptions(start_fault="hang", phases=("begun",)))
+        fleet = replicas.fleet(1)
+        await fleet.start()
+        changes = [asyncio.create_task(fleet.scale(2)) for _ in range(2)]  # the second waits for the first
+
+        async def is_starting() -> bool:
+            return 1 in replicas.clients and replicas.clients[1].status.phase == "begun"
+
+        await until(is_starting)
+        await fleet.close()
+        assert replicas.clients[1].status.state is EngineState.CLOSED
+        for change in changes:
+            with pytest.raises(errors.EngineClosedError, match="shutting down"):
+                await change
+        with pytest.raises(errors.EngineClosedError, match="shutting down"):
+            await fleet.scale(2)
 
     run(scenario())
 

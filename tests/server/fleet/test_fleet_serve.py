@@ -19,6 +19,8 @@ import tiny
 from server_process import PATIENCE_S, Ended, replicas, run_command, serving, wait_until
 from serving_fakes import hf_tokenizer
 
+from loraplex.engine.machine import available_bytes
+
 MODELS = ("tiny", "one", "two")
 NUM_CHOICES = 36
 """So many that one replica with all of them is overloaded beside one without any."""
@@ -285,3 +287,12 @@ def test_bad_options_are_refused_before_anything_starts(folder: Path) -> None:
     assert "greater than or equal to 1" in refused("--replicas", "0")
     told = refused("--replicas", "3", "--device", "cuda")
     assert "1 replica at most: each has 1 GPU, and this machine has 1; lower --replicas" in told
+
+
+def test_replicas_that_do_not_fit_into_memory_together_are_refused(folder: Path, tmp_path: Path) -> None:
+    each = available_bytes() * 2 // 3  # one would find it free when it starts
+    options = ("--device", "cpu", "--kv-memory", str(each), "--state-dir", str(tmp_path))
+    found = run_command("fleet", "serve", "--model", str(folder), "--port", "0", *options)
+    assert found.returncode == 1
+    assert f"there can be 1 replica at most: each takes {each:,} bytes with --kv-memory" in found.stderr
+    assert found.stderr.strip().endswith("lower --replicas or --kv-memory")

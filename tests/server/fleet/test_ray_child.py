@@ -211,7 +211,7 @@ def test_an_engine_whose_front_is_gone_leaves() -> None:
             OnThisMachine,
             FakeOptions(start_fault="exit"),
             errors.EngineDeadError,
-            "the engine process ended while starting: exit code 7, on node 127.0.0.1",
+            "the engine process ended while starting: exit code 7, on node 127.0.0.1; the log says why",
         ),
         (
             lambda: OnThisMachine(refuses="Ray has no node with 1 CPU free"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +28,15 @@ from loraplex.core.errors import (
     UnknownModelError,
 )
 from loraplex.core.request import FinishReason, TokenLogprob
+from loraplex.fleet.policy import Policy
 from loraplex.server.engine_status import EngineState
 from loraplex.server.errors import describe
+from loraplex.server.fleet import backend_http
 from loraplex.server.fleet.backend_adapters import adapter_name
+from loraplex.server.fleet.backend_errors import AdapterMissingError
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
+from loraplex.server.fleet.backend_replicas import Backends, backend_fleet
 from loraplex.server.replica import Continuation
 
 BASE = "acme/tiny"
@@ -44,8 +49,16 @@ def spec_in(folder: Path, **options: Any) -> AdapterSpec:
 @pytest.mark.parametrize(
     ("behaviour", "key", "message"),
     [
-        (Behaviour(api_key="secret"), None, "asks for an API key (HTTP 401); give the one"),
-        (Behaviour(api_key="secret"), "wrong", "refuses the API key (HTTP 401); give the one"),
+        (
+            Behaviour(api_key="secret"),
+            None,
+            "asks for an API key (HTTP 401); give the one that it was started with as --backend-key",
+        ),
+        (
+            Behaviour(api_key="secret"),
+            "wrong",
+            "refuses the API key (HTTP 401); give the one that it was started with as --backend-key",
+        ),
         (
             Behaviour(base_model="other", root="/m/other"),
             None,
@@ -92,12 +105,19 @@ def test_nobody_there_is_said_so() -> None:
         (404, "not here", "is no OpenAI server"),
         (200, "<html>", "is no OpenAI server"),
         (503, "", "not ready"),
+        (308, "", r"redirects to https://elsewhere/v1/models; give the address behind it"),
+        (200, " " * 2**20, r"goes on after 0 MiB; start the server, or correct the address"),
     ],
 )
-def test_another_kind_of_server_is_said_so(status: int, body: str, message: str) -> None:
+def test_another_kind_of_server_is_said_so(
+    status: int, body: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_http, "_MAX_ANSWER_BYTES", 2**20 - 1)
+
     async def scenario() -> None:
         async def everything(request: web.Request) -> web.Response:
-            return web.Response(status=status, text=body)
+            headers = {"Location": "https://elsewhere/v1/models"} if status == 308 else {}
+            return web.Response(status=status, text=body, headers=headers)
 
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", everything)
@@ -107,6 +127,40 @@ def test_another_kind_of_server_is_said_so(status: int, body: str, message: str)
         with pytest.raises(BackendError, match=message):
             await replica_of(f"http://127.0.0.1:{runner.addresses[0][1]}").start()
         await runner.cleanup()
+
+    run(scenario())
+
+
+def test_a_server_that_does_not_answer_is_said_so() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as slow:  # connections are made, and never answered
+            replica = replica_of(f"http://127.0.0.1:{slow.getsockname()[1]}", call_timeout_s=0.1)
+            with pytest.raises(
+                BackendError, match=r"did not answer within 0\.1 s; start the server, or correct"
+            ):
+                await replica.start()
+
+    run(scenario())
+
+
+def test_a_fleet_that_cannot_start_says_what_is_wrong_with_the_server_it_fails_for(tmp_path: Path) -> None:
+    """Also to who adds adapters meanwhile: the other servers, which are left, have only that to say."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as slow:  # connections are made, and never answered
+            async with VllmDialect(Behaviour(api_key="another")) as server:
+                urls = (f"http://127.0.0.1:{slow.getsockname()[1]}", server.url)
+                fleet = backend_fleet(
+                    Backends(urls=urls, api_key="mine"),
+                    base_names=[BASE],
+                    shape=SHAPE,
+                    policy=Policy.of("round-robin"),
+                )
+                adding = asyncio.create_task(fleet.add_adapter(spec_in(tmp_path / "one")))
+                with pytest.raises(BackendError, match="refuses the API key"):
+                    await fleet.start(add_adapters=adding)
+                with pytest.raises(BackendError, match="refuses the API key"):
+                    await adding
 
     run(scenario())
 
@@ -432,8 +486,47 @@ def test_adapters_come_back_after_the_server_did(tmp_path: Path) -> None:
             for spec in (kept, late):
                 output = await answer(replica, request_for([5], adapter=spec.version))
                 assert list(output.token_ids) == tokens_of(adapter_name(spec.version), [5], 8)
-            with pytest.raises(UnknownModelError):
+            with pytest.raises(
+                EngineDeadError, match=r"does not have adapter version .* files .* have changed"
+            ):
                 await answer(replica, request_for([5], adapter=broken.version))
+            assert replica.healthy
+
+    run(scenario())
+
+
+def test_an_adapter_that_is_refused_for_a_while_is_served_elsewhere_and_comes_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        spec = spec_in(tmp_path / "one", rank=8)
+        async with VllmDialect() as server, started(server.url) as replica:
+            await replica.add_adapter(spec)
+            server.adapters.clear()
+            server.does.max_lora_rank = 4  # it was started again, with another option
+            with pytest.raises(AdapterMissingError, match=r"start it with --max-lora-rank 8"):
+                await answer(replica, request_for([5], adapter=spec.version))
+            assert replica.healthy
+            server.does.max_lora_rank = 8
+            output = await answer(replica, request_for([5], adapter=spec.version))
+            assert list(output.token_ids) == tokens_of(adapter_name(spec.version), [5], 8)
+
+    run(scenario())
+
+
+def test_no_client_hears_that_one_of_the_servers_refuses_an_adapter_that_it_had(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        spec = spec_in(tmp_path / "one", rank=8)
+        async with VllmDialect() as one, VllmDialect() as other:
+            backends = Backends(urls=(one.url, other.url))
+            policy = Policy.of("round-robin")
+            fleet = backend_fleet(backends, base_names=[BASE], shape=SHAPE, policy=policy)
+            await fleet.start()
+            await fleet.add_adapter(spec)
+            one.adapters.clear()
+            one.does.max_lora_rank = 4
+            for _ in range(4):
+                output = await answer(fleet, request_for([5], adapter=spec.version))
+                assert list(output.token_ids) == tokens_of(adapter_name(spec.version), [5], 8)
+            await fleet.close()
 
     run(scenario())
 
