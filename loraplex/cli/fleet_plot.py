@@ -23,6 +23,8 @@ _NUM_DRAWN: Final = 100
 """Of the 101 quantiles: all but the slowest request."""
 _LOG_ABOVE: Final = 15.0
 """An axis is logarithmic if its largest value is more than so many times its smallest."""
+_FEW_DECADES: Final = 100.0
+"""Up to so many times the smallest value there is room for the labels of 2 and 5 between powers of ten."""
 _MISSES_SHOWN: Final = 6.0
 """Attainments are shown down to so many times the share of requests that may miss the SLO."""
 
@@ -81,7 +83,9 @@ def draw_policies(found: Mapping[str, Sequence[PolicyRun]], *, slo: Slo, title: 
         attained, {name: [run.figures.attainment for run in runs] for name, runs in found.items()}
     )
     handles, labels = ttft.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(found), 4), frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(found) if len(found) <= 4 else 3, frameon=False
+    )
     figure.suptitle(title)
     return figure
 
@@ -96,8 +100,9 @@ def _draw_distributions(
     known = [value for values in drawn.values() for value in values]
     if known and max(known) > _LOG_ABOVE * min(known) > 0:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        few = max(known) < _FEW_DECADES * min(known)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
     if limit_ms is not None:
         axes.axvline(limit_ms, color="0.4", linestyle="--", linewidth=1)
@@ -181,7 +186,9 @@ def _tidy(axes: Axes) -> None:
 def _rate(rps: float | None) -> str:
     if rps is None:
         return "at no rate"
-    return f"{rps:,.1f}" if math.isfinite(rps) else "no limit found"
+    if not math.isfinite(rps):
+        return "no limit found"
+    return f"{rps:,.0f}" if rps >= 100 else f"{rps:.3g}"
 
 
 def _draw_bars(axes: Axes, values: Sequence[int], label: str) -> None:

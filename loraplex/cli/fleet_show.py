@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from loraplex.twin.fleet_figures import PolicyFigures
     from loraplex.twin.slo import Slo
 
+_WHOLE_ABOVE: Final = 1000.0
+"""Larger figures are printed without decimals."""
 _TIMES: Final = "TPOT: time per output token after the first. TPT: whole time over output tokens."
 
 
@@ -36,7 +38,9 @@ def show_outcome(outcome: FleetOutcome, figures: PolicyFigures, slo: Slo) -> Non
             cells = "  ".join(f"{key} {value * 1e3:,.1f}" for key, value in row.items())
             typer.echo(f"{name:5} ms  {cells}")
     typer.echo(_TIMES)
-    typer.echo(f"{'':10} {'least':>10} {'mean':>10} {'most':>10}   over {len(outcome.replicas)} replicas")
+    number = len(outcome.replicas)
+    over = f"over {number} {plural('replica', number)}"
+    typer.echo(f"{'':10} {'least':>10} {'mean':>10} {'most':>10}   {over}")
     for key, words in (
         ("num_requests", "requests"),
         ("mean_running", "running"),
@@ -77,24 +81,26 @@ def show_policies(
     typer.echo(f"attained: {slo.in_words()}. {_TIMES}")
     if num_seeds > 1:
         typer.echo(f"Means over {num_seeds} seeds, ± half the width of their 95% confidence intervals.")
-    width = max(map(len, (*means, "policy")))
     moved = "fetched GB" if has_link else "read GB"
-    typer.echo(
-        f"{'policy':{width}} {'attained %':>14} {'TTFT p95 ms':>18} {'TPOT ms':>14} {'TPT ms':>14} "
-        f"{'loads':>15} {'busiest':>13} {moved:>14}"
-    )
+    rows = [("policy", "attained %", "TTFT p95 ms", "TPOT ms", "TPT ms", "loads", "busiest", moved)]
     for name, mean in means.items():
-        half = intervals[name]
-        cells = (
-            (14, _cell(mean.attainment, half.get("attainment"), 1e2)),
-            (18, _cell(mean.ttft_p95_s, half.get("ttft_p95_s"), 1e3)),
-            (14, _cell(mean.tpot_mean_s, half.get("tpot_mean_s"), 1e3)),
-            (14, _cell(mean.tpt_mean_s, half.get("tpt_mean_s"), 1e3)),
-            (15, _cell(mean.adapter_loads, half.get("adapter_loads"), digits=0)),
-            (13, _cell(mean.busiest_over_mean, half.get("busiest_over_mean"), unit="x")),
-            (14, _cell(mean.bytes_moved, half.get("bytes_moved"), 1e-9, digits=1)),
+        half = intervals[name].get
+        rows.append(
+            (
+                name,
+                _cell(mean.attainment, half("attainment"), 1e2),
+                _cell(mean.ttft_p95_s, half("ttft_p95_s"), 1e3),
+                _cell(mean.tpot_mean_s, half("tpot_mean_s"), 1e3),
+                _cell(mean.tpt_mean_s, half("tpt_mean_s"), 1e3),
+                _cell(mean.adapter_loads, half("adapter_loads"), digits=0),
+                _cell(mean.busiest_over_mean, half("busiest_over_mean"), unit="x"),
+                _cell(mean.bytes_moved, half("bytes_moved"), 1e-9, digits=1),
+            )
         )
-        typer.echo(f"{name:{width}} " + " ".join(f"{text:>{width}}" for width, text in cells))
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    for name, *cells in rows:
+        ends = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        typer.echo("  ".join((f"{name:{first}}", *ends)))
 
 
 def _cell(
@@ -102,6 +108,8 @@ def _cell(
 ) -> str:
     if value is None:
         return "-"
+    if value * factor >= _WHOLE_ABOVE:
+        digits = 0
     around = "" if half is None else f" ±{half * factor:,.{digits}f}"
     return f"{value * factor:,.{digits}f}{unit}{around}"
 

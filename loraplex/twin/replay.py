@@ -161,7 +161,7 @@ class OwnEngines:
         room = self._memory().max_tokens(largest)
         if longest > room:
             shares = self._has.arena_bytes is not None and largest > 0
-            beside = f" beside an adapter of {largest / 2**20:,.3g} MiB" if shares else ""
+            beside = f" beside an adapter of {largest / 2**20:.7g} MiB" if shares else ""
             raise CapacityError(
                 f"KV memory holds {max(room, 0)} tokens{beside}, too few for a request of {longest}; give "
                 f"more --kv-tokens{', or smaller adapters' if beside else ''}"

@@ -14,7 +14,7 @@ from loraplex.server.fleet.routing_events import Began, Decision, RoutingEvent, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSeen:
-    """One replica as the router saw it. `adapter`: the fastest tier that it had the request's in: device, host or disk.
+    """One replica as the router saw it. `adapter`: the tier that has the request's: device, host or disk.
     `placed`: the share of the adapter's requests that the placement gives it; None if it gives it none, or
     every replica serves every adapter.
     `step_ms`: a decode step there with the request; `queue_ms`: the prompts before it; `load_ms`: until it
