@@ -19,6 +19,14 @@ _COLUMNS: Final = (
     text_column("path"),
 )
 
+_OPTIONS: Final = {
+    "set load_inplace": "give --replace",
+    "load_inplace": "--replace",
+    "canary_share": "--canary-share",
+    "GET /v1/adapters lists": "`loraplex adapter list` shows",
+}
+"""What messages of the API say, and what it is called here."""
+
 Name = Annotated[str, typer.Argument(help="The adapter's name on the server.")]
 
 
@@ -116,4 +124,15 @@ def _rows(adapter: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _change(verb: str, body: dict[str, Any], base_url: str, api_key: str | None) -> None:
     path = f"/v1/{verb}_lora_adapter"
-    typer.echo(text_of(base_url, path, api_key, kind="adapters that can be changed", body=body))
+    try:
+        answer = text_of(base_url, path, api_key, kind="adapters that can be changed", body=body)
+    except UserError as error:
+        raise UserError(_in_options(str(error))) from None
+    typer.echo(answer)
+
+
+def _in_options(message: str) -> str:
+    """Return what a server says in the words of its API in those of the command line."""
+    for field, option in _OPTIONS.items():
+        message = message.replace(field, option)
+    return message

@@ -1,4 +1,4 @@
-"""Signals that reach a server before it handles them itself."""
+"""Signals that reach a server before it handles them itself, or a command that has files to remove."""
 
 from __future__ import annotations
 
@@ -22,3 +22,20 @@ def exit_0_on_signal() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Exit as after SIGTERM, but not before the blocks that the signal comes in have put things in order."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield  # it is ignored, or somebody else handles it
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -15,11 +15,15 @@ from typing import Any, Final, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from loraplex.cli.vllm_options import refuse_vllm_options
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 WITHOUT_VALUE: Final = ""
 """The value of an option that was given without one, which it may be if its metavar is in brackets."""
 _NO_VALUE: Final = ""
+_ONLY_SERVERS: Final = "--adapter"
+"""An option that only the commands have that serve."""
 
 
 class App(typer.Typer):
@@ -61,7 +65,11 @@ def _parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _with_values(args, self.get_params(ctx)))
+        params = self.get_params(ctx)
+        known = {name for each in params for name in each.opts}
+        if _ONLY_SERVERS in known:
+            refuse_vllm_options(args, known, ctx)
+        return super().parse_args(ctx, _with_values(args, params))
 
     def get_params(self, ctx: Any) -> Any:
         return _without_values(super().get_params(ctx))

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from loraplex.cli import fleet_live
 from loraplex.cli.flags import App
-from loraplex.cli.json_out import check_picture, check_writable, write_json
+from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, show_overload, show_policies
+from loraplex.cli.json_out import check_picture, check_writable, save_json, save_picture
 from loraplex.cli.sizes import parse_rate
 from loraplex.cli.slo import AskedSlo, SloTpot, SloTpt, SloTtft, parse_slo
 from loraplex.cli.twin_options import (
@@ -41,9 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from loraplex.fleet.policy import Policy
-    from loraplex.twin.fleet import FleetOutcome
-    from loraplex.twin.fleet_compare import Capacity, FleetInputs
-    from loraplex.twin.fleet_figures import PolicyFigures
+    from loraplex.twin.fleet_compare import FleetInputs
 
 app = App(help="Many replicas behind a router: simulated, and serving.", no_args_is_help=True)
 for _command in (
@@ -55,6 +54,7 @@ for _command in (
 _SHORTEST_PERIOD_S: Final = 0.1
 _SLOWEST_LINK: Final = 1e6
 _MOST_REPLICAS: Final = 10_000
+_MOST_SEEDS: Final = 1_000
 
 _Replicas = Annotated[int, typer.Option("--replicas", help="Engines of the fleet, all alike.")]
 _Policies = Annotated[
@@ -116,7 +116,6 @@ def simulate(
         progress(policy.name, None)
         outcome = runs.run(policy)
     figures = figures_of(outcome, inputs.options.slo)
-    _show_outcome(outcome, figures, inputs)
     if json_out is not None:
         document = {
             "policy": policy.name,
@@ -126,14 +125,14 @@ def simulate(
             "timeline": asdict(outcome.all.timeline()),
             "replicas": [asdict(each) for each in outcome.replicas],
         }
-        write_json(json_out, document)
+        save_json(json_out, document)
     if plot is not None:
         from loraplex.cli.fleet_plot import draw_outcome
 
-        title = (
-            f"{workload.name} on {replicas} {plural('replica', replicas)} of {profile.name}: {policy.name}"
-        )
-        _write_plot(draw_outcome(outcome, title=title), plot)
+        title = f"{_title(workload, replicas, profile)}: {policy.name}"
+        save_picture(plot, draw_outcome(outcome, title=title))
+    show_outcome(outcome, figures, inputs.options.slo)
+    _say_written(json_out, plot)
 
 
 @app.command()
@@ -144,7 +143,7 @@ def compare(
     policies: _Policies,
     seeds: Annotated[
         int,
-        typer.Option(min=1, help="Runs of each: the workload, and others in which neighbours swap places."),
+        typer.Option(help="Runs of each: the workload, and others in which neighbours swap places."),
     ] = 5,
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
@@ -167,6 +166,10 @@ def compare(
     from loraplex.twin.fleet_figures import interval_of, mean_of
 
     _check_files(profile, workload, json_out, plot)
+    if not 1 <= seeds <= _MOST_SEEDS:
+        raise typer.BadParameter(
+            f"must be at least 1 and at most {_MOST_SEEDS:,}, not {seeds:,}", param_hint="--seeds"
+        )
     named = _named(policies)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
@@ -176,26 +179,21 @@ def compare(
     with shown_progress("simulating", expected=expected) as progress:
         found = compare_policies(inputs, named, seeds, progress)
     means = {name: mean_of([run.figures for run in runs]) for name, runs in found.items()}
-    _show_policies(means, inputs)
-    for name, runs in found.items():
-        _show_overload(f"overloaded under {name}", runs[0].overloaded)
+    intervals = {name: interval_of([run.figures for run in runs]) for name, runs in found.items()}
     if json_out is not None:
-        write_json(
-            json_out,
-            {
-                **_limits(inputs),
-                "num_seeds": seeds,
-                "policies": {
-                    name: {**asdict(mean), "interval_95": interval_of([run.figures for run in found[name]])}
-                    for name, mean in means.items()
-                },
-            },
-        )
+        shown = {name: {**asdict(mean), "interval_95": intervals[name]} for name, mean in means.items()}
+        save_json(json_out, {**_limits(inputs), "num_seeds": seeds, "policies": shown})
     if plot is not None:
         from loraplex.cli.fleet_plot import draw_policies
 
-        title = f"{workload.name} on {replicas} {plural('replica', replicas)} of {profile.name}"
-        _write_plot(draw_policies(found, slo=inputs.options.slo, title=title), plot)
+        title = _title(workload, replicas, profile)
+        save_picture(plot, draw_policies(found, slo=inputs.options.slo, title=title))
+    show_policies(
+        means, intervals, slo=inputs.options.slo, num_seeds=seeds, has_link=inputs.options.link is not None
+    )
+    for name, runs in found.items():
+        show_overload(f"overloaded under {name}", runs[0].overloaded)
+    _say_written(json_out, plot)
 
 
 @app.command()
@@ -238,27 +236,30 @@ def capacity(
         raise UserError(f"{workload}: all requests come at one moment, so that there is no rate to change")
     with shown_progress("bisecting", expected=f"about 12 runs for each of {len(named)}") as progress:
         found = capacities(inputs, named, attainment, progress)
-    typer.echo(f"{attainment:.1%} of requests {inputs.options.slo.in_words()}")
-    for name, each in found.items():
-        typer.echo(f"{name:32} {_rate(each)}")
+    within = f"{attainment:.1%} of requests {inputs.options.slo.in_words()}"
     if json_out is not None:
-        rates = {name: each.rps if _is_known(each) else None for name, each in found.items()}
-        reasons = {name: _rate(each) for name, each in found.items() if not _is_known(each)}
-        tried = {name: each.tried for name, each in found.items()}
-        write_json(
+        save_json(
             json_out,
             {
                 **_limits(inputs),
                 "attainment": attainment,
-                "capacity_rps": rates,
-                "reasons": reasons,
-                "tried": tried,
+                "capacity_rps": {name: each.rps if is_known(each) else None for name, each in found.items()},
+                "reasons": {
+                    name: capacity_in_words(each) for name, each in found.items() if not is_known(each)
+                },
+                "tried": {name: each.tried for name, each in found.items()},
             },
         )
     if plot is not None:
         from loraplex.cli.fleet_plot import draw_capacities
 
-        _write_plot(draw_capacities(found, attainment=attainment, title=workload.name), plot)
+        title = f"{_title(workload, replicas, profile)}: the highest rate with {within}"
+        save_picture(plot, draw_capacities(found, attainment=attainment, title=title))
+    typer.echo(within)
+    width = max(map(len, found))
+    for name, each in found.items():
+        typer.echo(f"{name:{width}} {capacity_in_words(each)}")
+    _say_written(json_out, plot)
 
 
 @app.command()
@@ -275,7 +276,16 @@ def policies() -> None:
 
 def _check_files(profile: Path, workload: Path, json_out: Path | None, plot: Path | None) -> None:
     check_writable(json_out, inputs=(profile, workload))
-    check_picture(plot, inputs=(profile, workload, *([] if json_out is None else [json_out])))
+    if plot is not None and json_out is not None and plot.resolve() == json_out.resolve():
+        raise typer.BadParameter(
+            f"{plot} is also what --json names, and only one of them can be there; name another",
+            param_hint="--plot",
+        )
+    check_picture(plot, inputs=(profile, workload))
+
+
+def _title(workload: Path, replicas: int, profile: Path) -> str:
+    return f"{workload.name} on {replicas} {plural('replica', replicas)} of {profile.name}"
 
 
 def _named(text: str) -> list[Policy]:
@@ -338,6 +348,13 @@ def _inputs(
     requests, replay_options = read_inputs(workload, options)
     adapter_bytes = None
     if isinstance(found, SlotProfile):  # the engine does not look at sizes, links do
+        if options.slots is None:
+            number = replay_options.num_adapters
+            typer.echo(
+                f"the profile is of an engine with slots: each replica has {number:,}, one for each adapter, "
+                "unless --slots says how many (vLLM's --max-loras)",
+                err=True,
+            )
         adapter_bytes = replay_options.adapter_bytes
         replay_options = replace(replay_options, adapter_bytes=None)
     return FleetInputs(
@@ -368,78 +385,7 @@ def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:
     return replace(inputs, workload=requests, options=replace(inputs.options, replay=endless))
 
 
-def _show_outcome(outcome: FleetOutcome, figures: PolicyFigures, inputs: FleetInputs) -> None:
-    summary = outcome.all.summary()
-    typer.echo(
-        f"{summary['num_served']:,} of {summary['num_requests']:,} requests served in "
-        f"{summary['duration_s']:,.1f} simulated seconds, {summary['output_tok_s']:,.0f} output tok/s"
-    )
-    typer.echo(f"{figures.attainment:.2%} {inputs.options.slo.in_words()}")
-    for name in ("ttft_s", "tpt_s"):
-        if (row := summary[name]) is not None:
-            cells = "  ".join(f"{key} {value * 1e3:,.1f}" for key, value in row.items())
-            typer.echo(f"{name[:-2].upper():5} ms  {cells}")
-    typer.echo(f"{'':10} {'least':>10} {'mean':>10} {'most':>10}   over {len(outcome.replicas)} replicas")
-    for key, words in (
-        ("num_requests", "requests"),
-        ("mean_running", "running"),
-        ("mean_waiting", "waiting"),
-        ("num_adapters", "adapters"),
-        ("num_loads", "loads"),
-    ):
-        values = [getattr(each, key) for each in outcome.replicas]
-        mean = sum(values) / len(values)
-        typer.echo(f"{words:10} {min(values):10,.1f} {mean:10,.1f} {max(values):10,.1f}")
-    if outcome.num_moves:
-        typer.echo(f"{outcome.num_moves:,} {plural('move', outcome.num_moves)} of requests between replicas")
-    if outcome.most_bytes_held is not None and outcome.bytes_moved is not None:
-        typer.echo(
-            f"adapters: {outcome.bytes_moved / 1e9:,.1f} GB fetched, {outcome.most_bytes_held / 1e9:,.1f} GB "
-            "on the host that held most"
-        )
-    _show_overload("overloaded", outcome.overloaded_replicas())
-
-
-def _show_overload(begin: str, replicas: list[tuple[int, float]]) -> None:
-    if replicas:
-        where = ", ".join(f"replica {number} ({waiting:,.1f})" for number, waiting in replicas)
-        typer.echo(f"{begin}: it serves less than 90% of what is asked for; most wait at {where}")
-
-
-def _show_policies(means: dict[str, PolicyFigures], inputs: FleetInputs) -> None:
-    typer.echo(f"attained: {inputs.options.slo.in_words()}; means over seeds")
-    typer.echo(
-        f"{'policy':32} {'attained':>9} {'TTFT p95 ms':>12} {'TPT ms':>8} {'loads':>9} {'busiest':>8} "
-        f"{'moved GB':>9}"
-    )
-    for name, each in means.items():
-        typer.echo(
-            f"{name:32} {_cell(each.attainment, 1e2, '%'):>9} {_cell(each.ttft_p95_s, 1e3):>12} "
-            f"{_cell(each.tpt_mean_s, 1e3):>8} {each.adapter_loads:9,.0f} {each.busiest_over_mean:7.2f}x "
-            f"{_cell(each.bytes_moved, 1e-9, digits=1):>9}"
-        )
-
-
-def _cell(value: float | None, factor: float, unit: str = "", digits: int = 2) -> str:
-    return "-" if value is None else f"{value * factor:,.{digits}f}{unit}"
-
-
-def _is_known(capacity: Capacity) -> bool:
-    return capacity.rps is not None and math.isfinite(capacity.rps)
-
-
-def _rate(capacity: Capacity) -> str:
-    """Return the capacity as its line has it, or in words why there is none."""
-    if capacity.rps is None:
-        return f"at no rate, however low; the most was {capacity.best_attainment:.1%}"
-    if not math.isfinite(capacity.rps):
-        most_rps = max(rps for rps, _ in capacity.tried)
-        return (
-            f"holds at every rate up to {most_rps:,.1f} requests/s; give a longer workload to find its limit"
-        )
-    return f"{capacity.rps:10,.2f} requests/s"
-
-
-def _write_plot(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=150)
-    typer.echo(f"wrote {path}")
+def _say_written(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None:
+            typer.echo(f"wrote {path}")

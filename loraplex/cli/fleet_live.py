@@ -24,7 +24,8 @@ from loraplex.core.errors import UserError
 from loraplex.core.logs import LogFormat, LogLevel
 
 Move = Annotated[
-    bool, typer.Option("--move", help="Let the other replicas go on with its requests, from where they are.")
+    bool,
+    typer.Option("--move", help="Do not wait for requests in flight: the other replicas go on with them."),
 ]
 _DEFAULT_REPLICAS: Final = 2
 _FLEET_PATH: Final = "/v1/fleet"
@@ -75,8 +76,10 @@ def serve(
     log_format: option.Format = LogFormat.TEXT,
     **options: Any,
 ) -> None:
-    """Serve a base model and its LoRA adapters behind one address: by several engine processes, on this
-    machine or on a Ray cluster, or by servers that run already."""
+    """Serve a base model and its LoRA adapters by several replicas behind one address.
+
+    Replicas are engine processes on this machine or on a Ray cluster, or servers that run already.
+    """
     from loraplex.fleet.policy import Policy
     from loraplex.server.fleet.backend_replicas import Backends
     from loraplex.server.fleet.ray_cluster import RayPlace
@@ -145,7 +148,7 @@ def restart(
 
 
 def scale(
-    replicas: Annotated[int, typer.Argument(help="How many there are to be.")],
+    replicas: Annotated[int, typer.Argument(help="How many replicas to have.")],
     move: Move = False,
     base_url: BaseUrl = DEFAULT_URL,
     api_key: ApiKey = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from loraplex.twin.slo import Slo
 
 _NUM_INTERVALS: Final = 100
+_NUM_DRAWN: Final = 100
+"""Of the 101 quantiles: all but the slowest request."""
+_LOG_ABOVE: Final = 15.0
+"""An axis is logarithmic if its largest value is more than so many times its smallest."""
+_FEW_DECADES: Final = 100.0
+"""Up to so many times the smallest value there is room for the labels of 2 and 5 between powers of ten."""
+_MISSES_SHOWN: Final = 6.0
+"""Attainments are shown down to so many times the share of requests that may miss the SLO."""
 
 
 def draw_outcome(outcome: FleetOutcome, *, title: str) -> Figure:
@@ -60,59 +68,127 @@ def _draw_replicas(axes: Axes, timelines: Sequence[Timeline]) -> None:
 
 
 def draw_policies(found: Mapping[str, Sequence[PolicyRun]], *, slo: Slo, title: str) -> Figure:
-    """Draw the distributions of the first seed's times and the SLO's limits, and attainments."""
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    ttft, tpt, attained = figure.subplots(1, 3)
+    """Draw the distributions of the first seed's times with the SLO's limits, and the attainment of every
+    seed with its mean."""
+    figure = Figure(figsize=(12, 7.5), layout="constrained")
+    (ttft, tpot), (tpt, attained) = figure.subplots(2, 2)
     for axes, name, limit_s, label in (
-        (ttft, "ttft_s", slo.ttft_s, "time to first token, ms"),
-        (tpt, "tpt_s", slo.tpt_s, "time per token, ms"),
+        (ttft, "ttft_s", slo.ttft_s, "time to first token (TTFT), ms"),
+        (tpot, "tpot_s", slo.tpot_s, "time per output token after the first (TPOT), ms"),
+        (tpt, "tpt_s", slo.tpt_s, "whole time over output tokens (TPT), ms"),
     ):
-        for policy, runs in found.items():
-            values_ms = [1e3 * each for each in getattr(runs[0], name)]
-            shares = [index / max(len(values_ms) - 1, 1) for index in range(len(values_ms))]
-            axes.step(values_ms, shares, where="post", label=policy)
-        axes.set_xlabel(label)
-        axes.set_ylabel("share of requests")
-        axes.set_xscale("log")
-        axes.grid(alpha=0.25)
-        if limit_s is not None:
-            axes.axvline(limit_s * 1e3, color="0.4", linestyle="--", linewidth=1)
-    names = list(found)
-    for index, runs in enumerate(found.values()):
-        values = [100 * each.figures.attainment for each in runs]
-        attained.plot(values, [index] * len(values), "o")
-    attained.set_yticks(range(len(names)), names, fontsize=8)
-    attained.set_xlabel("requests within the SLO, %, each seed")
-    attained.grid(alpha=0.25)
+        quantiles_ms = {policy: [1e3 * s for s in getattr(runs[0], name)] for policy, runs in found.items()}
+        _draw_distributions(axes, quantiles_ms, label, None if limit_s is None else limit_s * 1e3)
+    _draw_attainments(
+        attained, {name: [run.figures.attainment for run in runs] for name, runs in found.items()}
+    )
     handles, labels = ttft.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=11)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(found) if len(found) <= 4 else 3, frameon=False
+    )
+    figure.suptitle(title)
     return figure
+
+
+def _draw_distributions(
+    axes: Axes, quantiles_ms: Mapping[str, Sequence[float]], label: str, limit_ms: float | None
+) -> None:
+    """Draw a line for each policy, up to the 99th percentile: one slow request would squeeze the rest."""
+    drawn = {policy: values[:_NUM_DRAWN] for policy, values in quantiles_ms.items()}
+    for policy, values in drawn.items():
+        axes.plot(values, range(len(values)), label=policy, linewidth=1.6)
+    known = [value for values in drawn.values() for value in values]
+    if known and max(known) > _LOG_ABOVE * min(known) > 0:
+        axes.set_xscale("log")
+        few = max(known) < _FEW_DECADES * min(known)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    if limit_ms is not None:
+        axes.axvline(limit_ms, color="0.4", linestyle="--", linewidth=1)
+        axes.annotate(
+            "SLO", (limit_ms, 2), xytext=(3, 0), textcoords="offset points", color="0.4", fontsize=9
+        )
+    axes.set_xlabel(label)
+    axes.set_ylabel("requests within it, %")
+    axes.set_ylim(0, 100)
+    _tidy(axes)
+
+
+def _draw_attainments(axes: Axes, attainments: Mapping[str, Sequence[float]]) -> None:
+    """Draw a row for each policy, the first on top: a dot for each seed, and a bar at their mean."""
+    for row, shares in enumerate(attainments.values()):
+        values = [100 * share for share in shares]
+        axes.plot(values, [row] * len(values), "o", color=f"C{row % 10}", alpha=0.55, markersize=6)
+        mean = sum(values) / len(values)
+        axes.plot([mean], [row], "|", color=f"C{row % 10}", markersize=18, markeredgewidth=2)
+        axes.annotate(f"{mean:.2f}", (mean, row), xytext=(0, 11), textcoords="offset points", ha="center")
+    axes.set_yticks(range(len(attainments)), list(attainments))
+    axes.set_ylim(len(attainments) - 0.4, -0.6)
+    axes.margins(x=0.08)
+    axes.ticklabel_format(axis="x", useOffset=False)
+    axes.set_xlabel("requests within the SLO, %: each seed, and the mean")
+    _tidy(axes)
 
 
 def draw_capacities(found: Mapping[str, Capacity], *, attainment: float, title: str) -> Figure:
-    """Draw the attainment of each policy over the rates that were tried."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, each in found.items():
+    """Draw each policy's capacity, and its attainment over the rates that were tried, near the one wanted."""
+    figure = Figure(figsize=(12, 1.6 + max(0.45 * len(found), 3.0)), layout="constrained")
+    bars, curves = figure.subplots(1, 2, width_ratios=(1.0, 1.2))
+    for row, each in enumerate(found.values()):
+        colour = f"C{row % 10}"
+        is_known = each.rps is not None and math.isfinite(each.rps)
+        bars.barh([row], [each.rps if is_known else 0.0], color=colour, height=0.6)
+        bars.annotate(
+            _rate(each.rps), (each.rps or 0.0 if is_known else 0.0, row),
+            xytext=(4, 0), textcoords="offset points", va="center",
+        )  # fmt: skip
         rates = [rate for rate, _ in each.tried]
-        shares = [100 * share for _, share in each.tried]
-        axes.plot(rates, shares, "o-", markersize=3, label=f"{name}, {_rate(each.rps)}")
-    axes.axhline(100 * attainment, color="0.4", linestyle="--", linewidth=1)
-    axes.set_xscale("log")
-    axes.set_xlabel("requests per second")
-    axes.set_ylabel("requests within the SLO, %")
-    axes.set_ylim(0, 102)
-    axes.grid(alpha=0.25)
-    axes.legend(loc="lower left", frameon=False, fontsize=8)
-    axes.set_title(title, fontsize=11)
+        curves.plot(rates, [100 * share for _, share in each.tried], "o-", markersize=4, color=colour)
+    bars.set_yticks(range(len(found)), list(found))
+    bars.set_ylim(len(found) - 0.5, -0.5)
+    bars.margins(x=0.18)
+    bars.set_xlabel("capacity, requests/s")
+    _draw_wanted(curves, found, attainment)
+    for axes in (bars, curves):
+        _tidy(axes)
+    figure.suptitle(title)
     return figure
+
+
+def _draw_wanted(axes: Axes, found: Mapping[str, Capacity], attainment: float) -> None:
+    """Set the range around the attainment that is wanted, where policies differ, and mark it."""
+    least = max(0.0, 1.0 - _MISSES_SHOWN * max(1.0 - attainment, 0.002))
+    shown = [rate for each in found.values() for rate, share in each.tried if share >= least]
+    beyond = [
+        min((rate for rate, share in each.tried if share < least), default=max(shown, default=1.0))
+        for each in found.values()
+    ]
+    if shown:
+        pad = 0.04 * (max(beyond) - min(shown)) or 0.04 * max(shown)
+        axes.set_xlim(min(shown) - pad, max(*beyond, *shown) + pad)
+        axes.set_ylim(100 * least, 100 + 5 * (1 - least))
+    axes.axhline(100 * attainment, color="0.4", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"{100 * attainment:g}% wanted", (1.0, 100 * attainment), xycoords=("axes fraction", "data"),
+        xytext=(-4, 4), textcoords="offset points", ha="right", color="0.4", fontsize=9,
+    )  # fmt: skip
+    axes.set_xlabel("requests/s")
+    axes.set_ylabel("requests within the SLO, %")
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _rate(rps: float | None) -> str:
     if rps is None:
         return "at no rate"
-    return f"{rps:,.1f}/s" if math.isfinite(rps) else "no limit found"
+    if not math.isfinite(rps):
+        return "no limit found"
+    return f"{rps:,.0f}" if rps >= 100 else f"{rps:.3g}"
 
 
 def _draw_bars(axes: Axes, values: Sequence[int], label: str) -> None:
@@ -121,3 +197,4 @@ def _draw_bars(axes: Axes, values: Sequence[int], label: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylabel(label)
     axes.grid(alpha=0.25, axis="y")
+    axes.spines[["top", "right"]].set_visible(False)

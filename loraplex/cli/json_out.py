@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from loraplex.core.errors import StorageError
 from loraplex.core.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def check_writable(path: Path | None, option: str = "--json", *, inputs: tuple[Path, ...] = ()) -> None:
@@ -33,7 +36,16 @@ def check_writable(path: Path | None, option: str = "--json", *, inputs: tuple[P
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Replaces the file in one go, or leaves it as it is. Pipes and devices stay what they are."""
+    """Write the file as `save_json` does, and say so."""
+    save_json(path, document)
+    typer.echo(f"wrote {path}")
+
+
+def save_json(path: Path, document: dict[str, Any]) -> None:
+    """Replace the file in one go, or leave it as it is. Pipes and devices stay what they are.
+
+    Nothing is printed: a command that has figures to print saves them first, as its output may have no room.
+    """
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     try:
         if path.exists() and not path.is_file():
@@ -44,7 +56,6 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
         raise StorageError(
             f"{path}: cannot be written ({error.strerror}); make room, or name another"
         ) from error
-    typer.echo(f"wrote {path}")
 
 
 def check_picture(path: Path | None, option: str = "--plot", *, inputs: tuple[Path, ...] = ()) -> None:
@@ -54,3 +65,8 @@ def check_picture(path: Path | None, option: str = "--plot", *, inputs: tuple[Pa
     if path.suffix.lower() != ".png":
         raise typer.BadParameter(f"{path.name} is no .png; name one", param_hint=option)
     check_writable(path, option, inputs=inputs)
+
+
+def save_picture(path: Path, figure: Figure) -> None:
+    """Write a figure as a PNG."""
+    figure.savefig(path, dpi=150, format="png")

@@ -5,7 +5,9 @@ Imports of torch wait until the command runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -14,6 +16,7 @@ import typer
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_writable
 from loraplex.cli.profile_table import print_costs, warn_of_poor_fits
+from loraplex.cli.server_calls import AsJson
 from loraplex.core.progress import in_words, shown_progress
 
 if TYPE_CHECKING:
@@ -121,23 +124,33 @@ def fit(
 
 
 @app.command("list")
-def list_profiles() -> None:
+def list_profiles(as_json: AsJson = False) -> None:
     """List the profiles that come with loraplex: what they are of, and how well they fit."""
-    from loraplex.cli.profile_show import print_profiles
+    from loraplex.cli.profile_show import facts_of, print_profiles
     from loraplex.perf.named_profiles import named_profiles
 
-    print_profiles(named_profiles())
+    profiles = named_profiles()
+    if as_json:
+        typer.echo(json.dumps([facts_of(name, each) for name, each in profiles.items()], indent=2))
+    else:
+        print_profiles(profiles)
 
 
 @app.command()
 def show(
     profile: Annotated[Path, typer.Argument(metavar="NAME|PATH", help="One of `profile list`, or a file.")],
+    as_json: AsJson = False,
 ) -> None:
     """Tell what a profile says of steps, memory and loads."""
-    from loraplex.cli.profile_show import print_profile
+    from loraplex.cli.profile_show import facts_of, print_profile
     from loraplex.perf.named_profiles import find_profile
+    from loraplex.perf.profile_figures import figures_of
 
-    print_profile(profile.name, find_profile(profile))
+    found = find_profile(profile)
+    if as_json:
+        typer.echo(json.dumps(facts_of(profile.name, found) | asdict(figures_of(found)), indent=2))
+    else:
+        print_profile(profile.name, found)
 
 
 def _resolve(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from loraplex.cli.table import printable
 
@@ -27,6 +27,22 @@ def print_profiles(profiles: Mapping[str, Profile]) -> None:
         cells = (_engine(profile), _device(profile), _short(model_of(profile)), _fit(profile))
         table.add_row(_text(name, "bold"), *map(_text, cells))
     _print(table)
+
+
+def facts_of(name: str, profile: Profile) -> dict[str, Any]:
+    """Return what `print_profiles` prints of one, as JSON. `mean_error`: held out, as shares; empty if it was
+    not measured."""
+    from loraplex.perf.cost_model import CostModel
+    from loraplex.perf.named_profiles import model_of
+
+    return {
+        "name": name,
+        "engine": _engine(profile),
+        "machine": _machine(profile),
+        "model": model_of(profile),
+        "dtype": profile.subject.dtype if isinstance(profile, CostModel) else None,
+        "mean_error": _mean_errors(profile),
+    }
 
 
 def print_profile(name: str, profile: Profile) -> None:
@@ -118,18 +134,24 @@ def _dtype(profile: Profile) -> str:
 def _fit(profile: Profile) -> str:
     from loraplex.perf.cost_model import CostModel, KernelKind
 
+    if isinstance(profile, CostModel) and profile.kernels is KernelKind.PADDED:
+        return "computed from kernels that do not pad"
+    errors = _mean_errors(profile)
+    return ", ".join(f"{name} {value:.1%}" for name, value in errors.items()) or "not measured"
+
+
+def _mean_errors(profile: Profile) -> dict[str, float]:
+    """Return how far off the profile is for what it was not fitted to, as shares."""
+    from loraplex.perf.cost_model import CostModel, KernelKind
+
     if isinstance(profile, CostModel):
-        if profile.kernels is KernelKind.PADDED:
-            return "computed from kernels that do not pad"
         held_out = profile.held_out
-        if held_out is None:
-            return "not measured"
+        if held_out is None or profile.kernels is KernelKind.PADDED:
+            return {}
         parts = {"decode": held_out.decode, "prefill": held_out.prefill, "load": held_out.load}
-        return ", ".join(f"{name} {quality.mean_error:.1%}" for name, quality in parts.items())
+        return {name: quality.mean_error for name, quality in parts.items()}
     known = {name: profile.quality.get(f"{key}_held_out_smape") for name, key in _HELD_OUT.items()}
-    return (
-        ", ".join(f"{name} {value:.1f}%" for name, value in known.items() if value is not None) or "not known"
-    )
+    return {name: value / 100 for name, value in known.items() if value is not None}
 
 
 def _prefill(figures: ProfileFigures, rank: int) -> str:

@@ -90,7 +90,7 @@ def _explain_status(status: int, url: str, body: bytes, kind: str) -> str:
         case 401:
             return f"{url} wants an API key (status {status}); give it with --api-key"
         case 403:
-            return f"{url} refuses this client (status {status}): {_error_message(body)}"
+            return f"{url} refuses this (status {status}): {_error_message(body)}"
         case 404 if _error_field(body, "code") == "adapter_not_found":
             return _error_message(body)
         case 404:

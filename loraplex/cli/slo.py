@@ -18,19 +18,19 @@ SloTpt = Annotated[
     str | None,
     typer.Option(
         "--slo-tpt",
-        help="Time per token that a request may take: 1.5x of the base model alone, or 30ms; default: 1.5x, "
-        "with another SLO any.",
+        help="Most TPT, a request's whole time over its output tokens: 1.5x of the base model alone, or "
+        "30ms; default: 1.5x, with another SLO any.",
     ),
 ]
 SloTpot = Annotated[
     str | None,
-    typer.Option("--slo-tpot", help="Time per token after the first: 1.5x or 30ms; default: any."),
+    typer.Option(
+        "--slo-tpot", help="Most TPOT, the time per output token after the first: 1.5x or 30ms; default: any."
+    ),
 ]
 SloTtft = Annotated[
     str | None,
-    typer.Option(
-        "--slo-ttft", help="Time to the first token that a request may take: 10s or 500ms; default: any."
-    ),
+    typer.Option("--slo-ttft", help="Most TTFT, the time to the first token: 10s or 500ms; default: any."),
 ]
 
 _DEFAULT_TPT: Final = "1.5x"

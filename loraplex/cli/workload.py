@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from loraplex.cli import workload_options as options
+from loraplex.cli.early_stop import exit_on_sigterm
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_picture, check_writable, write_json
 from loraplex.core.words import plural
@@ -26,6 +27,8 @@ app = App(help="Make workload files, say what is in them, draw them.", no_args_i
 
 _File = Annotated[Path, typer.Argument(help="A workload file, .jsonl or .jsonl.gz.", show_default=False)]
 _SHOW_EVERY: Final = 10_000
+_MOST_REQUESTS: Final = 100_000_000
+"""Some 8 GB, and a quarter of an hour."""
 _BESIDE_PAPER: Final = ("data", "rate", "duration_s", "num_adapters", "seed")
 
 
@@ -132,6 +135,7 @@ def _made(given: dict[str, Any]) -> Workload:
 
     try:
         recipe = _recipe(given)
+        _check_size(recipe)
         check_writable(given["out"], "OUT", inputs=recipe.files)
         return make_workload(recipe)
     except RecipeError as error:
@@ -163,10 +167,38 @@ def _option_of(field: str) -> str:
 def _write(workload: Workload, out: Path) -> None:
     from loraplex.workload.jsonl import write_workload
 
-    count = write_workload(out, _watched(workload, f"writing {out.name}"), workload.header)
+    with exit_on_sigterm():
+        count = write_workload(out, _watched(workload, f"writing {out.name}"), workload.header)
     assert workload.header is not None, "what is made has a header"
     num_adapters = workload.header.num_adapters
     typer.echo(f"wrote {out}: {_requests(count)} for {num_adapters:,} {plural('adapter', num_adapters)}")
+
+
+def _check_size(recipe: Recipe) -> None:
+    """Raise RecipeError for a workload of more requests than anybody waits for, or has room for."""
+    from loraplex.workload.build_parts import blaming
+    from loraplex.workload.mix import parse_mix
+    from loraplex.workload.recipe import DEFAULT_DURATION_S, DEFAULT_NUM_ADAPTERS, RecipeError
+
+    if recipe.num_requests is not None:
+        if recipe.num_requests > _MOST_REQUESTS:
+            raise RecipeError("num_requests", f"must be at most {_MOST_REQUESTS:,}")
+        return
+    rate, name = recipe.rate, "rate"
+    if recipe.rates is not None:
+        name = "rates"
+        with blaming(name):
+            mix = parse_mix(recipe.rates, least=0)
+        weighted = sum(value * weight for value, weight in zip(mix.values, mix.weights, strict=True))
+        rate = weighted / sum(mix.weights) * (recipe.num_adapters or DEFAULT_NUM_ADAPTERS)
+    duration_s = recipe.duration_s or DEFAULT_DURATION_S
+    # A trace ends by itself.
+    if recipe.source is None and recipe.replay is None and (rate or 0.0) * duration_s > _MOST_REQUESTS:
+        raise RecipeError(
+            name,
+            f"{rate:g} requests/s for {duration_s:g} s are more than {_MOST_REQUESTS:,} requests; lower it, "
+            "or give a shorter --duration-s or --num-requests",
+        )
 
 
 def _requests(number: int) -> str:

@@ -6,6 +6,7 @@ A routing alone places adapters everywhere, but for `auto`, which has a placemen
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -90,8 +91,18 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTERS:
+            if self.routing in PLACEMENTS:
+                raise UserError(
+                    f"{self.routing!r} is a placement, and a routing is wanted here; write it behind one, "
+                    f"as in {AUTO}+{self.routing}, or give it with --placement"
+                )
             raise UserError(unknown_name("routing", self.routing, ROUTINGS))
         if self.placement not in PLACEMENTS:
+            if self.placement in ROUTINGS:
+                raise UserError(
+                    f"{self.placement!r} is a routing, and a placement is wanted here; write it first, as in "
+                    f"{self.placement}+{EVERYWHERE}, or give it with --routing"
+                )
             raise UserError(unknown_name("placement", self.placement, PLACEMENTS))
 
     @classmethod
@@ -113,6 +124,10 @@ class Policy:
         routing, *rest = name.split("+")
         migrates = rest[-1:] == [MIGRATE]
         placements = rest[:-1] if migrates else rest
+        if placements and difflib.get_close_matches(placements[-1], (*PLACEMENTS, MIGRATE), 1) == [MIGRATE]:
+            raise UserError(
+                f"{name!r} is no policy; did you mean {'+'.join((routing, *rest[:-1], MIGRATE))}?"
+            )
         if len(placements) > 1:
             raise UserError(
                 f"{name!r} is no policy; write ROUTING+PLACEMENT or ROUTING+PLACEMENT+{MIGRATE}, such as "

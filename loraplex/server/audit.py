@@ -1,5 +1,5 @@
-"""The audit log: one line for each change of an adapter that a request asked for, done or not, and before it
-one for the version that was staged, if one was.
+"""The audit log: one line for each change of an adapter or of a fleet's replicas that a request asked for,
+done or not, and before that of an adapter one for the version that was staged, if one was.
 
 Whoever refuses such a request writes the line: the route, or what stands before it (see `refusal`).
 
@@ -77,6 +77,21 @@ def audited(scope: Scope, clock: Clock) -> Iterator[AdapterChange]:
     _write(record, change, None, clock.now_s() - started_s)
 
 
+@contextmanager
+def audited_replicas(scope: Scope, clock: Clock, **asked: int | None) -> Iterator[None]:
+    """Log a change of a fleet's replicas when the block ends. `asked`: the fields of its body."""
+    started_s, record = clock.now_s(), request_record(scope)
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        verb = scope["path"].rpartition("/")[2]
+        _log(record, f"fleet {verb}", error, clock.now_s() - started_s, **asked)
+
+
 def audit_refusal(scope: Scope, error: Exception) -> None:
     """Log a change that is refused before its route is reached; nothing for requests of any other kind."""
     verb = _VERBS.get(scope["path"])
@@ -85,22 +100,34 @@ def audit_refusal(scope: Scope, error: Exception) -> None:
 
 
 def _write(record: RequestRecord, change: AdapterChange, error: BaseException | None, seconds: float) -> None:
+    _log(
+        record,
+        f"adapter {change.verb}",
+        error,
+        seconds,
+        adapter=None if change.name is None else shorten(change.name),
+        old_version=short_version(change.old_version),
+        new_version=short_version(change.new_version),
+        source=None if change.source is None else shorten(change.source),
+        note=change.note,
+    )
+
+
+def _log(
+    record: RequestRecord, what: str, error: BaseException | None, seconds: float, **about: str | int | None
+) -> None:
     result = "done" if error is None else "refused" if isinstance(error, UserError) else "failed"
     reason = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
-    message = f"adapter {change.verb}" + ("" if result == "done" else f" {result}")
-    level = logging.WARNING if result == "failed" else logging.INFO
+    note = about.pop("note", None)
     logger.log(
-        level,
-        message,
+        logging.WARNING if result == "failed" else logging.INFO,
+        what if result == "done" else f"{what} {result}",
         extra=fields(
             request_id=record.request_id,
-            adapter=None if change.name is None else shorten(change.name),
-            old_version=short_version(change.old_version),
-            new_version=short_version(change.new_version),
-            source=None if change.source is None else shorten(change.source),
+            **about,
             result=result,
             seconds=round(seconds, 3),
-            note=change.note,
+            note=note,
             reason=reason,
             client=record.client,
             key=record.key_kind,

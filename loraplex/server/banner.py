@@ -83,11 +83,12 @@ class Announcer:
         num_skipped: int,
         needs_key: bool,
         has_chat: bool,
+        replicas: str | None = None,
     ) -> None:
         """The banner: where, what, and lines to paste.
 
         `num_skipped`: adapters that were left out, as the log says in detail. `has_chat`: the base model has
-        a chat template.
+        a chat template. `replicas`: those of a fleet in words, and its policy.
         """
         self.is_ready = True
         show = self._console.print
@@ -95,6 +96,8 @@ class Announcer:
         show(f"\nloraplex is ready at {url}/v1", style="bold green")
         show(f"  base model  {base_model}", markup=False)
         show(f"  adapters    {_summary(adapters)}", markup=False)
+        if replicas is not None:
+            show(f"  replicas    {replicas}", markup=False)
         if num_skipped:
             show(
                 f"  left out    {num_skipped:,} {plural('adapter', num_skipped)}; the log says why",

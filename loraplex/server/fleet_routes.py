@@ -10,6 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraplex.core.clock import Clock
+from loraplex.server.audit import audited_replicas
 from loraplex.server.auth import Administrators
 from loraplex.server.body import BodyReader
 from loraplex.server.engine_status import Fleet
@@ -22,7 +24,7 @@ _ERRORS: Final = (401, 403, 503)
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReader) -> APIRouter:
+def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReader, clock: Clock) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/fleet", **operation(summary="List the replicas", answer=ReplicaList, errors=(401,)))
@@ -37,8 +39,10 @@ def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReade
             administrators.require(request.scope)
             async with bodies.read(request, body_type) as body:
                 pass
-            if (changing := change(body)) is not None:
-                await changing
+            asked = msgspec.to_builtins(body)
+            with audited_replicas(request.scope, clock, **asked):
+                if (changing := change(body)) is not None:
+                    await changing
             return json_response(_list(fleet))
 
     add(

@@ -208,6 +208,7 @@ async def _run(
         num_skipped=num_skipped,
         needs_key=bool(deps.api_keys),
         has_chat=deps.text.tokenizer.has_chat_template,
+        replicas=None if deps.fleet is None else f"{len(deps.fleet.replicas)}, policy {options.policy}",
     )
     ending = asyncio.create_task(_end(stop, server, client, deps.bodies, announcer, options.shutdown_grace_s))
     stack.callback(ending.cancel)

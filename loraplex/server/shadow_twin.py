@@ -90,10 +90,13 @@ class ShadowTwin:
         self._has_said_why = False
 
     async def __aenter__(self) -> ShadowTwin:
-        profile = (
-            "the profile of this machine" if self._is_measured else "guesses (`loraplex profile` measures)"
-        )
-        logger.info("the shadow twin goes by %s", profile)
+        if self._is_measured:
+            logger.info("the shadow twin predicts by the profile that was measured on this machine")
+        else:
+            logger.info(
+                "nobody has measured this machine, so the shadow twin predicts by guessed costs; "
+                "`loraplex profile --model MODEL` measures them"
+            )
         self._task = asyncio.create_task(self._run(), name="shadow-twin")
         return self
 

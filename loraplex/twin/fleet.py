@@ -104,8 +104,8 @@ class FleetOutcome:
 
     def overloaded_replicas(self, most: int = 3) -> list[tuple[int, float]]:
         """Return the replicas at which most requests wait, with their mean number, if the fleet serves less
-        than it is asked for; none otherwise."""
-        if not self.all.summary()["starved"]:
+        than it is asked for and falls further behind; none otherwise."""
+        if not self.all.is_overloaded():
             return []
         waiting = [(number, each.mean_waiting) for number, each in enumerate(self.replicas)]
         return sorted(waiting, key=lambda each: -each[1])[:most]

@@ -39,11 +39,12 @@ class FleetInputs:
 
 
 class PolicyRun(NamedTuple):
-    """One simulated run. `ttft_s`, `tpt_s`: 101 even quantiles over the requests that were served.
+    """One simulated run. `ttft_s`, `tpot_s`, `tpt_s`: 101 even quantiles over the requests that were served.
     `overloaded`: replicas at which most requests wait, if it serves less than it is asked for."""
 
     figures: PolicyFigures
     ttft_s: list[float]
+    tpot_s: list[float]
     tpt_s: list[float]
     overloaded: list[tuple[int, float]]
 
@@ -145,9 +146,12 @@ def _run(policy: Policy, seed: int) -> PolicyRun:
 def policy_run(runs: FleetRuns, policy: Policy, seed: int, slo: Slo) -> PolicyRun:
     outcome = runs.run(policy, seed)
     served = [each for each in outcome.all.requests if each.is_served]
-    ttft_s, tpt_s = (each.ttft_s for each in served), (each.tpt_s for each in served)
     return PolicyRun(
-        figures_of(outcome, slo), _quantiles(ttft_s), _quantiles(tpt_s), outcome.overloaded_replicas()
+        figures=figures_of(outcome, slo),
+        ttft_s=_quantiles(each.ttft_s for each in served),
+        tpot_s=_quantiles(each.tpot_s for each in served),
+        tpt_s=_quantiles(each.tpt_s for each in served),
+        overloaded=outcome.overloaded_replicas(),
     )
 
 

@@ -16,13 +16,15 @@ from loraplex.twin.slo import Slo
 class PolicyFigures:
     """One run, or the mean of several.
 
-    `attainment`: the share of requests that attain the SLO. `tpt_mean_s`: seconds per token,
-    from arrival to end. `busiest_over_mean`: by tokens served. `bytes_moved`: of adapters, to the hosts of
-    replicas; None if their sizes are not known. Figures of requests are None if none was served.
+    `attainment`: the share of requests that attain the SLO. `tpot_mean_s`: seconds per token after the
+    first. `tpt_mean_s`: seconds per token, from arrival to end. `busiest_over_mean`: by tokens served.
+    `bytes_moved`: of adapters, to the hosts of replicas; None if their sizes are not known. Figures of
+    requests are None if none was served.
     """
 
     attainment: float
     ttft_p95_s: float | None
+    tpot_mean_s: float | None
     tpt_mean_s: float | None
     adapter_loads: float
     busiest_over_mean: float
@@ -36,12 +38,13 @@ _STUDENT: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.26
 
 def figures_of(outcome: FleetOutcome, slo: Slo) -> PolicyFigures:
     summary = outcome.all.summary()
-    ttft_s, tpt_s = summary["ttft_s"], summary["tpt_s"]
+    ttft_s, tpot_s, tpt_s = summary["ttft_s"], outcome.all.tpot_percentiles(), summary["tpt_s"]
     tokens = [each.num_tokens for each in outcome.replicas]
     mean = sum(tokens) / len(tokens)
     return PolicyFigures(
         attainment=outcome.all.slo_attainment(slo),
         ttft_p95_s=None if ttft_s is None else ttft_s["p95"],
+        tpot_mean_s=None if tpot_s is None else tpot_s["mean"],
         tpt_mean_s=None if tpt_s is None else tpt_s["mean"],
         adapter_loads=outcome.all.num_loads,
         busiest_over_mean=max(tokens) / mean if mean else 1.0,

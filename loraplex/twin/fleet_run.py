@@ -97,7 +97,10 @@ class FleetRuns:
                 host_bytes=self._host_bytes,
             )
         except UserError as error:
-            raise UserError(f"{error}; without --link replicas read adapters from disk") from error
+            raise UserError(
+                f"{error}; smaller adapters (--adapter-mib) take less, and without --link replicas read them "
+                "from disk and need not hold all of them"
+            ) from error
 
     @property
     def adapters(self) -> AdapterTable:

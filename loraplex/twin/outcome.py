@@ -19,6 +19,8 @@ Floats = npt.NDArray[np.float64]
 
 STARVED_BELOW: Final = 0.9
 """Of what is asked for: a run that serves less is starved."""
+_GROWS_ABOVE: Final = 1.2
+"""The queue grows if it is so many times as long as it was."""
 
 
 @dataclass(slots=True)
@@ -276,6 +278,29 @@ class Outcome:
             "mean_running": self.mean_running,
             "mean_waiting": self.mean_waiting,
         }
+
+    def tpot_percentiles(self) -> dict[str, float] | None:
+        """Return mean and percentiles of the seconds per token after the first, of requests that were served
+        and have such a token; None if there are none."""
+        return _percentiles(_seconds(s for each in self.requests if (s := each.tpot_s) is not None))
+
+    def is_overloaded(self) -> bool:
+        """Tell whether less is served than 90% of what is asked for, and requests are lost or the queue still
+        grows when the last ones come. A queue that a burst or the first loads of adapters made, and that
+        shrinks by then, is no overload."""
+        return self._is_starved() and (any(each.lost for each in self.requests) or self._queue_grows())
+
+    def _queue_grows(self) -> bool:
+        """Compare the mean queue over the last third of the arrivals with the third before it: if it grows
+        steadily they are as 5 to 3."""
+        known = [each for each in self.requests if not each.lost]
+        arrivals_s = np.sort(_seconds(each.request.arrival_s for each in known))
+        ends_s = (each.finish_s if each.first_token_s is None else each.first_token_s for each in known)
+        left_s = np.sort(_seconds(np.inf if each is None else each for each in ends_s))
+        waiting = np.arange(1, len(known) + 1) - np.searchsorted(left_s, arrivals_s, "right")
+        third = max(len(known) // 3, 1)
+        before = waiting[-2 * third : -third]
+        return float(waiting[-third:].mean()) > _GROWS_ABOVE * float(before.mean() if before.size else 0.0)
 
     def slo_attainment(self, slo: Slo) -> float:
         """Return the share of all requests that attain the SLO. Requests that were lost, failed or not

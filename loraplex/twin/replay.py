@@ -160,7 +160,8 @@ class OwnEngines:
         largest = max(self.adapter_bytes.values(), default=0)
         room = self._memory().max_tokens(largest)
         if longest > room:
-            beside = f" beside an adapter of {largest >> 20} MiB" if self._has.arena_bytes is not None else ""
+            shares = self._has.arena_bytes is not None and largest > 0
+            beside = f" beside an adapter of {largest / 2**20:.7g} MiB" if shares else ""
             raise CapacityError(
                 f"KV memory holds {max(room, 0)} tokens{beside}, too few for a request of {longest}; give "
                 f"more --kv-tokens{', or smaller adapters' if beside else ''}"

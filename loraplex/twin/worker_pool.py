@@ -55,31 +55,39 @@ def worker_pool(
 
 @contextmanager
 def _interrupted_by(end_workers: Callable[[], None]) -> Iterator[None]:
-    """Have Ctrl-C end the workers, and raise KeyboardInterrupt when the block is left, which is soon: without
-    workers every wait for a result fails. Raised at once, it could leave a lock of the pool held forever, and
-    the pool would never end. A second Ctrl-C does what it did before."""
-    before = signal.getsignal(signal.SIGINT)
-    if before in (None, signal.SIG_IGN) or threading.current_thread() is not threading.main_thread():
-        yield  # this process is not interrupted, or by others; signals are handled by the main thread
-        return
-    interrupted = False
+    """Have Ctrl-C and SIGTERM end the workers, and the signal do what it did before when the block is left,
+    which is soon: without workers every wait for a result fails. Done at once, it could leave a lock of the
+    pool held forever, and the pool would never end; and a process that SIGTERM ends at once leaves semaphores
+    behind, of which Python warns. A second signal does what it did before at once."""
+    handlers = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if (handler := signal.getsignal(number)) not in (None, signal.SIG_IGN)
+    }
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}  # signals are handled by the main thread
+    received: int | None = None
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        interrupted = True
-        signal.signal(signal.SIGINT, before)
+        nonlocal received
+        received = number
+        signal.signal(number, handlers[signal.Signals(number)])
         end_workers()
 
-    signal.signal(signal.SIGINT, interrupt)
+    for number in handlers:
+        signal.signal(number, interrupt)
     try:
         yield
     except Exception:
-        if not interrupted:
+        if received is None:
             raise
     finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupted:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if received == signal.SIGINT:
         raise KeyboardInterrupt
+    if received is not None:
+        raise SystemExit(128 + received)
 
 
 def _begin(owner: Connection, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:

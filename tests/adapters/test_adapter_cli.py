@@ -198,16 +198,20 @@ def test_layers_are_shown_as_ranges(layers: tuple[int, ...], text: str) -> None:
 
 
 @contextmanager
-def serving(status: int, body: bytes) -> Iterator[tuple[str, list[str | None]]]:
+def serving(status: int, body: bytes, path: str = "/v1/adapters") -> Iterator[tuple[str, list[str | None]]]:
     """A server that gives one answer to all; yields its URL and the Authorization headers it got."""
     seen: list[str | None] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen.append(self.headers["Authorization"])
-            self.send_response(status if self.path == "/v1/adapters" else 500)
+            self.send_response(status if self.path == path else 500)
             self.end_headers()
             self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
 
         def log_message(self, *_: object) -> None:
             pass
@@ -246,6 +250,22 @@ def test_list_shows_the_adapters_of_a_server(monkeypatch: pytest.MonkeyPatch) ->
     for text in ("sql", "c0ffeec0", "3.2 MiB", "host", "/a/sql"):
         assert text in result.output
     assert json.loads(as_json.output) == [ROW]
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "says"),
+    [
+        (400, "it is loaded; set load_inplace to replace it", "it is loaded; give --replace to replace it"),
+        (400, "canary_share is 2, and must be below 1", "--canary-share is 2, and must be below 1"),
+        (403, "'/etc' is outside the folders", "refuses this (status 403): '/etc' is outside the folders"),
+    ],
+)
+def test_a_refusal_names_options_of_the_command(status: int, message: str, says: str) -> None:
+    body = json.dumps({"error": {"message": message}}).encode()
+    with serving(status, body, "/v1/load_lora_adapter") as (url, _):
+        result = run("load", "sql", "/etc", "--base-url", url)
+    assert result.exit_code == 1
+    assert says in str(result.exception)
 
 
 def test_a_list_is_one_line_an_adapter_at_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,10 @@ def test_a_routing_alone_places_everywhere() -> None:
         ("", "there is no routing ''; there are random, round-robin, "),
         ("random+", "there is no placement ''; there are everywhere, "),
         ("a+b+c", r"'a\+b\+c' is no policy; write ROUTING\+PLACEMENT"),
+        ("loraserve", r"'loraserve' is a placement, and a routing is wanted here; .* auto\+loraserve"),
+        ("random+most-idle", r"'most-idle' is a routing, and a placement is wanted.*most-idle\+everywhere"),
+        ("random+migrat", r"did you mean random\+migrate\?"),
+        ("random+auto+migrat", r"did you mean random\+auto\+migrate\?"),
     ],
 )
 def test_a_name_that_is_none_gives_those_near_it(name: str, words: str) -> None:

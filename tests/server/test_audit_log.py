@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from log_lines import Lines, listening
 from server_fixtures import Api, write_adapter
 
 from loraplex.adapters.registry import AdapterRegistry
-from loraplex.core.errors import AdapterError
+from loraplex.core.errors import AdapterError, InvalidRequestError
+from loraplex.server.app import create_app
+from loraplex.server.engine_status import Fleet
 
 
 @pytest.fixture
@@ -183,3 +186,33 @@ def test_a_change_that_cannot_be_read_is_audited(api: Api, audit: Lines) -> None
     line = audit.take()
     assert (line["message"], "adapter" in line) == ("adapter unload refused", False)
     assert line["reason"].startswith("InvalidRequestError")
+
+
+class TwoReplicas:
+    """A fleet that has nothing to show, and of which one replica cannot be drained."""
+
+    replicas: tuple[Any, ...] = ()
+
+    def drain(self, number: int, *, move: bool) -> None:
+        if number == 0:
+            raise InvalidRequestError("replica 0 is the last one that takes requests")
+
+    async def scale(self, num_replicas: int, *, move: bool) -> None:
+        pass
+
+
+def test_changes_of_replicas_are_audited(make_api: Callable[..., Api], audit: Lines) -> None:
+    made = make_api().served
+    deps = replace(made.deps, fleet=cast(Fleet, TwoReplicas()))
+    with closing(Api(replace(made, app=create_app(deps), deps=deps))) as api:
+        assert api.post("/v1/fleet/drain", {"replica": 1, "move": True}).status_code == 200
+        line = audit.take()
+        assert (line["message"], line["replica"], line["move"]) == ("fleet drain", 1, True)
+        assert line["request_id"]
+        api.post("/v1/fleet/drain", {"replica": 0})
+        line = audit.take()
+        assert line["message"] == "fleet drain refused"
+        assert "the last one that takes requests" in line["reason"]
+        api.post("/v1/fleet/scale", {"replicas": 4})
+        line = audit.take()
+        assert (line["message"], line["replicas"], line["result"]) == ("fleet scale", 4, "done")

@@ -13,7 +13,13 @@ from loraplex.server.banner import Announcer, PhaseTimes
 ADAPTERS = ["french", "haiku", "json", "pirate"]
 
 
-def banner(prompts: dict[str, str] | None = None, *, has_chat: bool = True, num_skipped: int = 0) -> str:
+def banner(
+    prompts: dict[str, str] | None = None,
+    *,
+    has_chat: bool = True,
+    num_skipped: int = 0,
+    replicas: str | None = None,
+) -> str:
     out = io.StringIO()
     announcer = Announcer(prompts, Console(file=out, soft_wrap=True))
     announcer.ready(
@@ -24,6 +30,7 @@ def banner(prompts: dict[str, str] | None = None, *, has_chat: bool = True, num_
         num_skipped=num_skipped,
         needs_key=False,
         has_chat=has_chat,
+        replicas=replicas,
     )
     return out.getvalue()
 
@@ -33,6 +40,11 @@ def examples(prompts: dict[str, str] | None = None, *, has_chat: bool = True) ->
     shown = banner(prompts, has_chat=has_chat).splitlines()
     lines = [line for line in shown if line.strip().startswith("curl")]
     return [json.loads(shlex.split(line)[-1]) for line in lines]
+
+
+def test_a_fleet_has_its_replicas_in_the_banner() -> None:
+    assert "replicas" not in banner()
+    assert "\n  replicas    2, policy auto\n" in banner(replicas="2, policy auto")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,28 @@ from loraplex.server.banner import Announcer
 from loraplex.server.start_notes import context_notes
 
 
+@pytest.mark.parametrize("command", [("serve",), ("fleet", "serve")])
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (
+            ("--max-loras", "4"),
+            "--max-loras: it is an option of vLLM; leave it out: adapters take the memory",
+        ),
+        (
+            ("--tensor-parallel-size=2",),
+            "--tensor-parallel-size: it is an option of vLLM; give --tensor-parallel",
+        ),
+    ],
+)
+def test_an_option_of_vllm_is_told_what_it_is_here(
+    command: tuple[str, ...], option: tuple[str, ...], says: str
+) -> None:
+    result = CliRunner().invoke(app, [*command, "--model", "m", *option], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert says in result.output
+
+
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from loraplex.perf.slot_profile import write_slot_profile
 from loraplex.workload.jsonl import WorkloadRequest, read_workload, write_workload
 
 FIGURES = {
-    "attainment", "ttft_p95_s", "tpt_mean_s", "adapter_loads", "busiest_over_mean", "bytes_moved",
+    "attainment", "ttft_p95_s", "tpot_mean_s", "tpt_mean_s", "adapter_loads", "busiest_over_mean",
+    "bytes_moved",
 }  # fmt: skip
 
 
@@ -73,6 +76,24 @@ def test_a_burst_beyond_all_capacity_is_called_an_overload(profile: Path, tmp_pa
     assert "overloaded: it serves less than 90% of what is asked for; most wait at replica" in result.output
     result = fleet("compare", profile, burst, "--replicas", "2", "--policies", "random", "--seeds", "1")
     assert "overloaded under random+everywhere: it serves less than 90%" in result.output
+
+
+def test_a_queue_that_shrinks_before_the_last_requests_come_is_no_overload(
+    slots: Path, tmp_path: Path
+) -> None:
+    """A slow first load and a burst make a queue, and the last requests, one at a time, find none."""
+    path = tmp_path / "early.jsonl"
+    burst = random_workload(3, num_requests=120, num_adapters=9, rps=400.0)
+    tail = [
+        WorkloadRequest(arrival_s=1.0 + 0.05 * number, prompt_tokens=10, output_tokens=2, adapter=number % 9)
+        for number in range(60)
+    ]
+    write_workload(path, [*(each for each in burst if each.arrival_s < 1.0), *tail])
+    out = tmp_path / "out.json"
+    result = slot_fleet("simulate", slots, path, "--routing", "random", "--json", str(out))
+    assert result.exit_code == 0, result.output
+    assert written(out)["summary"]["starved"], "or the test shows nothing"
+    assert "overloaded" not in result.output
 
 
 def test_requests_at_one_moment_have_no_rate(profile: Path, workload: Path) -> None:
@@ -155,6 +176,8 @@ def test_policies_are_compared(profile: Path, workload: Path, tmp_path: Path) ->
     assert list(found["policies"]) == ["most-idle+everywhere", "rank-aware+contiguous"]
     assert found["slo_tpt_s"] == pytest.approx(0.009)
     assert found["slo_ttft_s"] is None
+    half = found["policies"]["most-idle+everywhere"]["interval_95"]["tpot_mean_s"]
+    assert f" ±{1e3 * half:.2f} " in result.output
     for figures in found["policies"].values():
         assert figures.keys() == {*FIGURES, "interval_95"}
         assert 0 <= figures["attainment"] <= 1
@@ -215,7 +238,7 @@ def test_limits_are_those_that_are_given_or_the_time_per_token(
     found = written(out)
     assert [name for name in ("slo_tpt_s", "slo_tpot_s", "slo_ttft_s") if found[name] is not None] == given
     assert (" ms per token" in result.output) == (given != ["slo_ttft_s"])
-    assert ("after the first" in result.output) == ("slo_tpot_s" in given)
+    assert (" ms per token after the first" in result.output) == ("slo_tpot_s" in given)
     assert ("2 s to the first token" in result.output) == ("slo_ttft_s" in given)
     share = f"{found['figures']['attainment']:.2%} within "
     assert share in result.output
@@ -326,6 +349,13 @@ def test_policies_are_listed() -> None:
         (("--routing", "random", "--link", "25GB"), "'25GB' is no speed; write it like 25GB/s"),
         (("--routing", "random", "--adapters", "3"), "there are 3, counted from 0"),
         (("--routing", "random", "--plot", "a.txt"), "a.txt is no .png"),
+        (("--routing", "random", "--plot", "a.png", "--json", "a.png"), "a.png is also what --json names"),
+        (("--routing", "random", "--kv-tokens", "16"), "KV memory holds 16 tokens, too few for a request"),
+        (
+            ("--routing", "random", "--slo-ttft", "1s", "--kv-tokens", "16", "--adapter-mib", "0.25"),
+            "beside an adapter of 0.25 MiB, too few for a request",
+        ),
+        (("--routing", "contiguous"), "'contiguous' is a placement, and a routing is wanted here"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(
@@ -396,6 +426,39 @@ def test_capacity_of_engines_with_slots_is_found(slots: Path, workload: Path, tm
 def test_slots_are_refused_for_an_engine_without(profile: Path, workload: Path) -> None:
     result = fleet("simulate", profile, workload, "--replicas", "2", "--routing", "random", "--slots", "3")
     assert "the profile is of an engine without slots; leave --slots out" in str(result.exception)
+
+
+def test_slots_are_hinted_at_where_they_are_left_to_the_default(slots: Path, workload: Path) -> None:
+    files = ("--profile", str(slots), "--workload", str(workload), "--replicas", "2", "--routing", "random")
+    result = CliRunner().invoke(app, ["fleet", "simulate", *files])
+    assert "each replica has 9, one for each adapter, unless --slots says how many" in result.output
+    assert "--slots" not in slot_fleet("simulate", slots, workload, "--routing", "random").output
+
+
+@pytest.mark.parametrize("seeds", ["0", "99999999999"])
+def test_seeds_are_bounded(profile: Path, workload: Path, seeds: str) -> None:
+    args = ("--replicas", "2", "--policies", "random", "--seeds", seeds)
+    result = fleet("compare", profile, workload, *args)
+    assert result.exit_code == 2
+    assert f"must be at least 1 and at most 1,000, not {int(seeds):,}" in " ".join(
+        result.output.replace("│", " ").split()
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_figures_are_saved_before_they_are_printed(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    command = (
+        *(sys.executable, "-m", "loraplex.cli.main", "fleet", "simulate"),
+        *("--profile", profile, "--workload", workload, "--replicas", "2", "--routing", "random"),
+        *("--json", out, "--plot", plot),
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "the output cannot be written" in done.stderr
+    assert written(out)["summary"]["num_served"] == 120
+    assert plot.exists()
 
 
 def test_a_policy_that_is_named_twice_is_refused(profile: Path, workload: Path) -> None:

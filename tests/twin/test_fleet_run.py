@@ -131,7 +131,9 @@ def test_host_memory_binds_no_placement_where_adapters_come_from_disk(policy: st
 )
 def test_hosts_hold_every_adapter_that_a_link_carries(host_memory: int, says: str) -> None:
     options = FleetOptions(num_replicas=2, replay=replace(OPTIONS, host_memory=host_memory), link=LINK)
-    with pytest.raises(UserError, match=f"{says}.*; without --link replicas read adapters from disk"):
+    with pytest.raises(
+        UserError, match=f"{says}.*--adapter-mib.*without --link replicas read them from disk"
+    ):
         FleetRuns(imagined_machine(), WORKLOAD, options)
 
 

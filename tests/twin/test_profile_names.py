@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ def test_a_profile_is_shown_by_its_name(name: str) -> None:
     assert said.startswith(name)
     for words in ("mean error", "tok/s", "KV memory", "from host memory", "A decode step, ms"):
         assert words in said
+
+
+def test_profiles_are_there_for_machines_too() -> None:
+    listed = json.loads(invoke("profile", "list", "--json"))
+    assert [each["name"] for each in listed] == NAMES
+    shown = json.loads(invoke("profile", "show", NAMES[0], "--json"))
+    assert listed[0].items() <= shown.items()
+    assert 0 < shown["mean_error"]["decode"] < 1
+    assert shown["decodes"][0]["num_requests"] == 1
+    assert shown["kv_tokens"] > 0
 
 
 def test_a_profile_is_shown_by_its_path(tmp_path: Path) -> None:

@@ -100,6 +100,17 @@ def test_an_interrupt_leaves_no_lock_behind(tmp_path: Path) -> None:
     assert (found.returncode, found.stdout, found.stderr) == (130, b"", b"")
 
 
+def test_sigterm_leaves_neither_semaphores_nor_words_behind(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER, encoding="utf-8")
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        owner.send_signal(signal.SIGTERM)
+        _, said = owner.communicate(timeout=60)
+    assert (owner.returncode, said) == (128 + signal.SIGTERM, b"")
+
+
 def test_ctrl_c_while_workers_start_ends_all_of_them_without_a_word(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(INTERRUPTED_WHILE_STARTING, encoding="utf-8")

@@ -6,6 +6,9 @@ import errno
 import gzip
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +115,10 @@ def test_a_file_without_a_header_is_described(tmp_path: Path) -> None:
         (("--from", "azur", "x"), "--from"),
         (("--popularity", "zipfian"), "--popularity"),
         (("--rates", "1", "--rate", 3), "--rate"),
+        (("--rates", "fast"), "--rates"),
+        (("--rate", "1e12"), "1e+12 requests/s for 60 s are more than 100,000,000 requests"),
+        (("--rates", "1e12", "--duration-s", 5), "3.2e+13 requests/s for 5 s are more than"),
+        (("--num-requests", 10**12), "must be at most 100,000,000"),
     ],
 )
 def test_bad_usage_exits_2_and_names_the_option(
@@ -122,6 +129,21 @@ def test_bad_usage_exits_2_and_names_the_option(
     assert result.exit_code == 2
     assert reason in result.output
     assert not path.exists()
+
+
+def test_many_requests_a_second_are_no_matter_if_there_are_few(tmp_path: Path) -> None:
+    assert run("make", tmp_path / "w.jsonl", "--rate", "1e12", "--num-requests", 10).exit_code == 0
+
+
+def test_sigterm_leaves_nothing_unfinished_behind(tmp_path: Path) -> None:
+    made = (sys.executable, "-m", "loraplex.cli.main", "workload", "make", tmp_path / "w.jsonl.gz")
+    with subprocess.Popen((*made, "--num-requests", "100000000"), stderr=subprocess.PIPE) as making:
+        while not list(tmp_path.glob(".*.new")):
+            assert making.poll() is None
+        making.terminate()
+        _, said = making.communicate(timeout=60)
+    assert (making.returncode, said) == (128 + signal.SIGTERM, b"")
+    assert not list(tmp_path.iterdir())
 
 
 def test_bad_files_are_named_with_their_line(tmp_path: Path) -> None:

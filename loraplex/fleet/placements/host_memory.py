@@ -87,7 +87,7 @@ def _packed_by_size(problem: PlacementProblem, host_bytes: int) -> IntArray:
                 f"adapter {adapter} takes {sizes[adapter]:,} bytes, {-left_bytes.max():,} more than any "
                 f"replica has left beside larger ones: {len(sizes)} adapters, though not too large in sum, "
                 f"were not packed into {host_bytes:,} bytes of host memory on each of {problem.num_replicas} "
-                "replicas; add replicas or host memory"
+                "replicas; give more --replicas, or a profile with more host memory"
             )
         free_bytes[home] -= sizes[adapter]
         homes[adapter] = home

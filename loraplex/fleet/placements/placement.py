@@ -68,7 +68,7 @@ class PlacementProblem:
             raise UserError(
                 f"{len(self.adapters)} adapters take {needed_bytes:,} bytes, {needed_bytes - held_bytes:,} "
                 f"more than the {held_bytes:,} bytes of host memory that {self.num_replicas} "
-                f"{plural('replica', self.num_replicas)} have for adapters; add replicas or host memory"
+                f"{plural('replica', self.num_replicas)} have for adapters; give more --replicas"
             )
 
 

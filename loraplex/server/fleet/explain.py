@@ -14,7 +14,7 @@ from loraplex.server.fleet.routing_events import Began, Decision, RoutingEvent, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSeen:
-    """One replica as the router saw it. `adapter`: where it had the request's: device, host, or nowhere.
+    """One replica as the router saw it. `adapter`: the tier that has the request's: device, host or disk.
     `placed`: the share of the adapter's requests that the placement gives it; None if it gives it none, or
     every replica serves every adapter.
     `step_ms`: a decode step there with the request; `queue_ms`: the prompts before it; `load_ms`: until it
@@ -133,4 +133,4 @@ def _place(routing: LiveRouting, adapter: int | None, replica: int) -> str:
         return ""
     if replica in tiers.on_device(adapter):
         return "device"
-    return "host" if replica in tiers.on_host(adapter) else "nowhere"
+    return "host" if replica in tiers.on_host(adapter) else "disk"

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from typing import Final
 
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import EngineClosedError, LoraplexError
 from loraplex.server.fleet.fleet_requests import FleetRequests
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
@@ -95,6 +95,8 @@ class Placing:
                 await bring_in(self._members[replica], version)
             is_there = True
             self.num_brought[replica] += 1
+        except EngineClosedError:
+            logger.info("replica %d left before it had adapter version %s", replica, version[:12])
         except (LoraplexError, TimeoutError) as error:
             logger.warning(
                 "replica %d does not get adapter version %s, which stays where it is until the next plan: %s",

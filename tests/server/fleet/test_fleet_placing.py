@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.core.clock import ManualClock
-from loraplex.core.errors import UserError
+from loraplex.core.errors import EngineClosedError, UserError
 from loraplex.core.request import EngineRequest
 from loraplex.fleet.live_policy import check_live_policy
 from loraplex.fleet.policy import Policy
@@ -143,6 +143,29 @@ def test_an_adapter_that_a_replica_cannot_bring_in_stays_where_it_is() -> None:
             assert 1 in fleet.holders(hot), "the next plan asks for it again"
 
     run(scenario())
+
+
+def test_a_replica_that_leaves_before_it_has_an_adapter_is_nothing_to_warn_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def leave(version: str) -> None:
+        raise EngineClosedError("the server is shutting down")
+
+    async def scenario() -> None:
+        async with fleet_of("most-idle+auto", 2, 4) as fleet:
+            hot = next(f"v{n}" for n in range(4) if fleet.holders(f"v{n}") == {0})
+            monkeypatch.setattr(fleet.replicas[1], "stage_adapter", leave)
+            for number in range(20):
+                await fleet.answer(request_of(f"r{number}", adapter=hot, max_tokens=30))
+            fleet.tick(PERIOD_S)
+            await fleet.settle()
+            assert fleet.holders(hot) == {0}
+
+    with caplog.at_level("INFO", "loraplex.server.fleet.placing"):
+        run(scenario())
+    said = [each for each in caplog.records if each.name == "loraplex.server.fleet.placing"]
+    assert said
+    assert all(each.levelname == "INFO" and "replica 1 left before" in each.message for each in said)
 
 
 def test_a_load_is_done_when_the_replicas_of_the_placement_have_it() -> None:

@@ -1,0 +1,131 @@
+"""Simulated fleets as people read them: what `loraplex fleet simulate`, `compare` and `capacity` print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from loraplex.core.words import plural
+
+if TYPE_CHECKING:
+    from loraplex.twin.fleet import FleetOutcome
+    from loraplex.twin.fleet_compare import Capacity
+    from loraplex.twin.fleet_figures import PolicyFigures
+    from loraplex.twin.slo import Slo
+
+_WHOLE_ABOVE: Final = 1000.0
+"""Larger figures are printed without decimals."""
+_TIMES: Final = "TPOT: time per output token after the first. TPT: whole time over output tokens."
+
+
+def show_outcome(outcome: FleetOutcome, figures: PolicyFigures, slo: Slo) -> None:
+    """Print what came of one run, and how evenly replicas shared it."""
+    summary = outcome.all.summary()
+    typer.echo(
+        f"{summary['num_served']:,} of {summary['num_requests']:,} requests served in "
+        f"{summary['duration_s']:,.1f} simulated seconds, {summary['output_tok_s']:,.0f} output tok/s"
+    )
+    typer.echo(f"{figures.attainment:.2%} {slo.in_words()}")
+    for name, row in (
+        ("TTFT", summary["ttft_s"]),
+        ("TPOT", outcome.all.tpot_percentiles()),
+        ("TPT", summary["tpt_s"]),
+    ):
+        if row is not None:
+            cells = "  ".join(f"{key} {value * 1e3:,.1f}" for key, value in row.items())
+            typer.echo(f"{name:5} ms  {cells}")
+    typer.echo(_TIMES)
+    number = len(outcome.replicas)
+    over = f"over {number} {plural('replica', number)}"
+    typer.echo(f"{'':10} {'least':>10} {'mean':>10} {'most':>10}   {over}")
+    for key, words in (
+        ("num_requests", "requests"),
+        ("mean_running", "running"),
+        ("mean_waiting", "waiting"),
+        ("num_adapters", "adapters"),
+        ("num_loads", "loads"),
+    ):
+        values = [getattr(each, key) for each in outcome.replicas]
+        mean = sum(values) / len(values)
+        typer.echo(f"{words:10} {min(values):10,.1f} {mean:10,.1f} {max(values):10,.1f}")
+    if outcome.num_moves:
+        typer.echo(f"{outcome.num_moves:,} {plural('move', outcome.num_moves)} of requests between replicas")
+    if outcome.most_bytes_held is not None and outcome.bytes_moved is not None:
+        typer.echo(
+            f"adapters: {outcome.bytes_moved / 1e9:,.1f} GB fetched, {outcome.most_bytes_held / 1e9:,.1f} GB "
+            "on the host that held most"
+        )
+    show_overload("overloaded", outcome.overloaded_replicas())
+
+
+def show_overload(begin: str, replicas: list[tuple[int, float]]) -> None:
+    """Print at which replicas requests wait, if there are any."""
+    if replicas:
+        where = ", ".join(f"replica {number} ({waiting:,.1f})" for number, waiting in replicas)
+        typer.echo(f"{begin}: it serves less than 90% of what is asked for; most wait at {where}")
+
+
+def show_policies(
+    means: Mapping[str, PolicyFigures],
+    intervals: Mapping[str, Mapping[str, float]],
+    *,
+    slo: Slo,
+    num_seeds: int,
+    has_link: bool,
+) -> None:
+    """Print a line of each policy. `intervals`: half the width of each mean's 95% confidence interval.
+    `has_link`: replicas fetch adapters from each other."""
+    typer.echo(f"attained: {slo.in_words()}. {_TIMES}")
+    if num_seeds > 1:
+        typer.echo(f"Means over {num_seeds} seeds, ± half the width of their 95% confidence intervals.")
+    moved = "fetched GB" if has_link else "read GB"
+    rows = [("policy", "attained %", "TTFT p95 ms", "TPOT ms", "TPT ms", "loads", "busiest", moved)]
+    for name, mean in means.items():
+        half = intervals[name].get
+        rows.append(
+            (
+                name,
+                _cell(mean.attainment, half("attainment"), 1e2),
+                _cell(mean.ttft_p95_s, half("ttft_p95_s"), 1e3),
+                _cell(mean.tpot_mean_s, half("tpot_mean_s"), 1e3),
+                _cell(mean.tpt_mean_s, half("tpt_mean_s"), 1e3),
+                _cell(mean.adapter_loads, half("adapter_loads"), digits=0),
+                _cell(mean.busiest_over_mean, half("busiest_over_mean"), unit="x"),
+                _cell(mean.bytes_moved, half("bytes_moved"), 1e-9, digits=1),
+            )
+        )
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    for name, *cells in rows:
+        ends = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        typer.echo("  ".join((f"{name:{first}}", *ends)))
+
+
+def _cell(
+    value: float | None, half: float | None, factor: float = 1.0, *, digits: int = 2, unit: str = ""
+) -> str:
+    if value is None:
+        return "-"
+    if value * factor >= _WHOLE_ABOVE:
+        digits = 0
+    around = "" if half is None else f" ±{half * factor:,.{digits}f}"
+    return f"{value * factor:,.{digits}f}{unit}{around}"
+
+
+def is_known(capacity: Capacity) -> bool:
+    """Tell whether a highest rate was found."""
+    return capacity.rps is not None and math.isfinite(capacity.rps)
+
+
+def capacity_in_words(capacity: Capacity) -> str:
+    """Return the capacity as its line has it, or why there is none."""
+    if capacity.rps is None:
+        return f"at no rate, however low; the most was {capacity.best_attainment:.1%}"
+    if not math.isfinite(capacity.rps):
+        most_rps = max(rps for rps, _ in capacity.tried)
+        return (
+            f"holds at every rate up to {most_rps:,.1f} requests/s; give a longer workload to find its limit"
+        )
+    return f"{capacity.rps:10,.2f} requests/s"
