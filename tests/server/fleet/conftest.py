@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,13 +31,14 @@ def backends(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[tuple[subprocess.Popen[str], str]]]:
     """Three servers that may load adapters; the first has both under their names."""
-    with ExitStack() as stack:
-        found = []
-        for _ in range(3):
-            state = tmp_path_factory.mktemp("backend")
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+
+        def start(state: Path) -> tuple[subprocess.Popen[str], str]:
             options = ("--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(state))
             process, url, _ = stack.enter_context(serving(folder, *options))
-            found.append((process, url))
+            return process, url
+
+        found = list(threads.map(start, [tmp_path_factory.mktemp("backend") for _ in range(3)]))
         for name in ("one", "two"):
             body = {"lora_name": name, "lora_path": str(folder / "adapters" / name)}
             assert httpx.post(f"{found[0][1]}/v1/load_lora_adapter", json=body).status_code == 200
