@@ -1,7 +1,6 @@
 """Being here puts this folder on the import path, so that tests of several packages share helpers."""
 
 import os
-from pathlib import Path
 
 from hypothesis import settings
 
@@ -12,11 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Servers and workers that tests start take their bytecode from the cache, as a user's do: compiling the
 # package again in each of them is a fifth of a start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-# Tests speak HTTP with this machine alone. For every client, and so in every call of `httpx.get`, httpx reads
-# the certificates of all authorities: 40 ms of CPU. In a folder it looks for them when it needs one.
-os.environ.pop("SSL_CERT_FILE", None)
-os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 import torch
 
