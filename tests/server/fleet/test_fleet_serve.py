@@ -225,6 +225,13 @@ def adapter_reads(url: str) -> dict[str, int]:
     return {name: int(float(value)) for name, value in found}
 
 
+def num_loads(url: str, name: str) -> int:
+    """How often any replica loaded an adapter."""
+    listed = httpx.get(f"{url}/v1/adapters").json()["data"]
+    (found,) = (each["loads"] for each in listed if each["name"] == name)
+    return int(found)
+
+
 def check_a_cold_adapter_is_read_once(url: str, path: Path) -> None:
     """An adapter is loaded, and 100 requests for it come at once: one replica reads its files, and the others
     that serve it copy it from there."""
@@ -248,8 +255,9 @@ def check_a_cold_adapter_is_read_once(url: str, path: Path) -> None:
     wait_until(lambda: counted()["file_reads"] > 0, "nobody has read it")
     found = counted()
     assert found["file_reads"] == 1
-    assert found["fetches"] < len(replicas(url))
     assert found["fetch_failures"] == 0
+    # Of all that is copied: a replica that has joined brings in other adapters meanwhile.
+    assert num_loads(url, "cold") <= len(replicas(url))
 
 
 def test_replicas_are_added_and_replaced_by_commands(fleet: str, folder: Path) -> None:
