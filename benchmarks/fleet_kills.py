@@ -39,6 +39,8 @@ from benchmarks.servers import ServerCommand, running
 from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
 from loraplex.core.whole_file import write_whole
+from loraplex.server.engine_client import ClientOptions
+from loraplex.server.restart_policy import RestartPolicy
 
 FILE: Final = "fleet_kills.json"
 RESULTS: Final = Path(__file__).parent / "results" / FILE
@@ -231,15 +233,34 @@ class Victims:
                 await asyncio.sleep(_LOOK_S)
 
 
+class Turns:
+    """Lets no replica die so often that it is taken for broken and given up (`RestartPolicy`)."""
+
+    def __init__(self) -> None:
+        self._policy = RestartPolicy()
+        self._deaths_s: dict[int, list[float]] = {}
+
+    def may_die(self, replica: int) -> bool:
+        # One that is stopped dies seconds later.
+        since_s = time.monotonic() - self._policy.window_s - ClientOptions().lost_s
+        recent = [each for each in self._deaths_s.get(replica, []) if each > since_s]
+        return len(recent) < self._policy.max_crashes - 1
+
+    def died(self, replica: int) -> None:
+        self._deaths_s.setdefault(replica, []).append(time.monotonic())
+
+
 async def kill(victims: Victims, num_kills: int, outcome: Outcome, cuts: Sequence[Cuttable]) -> None:
     """Take replicas from their streams, one after the other, each by the next way there is: by cutting its
     connections if there are `cuts`, else by signals. At least one that is ready is left each time."""
-    rng = random.Random(0)
+    rng, turns = random.Random(0), Turns()
     async with asyncio.TaskGroup() as replacing:
         for number in range(num_kills):
             await victims.serving()
             await asyncio.sleep(rng.random())  # anywhere in their answers
-            victim = rng.choice(await victims.serving())
+            while not (able := [each for each in await victims.serving() if turns.may_die(each["replica"])]):
+                await asyncio.sleep(_LOOK_S)
+            victim = rng.choice(able)
             at_s = time.monotonic()
             if cuts:
                 way = CUT
@@ -247,6 +268,7 @@ async def kill(victims: Victims, num_kills: int, outcome: Outcome, cuts: Sequenc
             else:
                 way = SIGNALS[number % len(SIGNALS)].name
                 os.kill(victim["pid"], SIGNALS[number % len(SIGNALS)])
+                turns.died(victim["replica"])
                 replacing.create_task(_time_replacement(victims, victim, way, at_s, outcome))
             outcome.kills.append(Kill(way=way, at_s=at_s, num_streams=victim["in_flight"]))
             print(f"{number + 1}/{num_kills} {way}: {dict(outcome.ends)}", flush=True)

@@ -76,14 +76,15 @@ async def continuing(
             num_deaths += is_death
             end = answer.missing_end()
             if end is None and is_death and num_deaths == max_deaths:
-                if num_deaths == 1:
+                if num_deaths == 1 or type(error) is not EngineDeadError:  # else it says more than that
                     raise
                 raise EngineDeadError(
                     f"{num_deaths} {engines} died one after the other while they had this request; it may be "
                     "the reason, so it is not sent to another one"
                 ) from error
             where = f"after {answer.num_tokens} tokens" if answer.num_tokens else "from the beginning"
-            logger.warning("request %s goes on elsewhere, %s: %s", request.request_id, where, error)
+            reason = str(error).partition("; ")[0]  # without its advice: there is nothing to do
+            logger.warning("request %s goes on elsewhere, %s: %s", request.request_id, where, reason)
         if end is not None:
             yield end
             return

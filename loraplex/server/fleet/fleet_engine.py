@@ -35,8 +35,9 @@ from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_requests import FleetRequests
 from loraplex.server.fleet.fleet_stats import sum_of
 from loraplex.server.fleet.live_routing import LiveRouting
-from loraplex.server.fleet.members import Members
+from loraplex.server.fleet.members import Members, is_gone
 from loraplex.server.fleet.placing import Placing, bring_in
+from loraplex.server.fleet.revival import Revival
 from loraplex.server.fleet.routing_events import Began, Limits
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Replica
@@ -81,6 +82,9 @@ class FleetEngine:
         # By version and folder: a replica that joins must know every folder that holds a version.
         self._specs: dict[str, dict[Path, AdapterSpec]] = {}
         self._changes = Changes()  # replicas that join or leave
+        self._revival = Revival(
+            self._members, setup.clock, lambda number: self._changes.run(self._restart(number, move=False))
+        )
         self._start_error: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
@@ -138,7 +142,7 @@ class FleetEngine:
             self._routing.add(spec)
         self._placing = Placing(self._routing, self._members, self._requests, setup.clock)
         self._placing.tick()
-        loops = (self._look(), self._watch_failures(), self._placing.run())
+        loops = (self._look(), self._watch_failures(), self._revival.run(), self._placing.run())
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def _device_bytes(self) -> int | None:
@@ -244,6 +248,7 @@ class FleetEngine:
         those that serve go on.
         """
         self._check_size(num_replicas)
+        self._revival.forget()
         await self._changes.run(self._scale(num_replicas, move=move))
 
     async def _scale(self, num_replicas: int, *, move: bool) -> None:
@@ -321,8 +326,10 @@ class FleetEngine:
         if num_replicas > most:
             raise InvalidRequestError(f"there can be {most} replicas at most: {why}", param="replicas")
 
-    def _present(self) -> list[Replica]:
-        return [self._members[number] for number in self._members.present]
+    def _alive(self) -> list[Replica]:
+        """Return the replicas that are there or on their way; all if there is none. One that was given up is
+        told of adapters when it joins anew."""
+        return [each for each in self._members if not is_gone(each)] or list(self._members)
 
     def _all_specs(self) -> list[AdapterSpec]:
         return [spec for sources in self._specs.values() for spec in sources.values()]
@@ -354,13 +361,13 @@ class FleetEngine:
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See AsyncEngine: on all replicas, or on none of them."""
         results = await asyncio.gather(
-            *(replica.add_adapter(spec) for replica in self._present()), return_exceptions=True
+            *(replica.add_adapter(spec) for replica in self._alive()), return_exceptions=True
         )
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
             if spec.version not in self._specs:
                 await asyncio.gather(
-                    *(replica.remove_adapter(spec.version) for replica in self._present()),
+                    *(replica.remove_adapter(spec.version) for replica in self._alive()),
                     return_exceptions=True,
                 )
             if self._start_error is not None:
@@ -415,7 +422,7 @@ class FleetEngine:
         if self._routing is not None:
             self._routing.remove(version)
         results = await asyncio.gather(
-            *(replica.remove_adapter(version) for replica in self._present()), return_exceptions=True
+            *(replica.remove_adapter(version) for replica in self._alive()), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException):
@@ -423,7 +430,7 @@ class FleetEngine:
 
     async def stats(self) -> EngineStats:
         """Return the sums over all replicas; an adapter is where it is nearest to its use."""
-        return sum_of(await asyncio.gather(*(replica.stats() for replica in self._present())))
+        return sum_of(await asyncio.gather(*(replica.stats() for replica in self._alive())))
 
 
 class _Deferred:

@@ -20,6 +20,11 @@ from loraplex.server.replica import Replica
 _GONE: Final = (EngineState.FAILED, EngineState.CLOSED)
 
 
+def is_gone(replica: Replica) -> bool:
+    """Tell whether a replica has failed or left."""
+    return replica.status.state in _GONE
+
+
 class Members:
     """Replicas, and which of them are drained."""
 
@@ -59,7 +64,7 @@ class Members:
     @property
     def is_gone(self) -> bool:
         """Tell whether every one has failed or left."""
-        return all(replica.status.state in _GONE for replica in self._replicas)
+        return all(map(is_gone, self._replicas))
 
     def saw(self, number: int, stats: EngineStats) -> None:
         """Take over what a replica reports."""

@@ -59,6 +59,11 @@ class FakeReplica:
         self.held.clear()
         self._end(EngineDeadError("died"))
 
+    def give_up(self) -> None:
+        self.die()
+        self.state = EngineState.FAILED
+        self.failed.set()
+
     def come_back(self) -> None:
         self.state = EngineState.READY
 

@@ -1,0 +1,71 @@
+"""Replicas that were given up, as they died too often, are started anew after a while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from loraplex.core.clock import Clock
+from loraplex.core.errors import LoraplexError
+from loraplex.server.engine_status import EngineState
+from loraplex.server.fleet.members import Members
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 1.0
+FIRST_S: Final = 60.0
+_MOST_S: Final = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """`pause_s`: before it."""
+
+    at_s: float
+    pause_s: float
+
+
+class Revival:
+    """Starts replicas anew a minute after they have failed, or longer each time that comes to nothing. While
+    no other one serves it does nothing: then the fleet itself has failed, and whoever supervises it acts."""
+
+    def __init__(self, members: Members, clock: Clock, start_anew: Callable[[int], Awaitable[None]]) -> None:
+        self._members = members
+        self._clock = clock
+        self._start_anew = start_anew
+        self._tries: dict[int, _Try] = {}
+
+    def forget(self) -> None:
+        """Plan nothing: somebody has just said which replicas there are to be."""
+        self._tries.clear()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Plan for those that have failed, and start those anew whose time has come."""
+        now_s = self._clock.now_s()
+        for number, replica in enumerate(self._members):
+            if replica.healthy:
+                self._tries.pop(number, None)
+            elif replica.status.state is EngineState.FAILED and number not in self._tries:
+                logger.warning("replica %d was given up; it is started anew in %g s", number, FIRST_S)
+                self._tries[number] = _Try(now_s + FIRST_S, FIRST_S)
+        for number, planned in list(self._tries.items()):
+            if now_s >= planned.at_s and self._members.serving:
+                await self._try(number, planned)
+
+    async def _try(self, number: int, planned: _Try) -> None:
+        try:
+            await self._start_anew(number)
+        except LoraplexError:  # which the fleet has logged
+            pause_s = min(2 * planned.pause_s, _MOST_S)
+            if number in self._tries:  # else somebody has decided otherwise meanwhile
+                self._tries[number] = _Try(self._clock.now_s() + pause_s, pause_s)
+        else:
+            self._tries.pop(number, None)

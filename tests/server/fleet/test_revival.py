@@ -1,0 +1,124 @@
+"""Replicas that were given up come back, and nobody waits for them meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from fake_core import request_of, spec_of, tokens_of
+from fake_replicas import FakeReplica
+from replicas import run, until
+
+from loraplex.core.clock import ManualClock
+from loraplex.core.errors import EngineDeadError
+from loraplex.fleet.policy import Policy
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import find_profile
+from loraplex.server.engine_status import EngineState
+from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.members import Members
+from loraplex.server.fleet.revival import FIRST_S, Revival
+from loraplex.server.fleet.routing_events import Limits
+
+
+class Started:
+    """Replicas, and a Revival of them whose starts come to nothing `num_failures` times."""
+
+    def __init__(self, *states: EngineState, num_failures: int = 0) -> None:
+        self.replicas = [FakeReplica() for _ in states]
+        for replica, state in zip(self.replicas, states, strict=True):
+            replica.state = state
+        self.clock = ManualClock()
+        self.asked: list[int] = []
+        self._num_failures = num_failures
+        self.revival = Revival(Members(list(self.replicas)), self.clock, self._start)
+
+    async def _start(self, number: int) -> None:
+        self.asked.append(number)
+        if len(self.asked) <= self._num_failures:
+            self.replicas[number].state = EngineState.CLOSED
+            raise EngineDeadError("no")
+        self.replicas[number].state = EngineState.READY
+
+    def after(self, seconds: float) -> list[int]:
+        """Return the replicas that are started anew so much later."""
+        self.asked.clear()
+        self.clock.advance(seconds)
+        asyncio.run(self.revival.look())
+        return self.asked[:]
+
+
+READY, FAILED = EngineState.READY, EngineState.FAILED
+
+
+def test_a_failed_replica_is_started_anew_after_a_minute() -> None:
+    started = Started(READY, FAILED, READY)
+    assert started.after(0.0) == []
+    assert started.after(FIRST_S - 1) == []
+    assert started.after(1.0) == [1]
+    assert started.after(1e6) == []  # it serves
+
+
+def test_one_that_fails_again_is_tried_ever_more_seldom() -> None:
+    started = Started(READY, FAILED, num_failures=1)
+    started.after(0.0)
+    assert started.after(FIRST_S) == [1]
+    assert started.after(2 * FIRST_S - 1) == []
+    assert started.after(1.0) == [1]
+
+
+def test_nothing_is_started_while_nobody_else_serves() -> None:
+    started = Started(FAILED, FAILED)
+    started.after(0.0)
+    assert started.after(2 * FIRST_S) == []
+
+
+def test_an_order_for_replicas_ends_what_was_planned() -> None:
+    started = Started(READY, FAILED)
+    started.after(0.0)
+    started.replicas[1].state = EngineState.CLOSED  # scaled down
+    started.revival.forget()
+    assert started.after(2 * FIRST_S) == []
+
+
+def test_a_fleet_takes_adapters_without_a_replica_that_was_given_up_and_gives_it_them_later() -> None:
+    made: list[FakeReplica] = []
+    clock = ManualClock()
+
+    def make(number: int) -> FakeReplica:
+        made.append(FakeReplica())
+        return made[-1]
+
+    costs = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(costs, CostModel)
+    setup = FleetSetup(
+        make=make,
+        limits=lambda info: Limits(max_running=8, kv_tokens=16_000),
+        policy=Policy.of("round-robin"),
+        costs=costs,
+        clock=clock,
+    )
+
+    async def scenario() -> None:
+        fleet = FleetEngine(setup, 2)
+        await fleet.start()
+        try:
+            made[1].give_up()
+            await fleet.add_adapter(spec_of("v1"))
+            assert (made[0].known, made[1].known) == ({"v1"}, set())
+
+            def is_back() -> bool:
+                clock.advance(FIRST_S)
+                return len(made) == 3 and made[2].healthy
+
+            await until(is_back)
+            assert made[2].known == {"v1"}
+            for number in range(4):
+                request = request_of(f"r{number}", adapter="v1", max_tokens=3)
+                outputs = [output async for output in fleet.generate(request)]
+                assert tuple(id_ for each in outputs for id_ in each.token_ids) == tokens_of(request)
+            assert [each.num_sent for each in fleet.replicas] == [2, 2]
+        finally:
+            await fleet.close()
+
+    run(scenario())
