@@ -32,6 +32,7 @@ from benchmarks import (
     fleet_tables,
     gpu_tables,
     http_tables,
+    live_tables,
     load_tables,
     set_tables,
     sources,
@@ -57,6 +58,7 @@ TWIN, HTTP = "twin_validation.json", "http_compare.json"
 START: Final = "gpu_start.json"
 QUEUE, SHARED, HOLDUPS = "waiting_queue.json", "shared_cpu.json", "holdups.json"
 OVERLOAD: Final = "overload.json"
+FRONT, KILLS, LIVE, VLLM = "fleet_front.json", "fleet_kills.json", "fleet_live.json", "fleet_vllm.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
 
@@ -122,6 +124,14 @@ TABLES: Final[dict[str, Table]] = {
     "set-costs": Table((GPU,), set_tables.set_costs_table),
     "set-costs-machine": Table((GPU,), set_tables.set_costs_note),
     "twin-fleet": Table((TWIN,), twin_tables.fleet_table),
+    "fleet-front": Table((FRONT,), live_tables.front_table, if_missing="Not measured yet.\n"),
+    "fleet-front-machine": Table((FRONT,), live_tables.front_note, if_missing=""),
+    "fleet-kills": Table((KILLS,), live_tables.kills_table, if_missing="Not measured yet.\n"),
+    "fleet-kills-machine": Table((KILLS,), live_tables.kills_note, if_missing=""),
+    "fleet-live": Table((LIVE,), live_tables.live_table, if_missing="Not measured yet.\n"),
+    "fleet-live-machine": Table((LIVE,), live_tables.note, if_missing=""),
+    "fleet-vllm": Table((VLLM,), live_tables.vllm_table, if_missing="Not measured yet.\n"),
+    "fleet-vllm-machine": Table((VLLM,), live_tables.note, if_missing=""),
     "fleet-decisions": Table((FLEET,), fleet_tables.decisions_table),
     "fleet-plans": Table((FLEET,), fleet_tables.plans_table),
     "fleet-decisions-machine": Table((FLEET,), fleet_tables.decisions_note),
