@@ -1,4 +1,4 @@
-"""The tables of fleets that serve: what the front adds, replicas that are killed, the twin beside them, vLLM."""
+"""The tables of fleets that serve: what the front adds, replicas that die, the twin beside them, vLLM."""
 
 from __future__ import annotations
 
