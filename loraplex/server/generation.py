@@ -23,7 +23,7 @@ from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import describe
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.pacing import Pacer
-from loraplex.server.request_log import request_record
+from loraplex.server.request_log import part_sender, request_record
 from loraplex.server.responses import PromptTokensDetails, Usage
 from loraplex.server.version_use import Lease
 from loraplex.server.waiting import WaitingTicket
@@ -123,7 +123,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_record(scope).begin(self._generation.request_id, self._meter, self._usage.total)
-        work = self._send_stream(send) if self._generation.stream else self._send_whole(scope, receive, send)
+        is_stream = self._generation.stream
+        work = self._send_stream(scope, send) if is_stream else self._send_whole(scope, receive, send)
         try:
             await run_until_disconnect(work, receive, self._pacer)
         except ClientDisconnect:
@@ -152,8 +153,9 @@ class GenerationResponse(Response):
         if deltas:
             self._meter.on_batch(deltas)
             self._usage.add(deltas)
-            for delta in deltas:
-                self._ticket.started(delta.choice)
+            if self._ticket.waits:
+                for delta in deltas:
+                    self._ticket.started(delta.choice)
         return deltas
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,11 +180,11 @@ class GenerationResponse(Response):
             add(batch)
         return results
 
-    async def _send_stream(self, send: Send) -> None:
+    async def _send_stream(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._batches()) as batches:
             first = await anext(batches)  # raises if the engine refuses the request
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            await asyncio.create_task(self._send_batches(send, first, batches))
+            await asyncio.create_task(self._send_batches(part_sender(scope), first, batches))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_batches(

@@ -31,6 +31,7 @@ VERSION_HEADER: Final = b"x-loraplex-adapter-version"
 SHORT_VERSION_CHARS: Final = 12
 
 _STATE_KEY: Final = "loraplex.request"
+_SEND_KEY: Final = "loraplex.send"
 _SANE_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 _MAX_QUOTED_CHARS: Final = 128
 _GENERATION_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -86,6 +87,14 @@ def request_record(scope: Scope) -> RequestRecord:
     return record
 
 
+def part_sender(scope: Scope) -> Send:
+    """Return the server's own `send`, for parts of a body that others follow: all that stands between it and
+    the application only looks at the first message and the last, and would cost each token as much as the
+    rest of its way."""
+    send: Send = scope["state"][_SEND_KEY]
+    return send
+
+
 class RequestLogMiddleware:
     """Plain ASGI around everything else: streams pass through message by message."""
 
@@ -98,7 +107,8 @@ class RequestLogMiddleware:
             await self._app(scope, receive, send)
             return
         record = _record_of(scope, self._clock.now_s())
-        scope.setdefault("state", {})[_STATE_KEY] = record
+        state = scope.setdefault("state", {})
+        state[_STATE_KEY], state[_SEND_KEY] = record, send
         # Not reset: what the server logs after this call, such as a traceback, is about this request too.
         log_context.set({"request_id": record.request_id})
         exchange = _Exchange(record, receive, send)

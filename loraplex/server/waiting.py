@@ -225,6 +225,11 @@ class WaitingTicket:
             if self._predicted is not None:
                 self._book.came(*self._predicted)
 
+    @property
+    def waits(self) -> bool:
+        """Tell whether any choice waits for its first token."""
+        return bool(self._num_tokens)
+
     def close(self) -> None:
         """The call is over, however it ended. Idempotent."""
         for num_tokens in self._num_tokens.values():

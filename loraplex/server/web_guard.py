@@ -64,6 +64,7 @@ class WebGuardMiddleware:
     def __init__(self, app: ASGIApp, *, access: WebAccess) -> None:
         self._app = app
         self._access = access
+        self._last_allowed: list[str] = []  # the Host headers that the last request was let in with
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -75,6 +76,8 @@ class WebGuardMiddleware:
 
     def _host_error(self, scope: Scope) -> UserError | None:
         values = _values(scope, b"host")
+        if values and values == self._last_allowed:  # as nearly always
+            return None
         if not values and scope["http_version"] == "1.0":
             return None  # some load balancers check health this way; browsers always send Host
         if len(values) != 1:
@@ -82,7 +85,10 @@ class WebGuardMiddleware:
         host = parse_host(values[0])
         if host is None:
             return InvalidHostError("the Host header must be a name or address, with or without a port")
-        if self._access.allows_host(host.name) or (_is_health(scope) and parse_ip(host.name) is not None):
+        if self._access.allows_host(host.name):
+            self._last_allowed = values
+            return None
+        if _is_health(scope) and parse_ip(host.name) is not None:
             return None
         return ForbiddenError(
             f"this server does not answer to the name {host.name!r}; if it should, start it with "
