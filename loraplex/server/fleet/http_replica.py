@@ -39,6 +39,7 @@ from loraplex.server.version_use import VersionUse
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE_S: Final = 1.0
 _LOOK_TIMEOUT_S: Final = 5.0
 """How long the watch over a server waits for its list of models; nobody looks after its health meanwhile."""
 
@@ -182,12 +183,16 @@ class HttpReplica:
         model = backend.base_model if request.adapter is None else adapter_name(request.adapter)
         body = completion_body(request, model=model, kind=backend.kind, max_model_len=backend.max_model_len)
         self._begin(request.adapter)
+        has_tokens = False
         try:
             async with aclosing(self._calls.run(request, body)) as outputs:
                 async for output in outputs:
+                    has_tokens = has_tokens or bool(output.token_ids)
                     yield output
         except UnreachableError as error:
-            if error.nobody_listens:  # the server has never had the request
+            # The server has never had the request, or has outlived it. Where connections break before any
+            # token, it would be sent for ever if that did not count.
+            if error.nobody_listens or (has_tokens and await self._answers()):
                 raise RequestMovedError(str(error)) from error
             raise
         finally:
@@ -312,6 +317,14 @@ class HttpReplica:
             message = error_detail(answer).message
             raise EngineDeadError(f"the server at {self.url} is not well (HTTP {answer.status}: {message})")
         self._liveness.heard()
+
+    async def _answers(self) -> bool:
+        """Tell whether the server is well, if it says so at once."""
+        try:
+            answer = await self._http.call("GET", "/health", timeout_s=_AT_ONCE_S)
+        except UnreachableError:
+            return False
+        return answer.status == 200
 
     async def _bring_back(self) -> None:
         """Make sure that the server is the one that was there, with all adapters."""

@@ -25,6 +25,7 @@ from loraplex.core.errors import (
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
+    RequestMovedError,
     UnknownModelError,
 )
 from loraplex.core.request import FinishReason, TokenLogprob
@@ -307,6 +308,26 @@ def test_a_stream_that_breaks_raises_after_the_tokens_before(how: str, tokens: i
             setattr(server.does, how, None)
             await until(lambda: replica.healthy)
             assert len((await answer(replica, request_for([5]))).token_ids) == 8
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("health", [200, 500])
+def test_a_connection_that_breaks_is_no_death_of_a_server_that_is_well(health: int) -> None:
+    async def scenario() -> None:
+        async with (
+            VllmDialect(Behaviour(pause_after=2, cut_after=2)) as server,
+            started(server.url, busy_interval_s=60.0, idle_interval_s=60.0) as replica,
+        ):
+            outputs = replica.generate(request_for([5]))
+            seen: list[int] = []
+            while len(seen) < 2:
+                seen += (await anext(outputs)).token_ids
+            server.does.health = health
+            server.does.resume.set()
+            with pytest.raises(EngineDeadError) as raised:
+                await anext(outputs)
+            assert isinstance(raised.value, RequestMovedError) == (health == 200)
 
     run(scenario())
 
