@@ -236,7 +236,8 @@ async def _stops(subject: Subject) -> str | None:
     whole = (await subject.answer()).token_ids
     found = await subject.answer(stop_token_ids=(whole[3],))
     first = whole.index(whole[3])
-    return _unless(len(found.token_ids) == first + 1, f"{len(found.token_ids)} tokens, {first + 1} expected")
+    is_right = (found.token_ids, found.stop_token_id) == (whole[:first], whole[3])
+    return _unless(is_right, f"{found.token_ids} and {found.stop_token_id} of {whole}")
 
 
 async def _seeds(subject: Subject) -> str | None:

@@ -199,7 +199,8 @@ def test_a_server_tells_its_sizes_and_the_model_may_be_known_by_its_folder() -> 
 
 def test_tokens_come_without_the_one_that_stopped_them() -> None:
     async def scenario() -> None:
-        async with VllmDialect(Behaviour(eos_after=5)) as server, started(server.url) as replica:
+        does = Behaviour(eos_after=5, tells_cached=True)
+        async with VllmDialect(does) as server, started(server.url) as replica:
             output = await answer(replica, request_for([5, 6], eos=(EOS,), stop_token_ids=(9,)))
             assert list(output.token_ids) == tokens_of(BASE, [5, 6], 5)
             assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, EOS)

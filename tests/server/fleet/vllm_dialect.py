@@ -35,6 +35,8 @@ class Behaviour:
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     cut_after: int | None = None
     """Tokens after which the connection is cut."""
+    tells_cached: bool = False
+    """It was started with --enable-prompt-tokens-details."""
     fail_after: int | None = None
     """Tokens after which the stream has an error event."""
     failure: tuple[int, str, str] | None = None
@@ -256,7 +258,7 @@ class VllmDialect:
             self.num_cancelled += 1
             raise
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(tokens), "total_tokens": 0}
-        details = {"prompt_tokens_details": {"cached_tokens": 1}}
+        details = {"prompt_tokens_details": {"cached_tokens": 1}} if does.tells_cached else {}
         await _send(response, {"id": "cmpl-1", "choices": [], "usage": usage | details})
         await response.write(b"data: [DONE]\n\n")
         return response
