@@ -53,11 +53,13 @@ async def continuing(
     max_deaths: int,
     engines: str,
     continued: Counter[Continued] | None = None,
+    tells_why: tuple[type[EngineDeadError], ...] = (),
 ) -> Outputs:
     """The outputs of a request, whichever engines they come from: each token once.
 
     It goes on elsewhere when its engine dies or hands it over, until `max_deaths` have died with it: it may
     be what they die of. `engines`: what they are called then. `continued`: counts how often that happens.
+    `tells_why`: errors of engines that are well, which are raised as they are in the end.
     """
     answer, num_deaths = AnswerSoFar(request), 0
     while True:
@@ -76,7 +78,7 @@ async def continuing(
             num_deaths += is_death
             end = answer.missing_end()
             if end is None and is_death and num_deaths == max_deaths:
-                if num_deaths == 1 or type(error) is not EngineDeadError:  # else it says more than that
+                if num_deaths == 1 or isinstance(error, tells_why):
                     raise
                 raise EngineDeadError(
                     f"{num_deaths} {engines} died one after the other while they had this request; it may be "

@@ -279,16 +279,8 @@ async def _start(
 
     client, fleet = await _engine(options, config.shape, base_model, state_dir, stack)
     stack.push_async_callback(client.close)
-    service = AdapterService(
-        base_model=base_model,
-        engine=client,
-        registry=registry,
-        shape=config.shape,
-        allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
-        hub=HubAdapters(AllowedRepos(options.allow_adapter_repos)),
-        known_as=base_names(options.engine.model, base_model),
-        alias=options.engine.model.rstrip("/") if options.served_model_name is None else None,
-        stages_new=fleet is not None,
+    service = _adapter_service(
+        options, base_model, client, registry, config.shape, is_fleet=fleet is not None
     )
     stack.push_async_callback(service.close)
     # Their files are read while the engine starts, which then gets ready for these adapters.
@@ -344,6 +336,28 @@ async def _start(
     for note in notes:
         logger.warning("%s", note)
     return deps, client, report.num_skipped
+
+
+def _adapter_service(
+    options: ServeOptions,
+    base_model: str,
+    engine: ServingEngine,
+    registry: AdapterRegistry,
+    shape: ModelShape,
+    *,
+    is_fleet: bool,
+) -> AdapterService:
+    return AdapterService(
+        base_model=base_model,
+        engine=engine,
+        registry=registry,
+        shape=shape,
+        allowed=AllowedPaths((*options.adapter_dirs, *options.allow_adapter_dirs)),
+        hub=HubAdapters(AllowedRepos(options.allow_adapter_repos)),
+        known_as=base_names(options.engine.model, base_model),
+        alias=options.engine.model.rstrip("/") if options.served_model_name is None else None,
+        stages_new=is_fleet,
+    )
 
 
 async def _engine(

@@ -39,8 +39,8 @@ class WebAccess:
     allowed_origins: tuple[str, ...] = ()
 
     def allows_host(self, name: str) -> bool:
-        """Whether the server answers to a canonical host name. Rebinding needs a DNS name, so any address
-        will do unless the server is bound to one of its own."""
+        """Tell whether the server answers to a canonical host name. Rebinding needs a DNS name, so that any
+        address will do unless the server is bound to one of its own."""
         if is_loopback(name) or name == canonical_name(self.bound_host):
             return True
         if ANY in self.allowed_hosts or name in self.allowed_hosts:
@@ -111,7 +111,7 @@ class WebGuardMiddleware:
 
 
 def _is_trusted(scope: Scope, origins: list[str]) -> bool:
-    """Whether a request comes from no web page, from one of our own, or from a link."""
+    """Tell whether a request comes from no web page, from one of our own, or from a link."""
     sites = _values(scope, b"sec-fetch-site")
     if sites:  # the browser's own verdict, which also holds behind a proxy that rewrites Host
         return _TRUSTED_SITES.issuperset(sites) or _is_link(scope)
@@ -123,7 +123,7 @@ def _is_trusted(scope: Scope, origins: list[str]) -> bool:
 
 
 def _is_link(scope: Scope) -> bool:
-    """Whether a link on another site was followed: the page with the link cannot read the answer."""
+    """Tell whether a link on another site was followed: the page with the link cannot read the answer."""
     is_navigation = _values(scope, b"sec-fetch-mode") == ["navigate"]
     is_whole_page = _values(scope, b"sec-fetch-dest") == ["document"]
     return bool(scope["method"] == "GET" and is_navigation and is_whole_page)

@@ -276,6 +276,32 @@ def test_an_answer_that_only_lacks_its_end_is_ended() -> None:
     assert told[-1].finish_reason is FinishReason.LENGTH
 
 
+class UnwillingError(EngineDeadError):
+    """An engine is well, and does not serve a request."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(EngineDeadError("killed"), "2 engines died"), (UnwillingError("no"), "^no$")]
+)
+def test_an_engine_that_is_well_says_in_the_end_why_it_did_not_serve(error: Exception, words: str) -> None:
+    request = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(max_tokens=2))
+
+    async def give(attempt: EngineRequest) -> Serving:
+        async def outputs() -> Outputs:
+            yield EngineOutput(request_id="r")
+            raise error
+
+        return serving(outputs(), ignore)
+
+    async def read() -> None:
+        outputs = continuing(request, give, max_deaths=2, engines="engines", tells_why=(UnwillingError,))
+        async for _ in outputs:
+            pass
+
+    with pytest.raises(EngineDeadError, match=words):
+        asyncio.run(read())
+
+
 def test_nobody_is_tried_again_who_is_closed_or_not_there() -> None:
     request = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(max_tokens=2))
     num_given = 0

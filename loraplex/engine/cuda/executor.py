@@ -137,8 +137,8 @@ class CudaExecutor:
         self._adapters.read(sources, partial(self._store.read, place=read.place))
 
     def load_adapters(self, loads: Sequence[LoadOrder]) -> None:
-        """Those that the next step uses are copied first, and their first layers before their last ones; if
-        there is such a step, the others wait until it is launched."""
+        """Copy adapters to the device: those that the next step uses first, and their first layers before
+        their last ones. If there is such a step, the others wait until it is launched."""
         self._ship_behind_launch()
         awaited: list[Shipment] = []
         others: list[Shipment] = []

@@ -133,8 +133,9 @@ class ParallelExecutor:
         return [self._settle(load) for load in complete]
 
     def overdue_adapters(self, deadline_s: float) -> Sequence[str]:
-        """Those that hang in this process, and those that another shard has not had for so long after this
-        one had them. The others look for themselves only so that they replace the threads that hang."""
+        """Return the versions that hang in this process, and those that another shard has not had for so long
+        after this one had them. The others look for themselves only so that they replace threads that hang.
+        """
         if not self._loads:
             return ()
         now_s, hang_here = time.monotonic(), set(self._local.overdue_adapters(deadline_s))

@@ -16,7 +16,7 @@ from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMove
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.server.continuing import Attempt, Continued, Outputs, Serving, continuing
-from loraplex.server.fleet.backend_errors import BackendBusyError
+from loraplex.server.fleet.backend_errors import AdapterMissingError, BackendBusyError
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.request_report import RequestReport
@@ -65,7 +65,14 @@ class FleetRequests:
             failed.add(number)
             return self._serving(routing, number, attempt, is_again=is_again)
 
-        return continuing(request, give, max_deaths=_MAX_DEATHS, engines="replicas", continued=self.continued)
+        return continuing(
+            request,
+            give,
+            max_deaths=_MAX_DEATHS,
+            engines="replicas",
+            continued=self.continued,
+            tells_why=(AdapterMissingError,),
+        )
 
     def num_output(self) -> dict[str, int]:
         """Return how many tokens each request has from the replica that it is on."""
