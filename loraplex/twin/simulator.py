@@ -23,6 +23,7 @@ from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan
 from loraplex.twin.engine_twin import AdapterEvent
 from loraplex.twin.outcome import Outcome, Recorder, RequestEvent, RequestOutcome
+from loraplex.twin.quick_scheduler import QuickScheduler
 from loraplex.twin.times import Repeats, StepTimes
 from loraplex.twin.twin_scheduler import TwinScheduler
 from loraplex.workload.jsonl import WorkloadRequest
@@ -43,7 +44,8 @@ class Simulator:
         leaps: bool = True,
     ) -> None:
         """`leaps`: False to take every step by itself, for tests."""
-        self.scheduler = TwinScheduler(config, memory, costs, times.weigh)
+        is_plain = config.prompts_first or memory.pool.keeps_contents or not leaps
+        self.scheduler = (TwinScheduler if is_plain else QuickScheduler)(config, memory, costs, times.weigh)
         self.recorder = Recorder()
         self._memory = memory
         self._times = times

@@ -14,6 +14,7 @@ from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.plan import AdapterLoad, Chunk, StepPlan
 from loraplex.scheduling.step_features import step_features
+from loraplex.twin.quick_scheduler import StepChunks
 
 
 class Repeats(NamedTuple):
@@ -93,7 +94,10 @@ class CostModelTimes:
         return self._bytes(version)
 
     def step_s(self, plan: StepPlan, num_waiting: int) -> float:
-        return self._step_s(step_features(plan.chunks, self._bytes))
+        chunks: Sequence[Chunk] = plan.chunks
+        if isinstance(chunks, StepChunks):
+            return self._step_s(chunks.features(self._bytes))
+        return self._step_s(step_features(chunks, self._bytes))
 
     def repeats(self, group: DecodeGroup, num_waiting: int) -> Repeats:
         num_decodes = len(group)

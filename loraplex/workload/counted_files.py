@@ -11,6 +11,7 @@ import numpy as np
 from loraplex.workload.counted import CountedTrace
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.gaps import GapKind, Gaps
+from loraplex.workload.read_once import read_once
 from loraplex.workload.table import Column, number, read_table, text, whole
 
 _MINUTE_S: Final = 60
@@ -21,6 +22,7 @@ _PATTERNS: Final = {"gamma": GapKind.GAMMA, "weibull": GapKind.WEIBULL, "exponen
 _Row = tuple[int, str, int, float, Gaps]
 
 
+@read_once
 def read_maf(path: Path) -> CountedTrace:
     """Columns function, minute, count; what is absent is 0. A function is a source, calls are Poisson."""
     columns = (
@@ -34,6 +36,7 @@ def read_maf(path: Path) -> CountedTrace:
     )
 
 
+@read_once
 def read_servegen(path: Path) -> CountedTrace:
     """Columns client, t_s, rate, pattern, p1; what is absent is 0. A client is a source.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.lengths import EmpiricalTokens, Lengths, PairedLengths, QuantileLengths
+from loraplex.workload.read_once import read_once
 from loraplex.workload.table import Column, check_columns, column_names, number, read_table, whole
 
 _LEVELS: Final = {
@@ -16,6 +17,7 @@ _LEVELS: Final = {
 }  # fmt: skip
 
 
+@read_once
 def read_lengths(path: Path) -> Lengths | EmpiricalTokens:
     """Which of the three kinds it is, the columns say. EmpiricalTokens: of outputs alone."""
     names = column_names(path)

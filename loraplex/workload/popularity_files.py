@@ -9,9 +9,11 @@ from pathlib import Path
 from loraplex.workload.counted_files import read_maf, read_servegen
 from loraplex.workload.errors import WorkloadError
 from loraplex.workload.jsonl import WorkloadFile
+from loraplex.workload.read_once import read_once
 from loraplex.workload.table import Column, column_names, number, read_table, text
 
 
+@read_once
 def read_totals(path: Path) -> list[float]:
     """Requests of each source, of a MAF file (counts or totals), ServeGen, VTC, or a workload file."""
     if path.name.removesuffix(".gz").endswith(".jsonl"):

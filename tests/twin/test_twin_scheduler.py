@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from loraplex.core.request import EngineRequest
@@ -9,16 +11,18 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.leaping import ANY_TOKEN
 from loraplex.scheduling.memory import SeparateMemory
-from loraplex.scheduling.plan import StepPlan, TokenUpdate
+from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
+from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
+from loraplex.twin.quick_scheduler import QuickScheduler, StepChunks
 from loraplex.twin.twin_scheduler import TwinScheduler
 
 
-def make_scheduler(*, keeps_contents: bool) -> TwinScheduler:
+def make_scheduler(kind: type[TwinScheduler], *, keeps_contents: bool) -> TwinScheduler:
     """Return one with too little KV memory for its requests, some of which end at the longest context."""
     config = SchedulerConfig(max_model_len=48, max_running=8, work=StepWork(max_tokens=32))
     memory = SeparateMemory(num_blocks=16, block_size=4, adapter_bytes=0, keeps_contents=keeps_contents)
-    scheduler = TwinScheduler(config, memory)
+    scheduler = kind(config, memory)
     for number in range(12):
         params = SamplingParams(max_tokens=(1, 2, 9, 40)[number % 4], ignore_eos=True)
         prompt = [number + 2] * (5 + 3 * number % 17)
@@ -30,10 +34,21 @@ def update_all(scheduler: TwinScheduler, plan: StepPlan) -> list[TokenUpdate]:
     return scheduler.update(plan, {each.request_id: ANY_TOKEN for each in plan.chunks if each.samples})
 
 
-@pytest.mark.parametrize("keeps_contents", [True, False])
+def looked_at(plan: StepPlan) -> StepPlan:
+    """Return a plan whose chunks are compared by all but their tokens, which a twin makes up."""
+    chunks = [chunk._replace(token_ids=[ANY_TOKEN] * chunk.num_tokens) for chunk in plan.chunks]
+    return plan._replace(chunks=tuple(sorted(chunks, key=lambda chunk: int(chunk.request_id))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keeps_contents"), [(TwinScheduler, True), (TwinScheduler, False), (QuickScheduler, False)]
+)
 @pytest.mark.parametrize("num_ahead", [0, 1])
-def test_landing_decides_and_reports_what_updates_do(keeps_contents: bool, num_ahead: int) -> None:
-    twin, own = (make_scheduler(keeps_contents=keeps_contents) for _ in range(2))
+def test_landing_decides_and_reports_what_updates_do(
+    kind: type[TwinScheduler], keeps_contents: bool, num_ahead: int
+) -> None:
+    twin = make_scheduler(kind, keeps_contents=keeps_contents)
+    own = make_scheduler(TwinScheduler, keeps_contents=keeps_contents)
     begun: set[str] = set()
     under_way: list[StepPlan] = []
     num_quiet = num_steps = 0
@@ -43,7 +58,8 @@ def test_landing_decides_and_reports_what_updates_do(keeps_contents: bool, num_a
             for scheduler in (twin, own):
                 scheduler.cancel("3")
         plan = own.schedule()
-        assert twin.schedule() == plan
+        decided = twin.schedule()
+        assert looked_at(decided) == looked_at(plan)
         under_way += [plan] if plan.chunks else []
         while len(under_way) > (num_ahead if plan.chunks else 0):
             landed = under_way.pop(0)
@@ -59,3 +75,31 @@ def test_landing_decides_and_reports_what_updates_do(keeps_contents: bool, num_a
     assert not twin.has_work()
     assert num_quiet > 50
     assert own.stats(num_steps).num_preemptions > 0
+
+
+def test_a_step_has_the_features_of_its_chunks() -> None:
+    """Requests with and without adapters, of two sizes: decodes, prompts, and prompts of one token."""
+    config = SchedulerConfig(max_model_len=48, max_running=8, work=StepWork(max_tokens=32))
+    memory = SeparateMemory(num_blocks=64, block_size=4, adapter_bytes=100, keeps_contents=False)
+    scheduler = QuickScheduler(config, memory)
+    sizes = {"small": 10, "large": 30}
+    for version, num_bytes in sizes.items():
+        scheduler.adapters.add(version, num_bytes)
+    for number in range(9):
+        adapter = (None, "small", "large")[number % 3]
+        prompt, params = [1] * (1, 9, 21)[number // 3], SamplingParams(max_tokens=6, ignore_eos=True)
+        scheduler.add(
+            EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=params, adapter=adapter)
+        )
+    found = set()
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        chunks: Sequence[Chunk] = plan.chunks
+        assert isinstance(chunks, StepChunks)
+        assert chunks.features(sizes.__getitem__) == step_features(list(chunks), sizes.__getitem__)
+        found |= {(chunk.num_tokens == 1, chunk.adapter) for chunk in chunks}
+        for load in plan.adapter_loads:
+            scheduler.adapter_loaded(load.version)
+        if chunks:
+            scheduler.land(plan)
+    assert found == {(decodes, adapter) for decodes in (True, False) for adapter in (None, *sizes)}

@@ -1,0 +1,227 @@
+"""Decided steps of a simulated engine that is full, without an object for every token.
+
+Where a hundred requests decode in every step, nearly all of a simulation's time went to their chunks, which
+nobody looks at: a twin needs their number, their positions and their adapters. The decisions are the
+scheduler's own; a test takes the same steps by both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from operator import attrgetter
+from typing import Any, cast, overload
+
+from loraplex.perf.step_cost import StepFeatures
+from loraplex.scheduling.leaping import ANY_TOKEN
+from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
+from loraplex.scheduling.sequence import ChunkUnderWay, Sequence
+from loraplex.twin.twin_scheduler import Landing, TwinScheduler
+
+_adapter = attrgetter("adapter")
+
+
+class StepChunks(Many[Chunk]):
+    """The chunks of a step. Those of prompts are there; those of one token are made when somebody looks at
+    them. `decoding`: whose these are. `starts`: where each begins. `sampling`: all that a token comes of, in
+    the order in which they run."""
+
+    __slots__ = ("decoding", "prompts", "sampling", "starts")
+
+    def __init__(self) -> None:
+        self.prompts: list[Chunk] = []
+        self.decoding: list[Sequence] = []
+        self.starts: list[int] = []
+        self.sampling: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self.decoding) + len(self.prompts)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for sequence, start in zip(self.decoding, self.starts, strict=True):
+            yield Chunk(sequence.request_id, sequence.adapter, start, [], sequence.block_ids, True)
+        yield from self.prompts
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Chunk]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return [*self][index]
+
+    @property
+    def versions(self) -> set[str | None]:
+        """The adapters of all chunks, with None for the base model alone."""
+        return {*map(_adapter, self.decoding), *map(_adapter, self.prompts)}
+
+    def features(self, adapter_bytes: Callable[[str], int]) -> StepFeatures:
+        """Count all chunks as `step_features` does."""
+        num_decodes, num_prompts, num_tokens, pairs = len(self.decoding), 0, 0, 0.0
+        positions = sum(self.starts) + num_decodes
+        rows: dict[str | None, int] = Counter(map(_adapter, self.decoding))
+        for chunk in self.prompts:
+            count, start, version = chunk.num_tokens, chunk.start, chunk.adapter
+            if count == 1:
+                num_decodes += 1
+                positions += start + 1
+            else:
+                num_prompts += 1
+                num_tokens += count
+                pairs += count * (start + count / 2)
+            rows[version] = rows.get(version, 0) + count
+        rows.pop(None, None)
+        sizes = [adapter_bytes(version) for version in rows if version is not None]
+        return StepFeatures(
+            num_decodes,
+            num_prompts,
+            num_tokens,
+            positions,
+            pairs,
+            len(sizes),
+            sum(sizes),
+            sum([size * count for size, count in zip(sizes, rows.values(), strict=True)]),
+            max(sizes, default=0),
+            sum(rows.values()),
+        )
+
+
+class QuickScheduler(TwinScheduler):
+    """For engines that read prompts beside decodes and whose memory keeps no contents."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert not self._config.prompts_first
+        assert not self._pool.keeps_contents
+        self._sampling: deque[list[Sequence]] = deque()  # of the steps under way
+
+    def schedule(self) -> StepPlan:
+        """Decide what `Scheduler.schedule` decides."""
+        self._dissolve_group()
+        preempted: list[Sequence] = []
+        num_running = len(self._running)
+        step, budget = self._step_of_running(preempted)
+        self.adapters.bring_in(self._waiting, self._running)
+        if not preempted:
+            self._admit_to(step, budget)
+            self._fail_without_room()
+        all_decode = not preempted and len(self._running) == num_running == len(step)
+        self._is_settled = all_decode and budget == self._config.work.prefill_budget(num_running)
+        return self._plan_of(step, preempted)
+
+    def land(self, plan: StepPlan) -> Landing:
+        self._memory.step_landed()
+        self.adapters.step_landed()
+        self._under_way.popleft()
+        limit, ids = self._config.max_model_len, self._sequences.ids
+        updates: list[TokenUpdate] = []
+        num_tokens = 0
+        for sequence in self._sampling.popleft():
+            if sequence.request_id not in ids:
+                continue
+            num_tokens += 1
+            sequence.num_unknown -= 1
+            token_ids, max_tokens = sequence.token_ids, sequence.request.params.max_tokens
+            length = len(token_ids) + 1
+            num_output = length - sequence.num_prompt
+            if num_output == 1 or length >= limit or (max_tokens is not None and num_output >= max_tokens):
+                updates.append(self._accept(sequence, ANY_TOKEN))
+            else:
+                token_ids.append(ANY_TOKEN)
+        return Landing(updates, num_tokens)
+
+    def check_integrity(self) -> None:
+        kept = self._under_way
+        self._under_way = deque(
+            [ChunkUnderWay(sequence, sequence.num_resets, True) for sequence in step]
+            for step in self._sampling
+        )
+        super().check_integrity()
+        self._under_way = kept
+
+    def _step_of_running(self, preempted: list[Sequence]) -> tuple[StepChunks, float]:
+        """Do what `_schedule_running` does. Tokens of decodes are counted on at once: nobody who is asked in
+        this step depends on them, and who is preempted comes behind those that were asked."""
+        work, limit, block_size = self._config.work, self._config.max_model_len, self._pool.block_size
+        running, position_cost = list(self._running), work.position_cost
+        budget = work.prefill_budget(
+            sum(
+                [
+                    1 + position_cost * (s.num_computed + 0.5)  # as `work.cost` of one token
+                    for s in running
+                    if len(s.token_ids) + s.num_unknown - s.num_computed == 1
+                ]
+            )
+        )
+        step = StepChunks()
+        decoding, starts, sampling = step.decoding, step.starts, step.sampling
+        for sequence in running:
+            start, num_unknown = sequence.num_computed, sequence.num_unknown
+            length = len(sequence.token_ids) + num_unknown
+            if preempted and sequence in preempted:
+                continue
+            if num_unknown and _has_all(sequence, length, limit):
+                continue
+            if length - start == 1:
+                if length > len(sequence.block_ids) * block_size and not self._grow(
+                    sequence, length, preempted
+                ):
+                    continue
+                sequence.num_computed = length
+                sequence.num_unknown = num_unknown + 1
+                decoding.append(sequence)
+                starts.append(start)
+                sampling.append(sequence)
+                continue
+            num_tokens = work.chunk(length - start, start, budget)
+            if num_tokens == 0:
+                continue
+            end = start + num_tokens
+            if end > len(sequence.block_ids) * block_size and not self._grow(sequence, end, preempted):
+                continue
+            self._count_on(step, sequence, sequence.next_chunk(num_tokens))
+            budget -= work.cost(start, num_tokens)
+        return step, budget
+
+    def _admit_to(self, step: StepChunks, budget: float) -> None:
+        """Let those who wait join the step."""
+        # Whether to wait for an adapter on its way is weighed against all that the step computes.
+        chunks = [*step] if self._residency.num_loading > 0 else []
+        num_running, num_known = len(self._running), len(chunks)
+        self._admit(chunks, budget)
+        for sequence, chunk in zip(self._running[num_running:], chunks[num_known:], strict=True):
+            self._count_on(step, sequence, chunk)
+
+    def _count_on(self, step: StepChunks, sequence: Sequence, chunk: Chunk) -> None:
+        """Have the step compute a part of a prompt."""
+        step.prompts.append(chunk)
+        sequence.num_computed = chunk.end
+        if chunk.samples:
+            sequence.num_unknown += 1
+            step.sampling.append(sequence)
+
+    def _plan_of(self, step: StepChunks, preempted: Many[Sequence]) -> StepPlan:
+        versions: set[str | None] = set()
+        if step:
+            versions = step.versions
+            self._memory.step_decided()
+            self.adapters.step_decided(step)
+            self._under_way.append([])
+            self._sampling.append(step.sampling)
+        orders = self.adapters.take_orders(versions, self._waiting)
+        return StepPlan(
+            chunks=cast("tuple[Chunk, ...]", step),  # as good as one: it is looked at and not changed
+            adapter_evictions=tuple(self._residency.take_evictions()),
+            moves=tuple(self._memory.take_moves()),
+            adapter_reads=orders.reads,
+            adapter_loads=orders.loads,
+            waits_for=orders.waits_for,
+            stalls=orders.stalls,
+            preempted=tuple(sequence.request_id for sequence in preempted),
+        )
+
+
+def _has_all(sequence: Sequence, length: int, max_model_len: int) -> bool:
+    """Tell whether the tokens under way are the last ones, as `Sequence.needs_no_more` does."""
+    max_tokens = sequence.request.params.max_tokens
+    return length >= max_model_len or (max_tokens is not None and length >= sequence.num_prompt + max_tokens)
