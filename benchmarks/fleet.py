@@ -99,7 +99,7 @@ def perform(run: Run) -> dict[str, Any]:
     policy = Policy.of_name(run.policy)
     named = PLACEMENTS[policy.placement]
     if named is not None and named.needs_points:
-        options = replace(options, points=_points(run.fleet))
+        options = replace(options, points=_points(replace(run.fleet, seed=0)))  # found once, beforehand
     started = time.process_time()
     if run.step is None:
         runs = FleetRuns(profile, requests, options)
