@@ -30,9 +30,9 @@ from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
 from loraplex.perf.set_costs import SetCosts
 
-TOLERANCE: Final = 0.25
+TOLERANCE: Final = 0.35
 """How much more than the cheapest replica one that has the adapter may cost."""
-HEADROOM: Final = 0.9
+HEADROOM: Final = 0.95
 """The share of the SLO that its decode step may take."""
 SIMILAR: Final = 0.1
 """How much more than the cheapest replica one may cost that counts as equally cheap."""
