@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex.cli.flags import App
-from loraplex.cli.json_out import check_picture, check_writable, write_json
+from loraplex.cli.json_out import check_picture, check_writable, save_json
 from loraplex.cli.twin_options import (
     AdapterMib,
     Adapters,
@@ -66,15 +66,17 @@ def run(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     outcome = _replay(profile, workload, model, options)
     summary = outcome.summary()
-    _show(summary)
     if json_out is not None:
         document = {"summary": summary, "timeline": asdict(outcome.timeline()), "requests": _rows(outcome)}
-        write_json(json_out, document)
+        save_json(json_out, document)
     if plot is not None:
         from loraplex.cli.twin_plot import write_plot
 
         write_plot(outcome, plot, workload=workload.name, profile=profile.name)
-        typer.echo(f"wrote {plot}")
+    _show(summary, is_overloaded=outcome.is_overloaded())
+    for path in (json_out, plot):
+        if path is not None:
+            typer.echo(f"wrote {path}")
 
 
 @app.command()
@@ -120,6 +122,8 @@ def compare(
     outcome = replay(found, *read_inputs(workload, options, engine))
     with _of_file(live):
         figures = compare_figures(outcome, measured)
+    if json_out is not None:
+        save_json(json_out, figures)
     for name, words, factor in (
         ("output_tok_s", "output tok/s", 1.0),
         ("itl_s", "ITL ms", 1e3),
@@ -129,7 +133,7 @@ def compare(
             pair = f"twin {row['twin'] * factor:12,.2f}  live {row['live'] * factor:12,.2f}"
             typer.echo(f"{words:13} {pair}  SMAPE {row['smape']:5.1f}%")
     if json_out is not None:
-        write_json(json_out, figures)
+        typer.echo(f"wrote {json_out}")
 
 
 @app.command()
@@ -162,6 +166,14 @@ def validate(
     with shown_progress("predicting", expected=f"{num_runs} {plural('run', num_runs)}") as progress:
         predictions = predict(fitted, asked.setups, progress=progress)
     found = report(predictions, asked.measured)
+    if json_out is not None:
+        from loraplex.bench.environment import environment
+
+        profiles = {model: dict(profile.quality) for model, profile in fitted.profiles.items()}
+        fitted_to = {"num_runs": fitted.num_runs, "quality": profiles}
+        save_json(
+            json_out, {**found, "fit": fitted_to, "environment": environment(("loraplex", "numpy", "numba"))}
+        )
     if found["num_not_predicted"]:
         why = "; ".join(f"{count}: {reason}" for reason, count in found["not_predicted"].items())
         typer.echo(f"{found['num_not_predicted']} of {len(predictions)} runs are not predicted ({why})")
@@ -173,13 +185,7 @@ def validate(
         f"{found['num_starved']} of {found['num_compared']} runs are starved"
     )
     if json_out is not None:
-        from loraplex.bench.environment import environment
-
-        profiles = {model: dict(profile.quality) for model, profile in fitted.profiles.items()}
-        fitted_to = {"num_runs": fitted.num_runs, "quality": profiles}
-        write_json(
-            json_out, {**found, "fit": fitted_to, "environment": environment(("loraplex", "numpy", "numba"))}
-        )
+        typer.echo(f"wrote {json_out}")
 
 
 @contextmanager
@@ -197,7 +203,7 @@ def _replay(profile: Path, workload: Path, model: str | None, options: TwinOptio
     return replay(read_profile_of(profile, model), *read_inputs(workload, options))
 
 
-def _show(summary: dict[str, Any]) -> None:
+def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
     num_steps = summary["num_steps"]
     typer.echo(
         f"{summary['num_served']} of {summary['num_requests']} requests served in "
@@ -216,7 +222,7 @@ def _show(summary: dict[str, Any]) -> None:
     if summary["num_lost"]:
         lost = summary["num_lost"]
         typer.echo(f"{lost:,} {plural('request', lost)} lost: their client had no connection left")
-    if summary["starved"]:
+    if is_overloaded:
         typer.echo("overloaded: it serves less than 90% of what is asked for")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,38 @@ def test_an_overload_is_said(profile: Path, tmp_path: Path) -> None:
     result = twin("run", profile, path, "--seconds", "6", "--kv-tokens", "4000")
     assert result.exit_code == 0, result.output
     assert "overloaded: it serves less than 90% of what is asked for" in result.output
+
+
+def test_a_queue_that_shrinks_before_the_last_requests_come_is_no_overload(tmp_path: Path) -> None:
+    """All at once first, and few in its last seconds."""
+    profile, path, out = tmp_path / "profile.json", tmp_path / "early.jsonl", tmp_path / "out.json"
+    write_slot_profile(profile, TRUTH)
+    burst = [
+        WorkloadRequest(arrival_s=1e-4 * number, prompt_tokens=60, output_tokens=60, adapter=number % 6)
+        for number in range(600)
+    ]
+    tail = [
+        WorkloadRequest(arrival_s=5.0 + 0.01 * number, prompt_tokens=10, output_tokens=2, adapter=number % 6)
+        for number in range(200)
+    ]
+    write_workload(path, [*burst, *tail])
+    result = twin("run", profile, path, "--json", str(out))
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text())["summary"]["starved"], "or the test shows nothing"
+    assert "overloaded" not in result.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_run_that_cannot_be_printed_is_saved(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = (
+        *(sys.executable, "-m", "loraplex.cli.main", "twin", "run"),
+        *("--profile", profile, "--workload", workload, "--json", out),
+    )
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert "the output cannot be written" in done.stderr
+    assert json.loads(out.read_text())["summary"]["num_served"] > 0
 
 
 def test_a_live_run_is_compared(profile: Path, workload: Path, tmp_path: Path) -> None:
