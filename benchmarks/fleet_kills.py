@@ -4,8 +4,9 @@
 
 `loraplex fleet serve` runs three replicas of a small random model. Clients stream answers, greedy and seeded,
 with and without adapters, penalties and log-probabilities, one after the other. Again and again a replica
-that serves streams is killed (SIGKILL) or stopped (SIGSTOP), while at least one other is ready. Then the same
-in front of three servers, whose connections are cut. Every answer is held against the one that was given
+that serves streams is killed (SIGKILL) or stopped (SIGSTOP): first one at a time, when all are back, then one
+after the other, as soon as one besides it is ready. Then the same in front of three servers, whose
+connections are cut. Every answer is held against the one that was given
 before anything was killed, token by token. Pauses are gaps between tokens of the streams that lost their
 replica: of all streams as many as it served, those with the longest gaps.
 """
@@ -54,6 +55,8 @@ _LOOK_S: Final = 0.1
 _READY_TIMEOUT_S: Final = 180.0
 _BETWEEN_S: Final = 2.0
 """Between two kills: streams that lost a replica may lose the next one too, but not always."""
+ALONE, OVERLAPPING = NUM_REPLICAS, 2
+"""Replicas that are ready before one is killed."""
 _ON_THE_WAY_S: Final = 1.0
 _KINDS: Final[dict[str, dict[str, Any]]] = {
     "greedy": {"temperature": 0},
@@ -204,9 +207,11 @@ def _difference(got: Sequence[int], expected: Sequence[int]) -> dict[str, int]:
 class Victims:
     """The replicas of a fleet, and how each is taken from its streams."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, least_ready: int) -> None:
+        """`least_ready`: replicas that are ready before one is taken."""
         self._session = session
         self._url = url
+        self._least_ready = least_ready
 
     async def replicas(self) -> list[dict[str, Any]]:
         async with self._session.get(f"{self._url}/v1/fleet") as response:
@@ -214,12 +219,12 @@ class Victims:
             return found
 
     async def serving(self) -> list[dict[str, Any]]:
-        """Return the replicas that serve streams, as soon as two are ready and one of them does."""
+        """Return the replicas that serve streams, as soon as enough are ready and one of them does."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
             while True:
                 ready = [each for each in await self.replicas() if each["state"] == "ready"]
                 serving = [each for each in ready if each["in_flight"]]
-                if len(ready) >= 2 and serving:
+                if len(ready) >= self._least_ready and serving:
                     return serving
                 await asyncio.sleep(_LOOK_S)
 
@@ -252,7 +257,7 @@ class Turns:
 
 async def kill(victims: Victims, num_kills: int, outcome: Outcome, cuts: Sequence[Cuttable]) -> None:
     """Take replicas from their streams, one after the other, each by the next way there is: by cutting its
-    connections if there are `cuts`, else by signals. At least one that is ready is left each time."""
+    connections if there are `cuts`, else by signals."""
     rng, turns = random.Random(0), Turns()
     async with asyncio.TaskGroup() as replacing:
         for number in range(num_kills):
@@ -283,7 +288,12 @@ async def _time_replacement(
 
 
 async def disturb(
-    url: str, num_kills: int, cuts: Sequence[Cuttable], expected: dict[str, list[int]]
+    url: str,
+    num_kills: int,
+    expected: dict[str, list[int]],
+    *,
+    least_ready: int,
+    cuts: Sequence[Cuttable] = (),
 ) -> Outcome:
     """`expected`: undisturbed answers by request; those that are not there are asked for first."""
     outcome, ended = Outcome(), asyncio.Event()
@@ -302,7 +312,7 @@ async def disturb(
             for _ in range(NUM_STREAMS)
         ]
         try:
-            await kill(Victims(session, url), num_kills, outcome, cuts)
+            await kill(Victims(session, url, least_ready), num_kills, outcome, cuts)
         finally:
             ended.set()
             await asyncio.gather(*streams)
@@ -334,11 +344,14 @@ class Setting:
 _ENGINE: Final = ("--dtype", "float32", "--threads", "1", "--kv-memory", "256MiB")
 
 
-async def kill_processes(setting: Setting, num_kills: int, expected: dict[str, list[int]]) -> Outcome:
+async def kill_processes(
+    setting: Setting, num_kills: int, expected: dict[str, list[int]], least_ready: int
+) -> Outcome:
     """Kill and stop the engine processes of a fleet."""
-    command = setting.command("fleet", "fleet", "serve", "--replicas", str(NUM_REPLICAS), *_ENGINE)
+    args = ("fleet", "serve", "--replicas", str(NUM_REPLICAS), *_ENGINE)
+    command = setting.command(f"fleet-{least_ready}", *args)
     with running(command, log_path=setting.logs / "fleet-kills.log") as server:
-        return await disturb(server.base_url, num_kills, (), expected)
+        return await disturb(server.base_url, num_kills, expected, least_ready=least_ready)
 
 
 async def cut_connections(setting: Setting, num_kills: int, expected: dict[str, list[int]]) -> Outcome:
@@ -358,15 +371,16 @@ async def cut_connections(setting: Setting, num_kills: int, expected: dict[str, 
         )
         # In a thread: the front speaks to the servers through this process while it starts.
         server = await asyncio.to_thread(enter, front)
-        return await disturb(server.base_url, num_kills, cuts, expected)
+        return await disturb(server.base_url, num_kills, expected, least_ready=OVERLAPPING, cuts=cuts)
 
 
 async def measure(setting: Setting, num_kills: int) -> dict[str, Any]:
     expected: dict[str, list[int]] = {}
-    num_cuts = num_kills // 3
+    third = num_kills // 3
     parts = {
-        "processes": await kill_processes(setting, num_kills - num_cuts, expected),
-        "servers": await cut_connections(setting, num_cuts, expected),
+        "processes": await kill_processes(setting, num_kills - 2 * third, expected, ALONE),
+        "overlapping": await kill_processes(setting, third, expected, OVERLAPPING),
+        "servers": await cut_connections(setting, third, expected),
     }
     return {name: outcome.summary() for name, outcome in parts.items()}
 

@@ -10,6 +10,13 @@ _AIMS: Final[dict[str, tuple[str, str]]] = {"ttft_added_ms": ("2", "8"), "gap_ad
 """At p50 and p99."""
 
 
+_KILLED: Final = {
+    "processes": "engine processes, one at a time",
+    "overlapping": "engine processes, before the last is back",
+    "servers": "servers behind a front",
+}
+
+
 def front_table(result: Result) -> str:
     """Show what the front adds to first tokens and to gaps, over all rounds."""
     lines = []
@@ -37,8 +44,9 @@ def front_note(result: Result) -> str:
 def kills_table(result: Result) -> str:
     """Show what became of answers, by how replicas were taken from them."""
     lines = []
-    for name, title in (("processes", "engine processes"), ("servers", "servers behind a front")):
-        part = result[name]
+    for name, title in _KILLED.items():
+        if (part := result.get(name)) is None:
+            continue
         answers = part["answers"]
         total, good = sum(answers.values()), answers.get("as undisturbed", 0)
         kills = ", ".join(f"{count} {way}" for way, count in part["kills"].items())

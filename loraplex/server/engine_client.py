@@ -71,8 +71,8 @@ class ClientOptions:
     stats_max_age_s: float = 0.5
     stats_timeout_s: float = 2.0
     stop_grace_s: float = 10.0
-    silent_s: float = 1.5
-    lost_s: float = 10.0
+    silent_s: float = 1.0
+    lost_s: float = 7.0
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     env: Mapping[str, str] = field(default_factory=dict)
 
