@@ -1,14 +1,14 @@
 """Do streams survive the replicas that serve them? Replicas are killed or stopped under streams.
 
-    python -m benchmarks.fleet_kills --kills 200      # about 25 minutes on two cores
+    python -m benchmarks.fleet_kills --kills 200      # about 35 minutes on two cores
 
 `loraplex fleet serve` runs three replicas of a small random model. Clients stream answers, greedy and seeded,
-with and without adapters, penalties and log-probabilities, one after the other. Again and again a replica
-that serves streams is killed (SIGKILL) or stopped (SIGSTOP): first one at a time, when all are back, then one
-after the other, as soon as one besides it is ready. Then the same in front of three servers, whose
-connections are cut. Every answer is held against the one that was given
-before anything was killed, token by token. Pauses are gaps between tokens of the streams that lost their
-replica: of all streams as many as it served, those with the longest gaps.
+with and without adapters, penalties and log-probabilities, one after the other. New replicas join and leave;
+then, again and again, a replica that serves streams is killed (SIGKILL) or stopped (SIGSTOP): first one at a
+time, when all are back, then one after the other, as soon as one besides it is ready. Then the same in front
+of three servers, whose connections are cut. Every answer is held against the one that was given before
+anything was killed, token by token. Pauses are gaps between tokens of the streams that lost their replica: of
+all streams as many as it served, those with the longest gaps.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ NUM_REPLICAS: Final = 3
 NUM_ADAPTERS: Final = 16
 NUM_STREAMS: Final = 9
 MAX_TOKENS: Final = 200
+NUM_JOINS: Final = 10
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSTOP)
 CUT: Final = "connections cut"
 _LOOK_S: Final = 0.1
@@ -109,6 +110,7 @@ class Outcome:
     ends: Counter[str] = field(default_factory=Counter)
     kills: list[Kill] = field(default_factory=list)
     replaced_s: dict[str, list[float]] = field(default_factory=dict)
+    joined_s: list[float] = field(default_factory=list)
     wrong: list[dict[str, Any]] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
@@ -122,6 +124,7 @@ class Outcome:
             "pauses": {way: len(each) for way, each in pauses_s.items()},
             "pause_s": {way: _quantiles(each) for way, each in pauses_s.items()},
             "replaced_s": {way: _quantiles(each) for way, each in self.replaced_s.items()},
+            "joined_s": _quantiles(self.joined_s),
         }
 
 
@@ -228,6 +231,19 @@ class Victims:
                     return serving
                 await asyncio.sleep(_LOOK_S)
 
+    async def join(self) -> float:
+        """Have one replica more, and none more again; return the seconds until the new one served."""
+        began_s = time.monotonic()
+        await self._scale(NUM_REPLICAS + 1)
+        joined_s = time.monotonic() - began_s
+        await self._scale(NUM_REPLICAS)
+        return joined_s
+
+    async def _scale(self, num_replicas: int) -> None:
+        body = {"replicas": num_replicas, "move": True}
+        async with self._session.post(f"{self._url}/v1/fleet/scale", json=body) as response:
+            assert response.status == 200, await response.text()
+
     async def replaced(self, victim: Mapping[str, Any]) -> None:
         """Wait until another process serves in the place of a replica."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
@@ -293,9 +309,11 @@ async def disturb(
     expected: dict[str, list[int]],
     *,
     least_ready: int,
+    num_joins: int = 0,
     cuts: Sequence[Cuttable] = (),
 ) -> Outcome:
-    """`expected`: undisturbed answers by request; those that are not there are asked for first."""
+    """`expected`: undisturbed answers by request; those that are not there are asked for first. `num_joins`:
+    how often a new replica joins before any is killed."""
     outcome, ended = Outcome(), asyncio.Event()
     asked = requests()
     timeout = aiohttp.ClientTimeout(total=None)
@@ -312,7 +330,9 @@ async def disturb(
             for _ in range(NUM_STREAMS)
         ]
         try:
-            await kill(Victims(session, url, least_ready), num_kills, outcome, cuts)
+            victims = Victims(session, url, least_ready)
+            outcome.joined_s = [await victims.join() for _ in range(num_joins)]
+            await kill(victims, num_kills, outcome, cuts)
         finally:
             ended.set()
             await asyncio.gather(*streams)
@@ -351,7 +371,8 @@ async def kill_processes(
     args = ("fleet", "serve", "--replicas", str(NUM_REPLICAS), *_ENGINE)
     command = setting.command(f"fleet-{least_ready}", *args)
     with running(command, log_path=setting.logs / "fleet-kills.log") as server:
-        return await disturb(server.base_url, num_kills, expected, least_ready=least_ready)
+        joins = NUM_JOINS if least_ready == ALONE else 0
+        return await disturb(server.base_url, num_kills, expected, least_ready=least_ready, num_joins=joins)
 
 
 async def cut_connections(setting: Setting, num_kills: int, expected: dict[str, list[int]]) -> Outcome:

@@ -63,10 +63,15 @@ def kills_table(result: Result) -> str:
 
 
 def kills_note(result: Result) -> str:
-    parameters = result["parameters"]
+    parameters, joined = result["parameters"], result["processes"].get("joined_s")
+    joins = (
+        f" A new replica served after {joined['p50']:.1f} s, {joined['max']:.1f} s at the most (15 wanted)."
+        if joined
+        else ""
+    )
     return (
         f"{_where(result)}, {parameters['replicas']} replicas, {parameters['streams']} streams at a time of "
-        f"{parameters['tokens']} tokens each.\n"
+        f"{parameters['tokens']} tokens each.{joins}\n"
     )
 
 
