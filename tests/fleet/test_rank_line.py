@@ -77,6 +77,18 @@ def test_copies_take_a_quarter_of_the_memory_of_everywhere_at_most() -> None:
         assert plan.num_copies <= max(0.25 * num_replicas * 300, 300 + num_replicas)
 
 
+@pytest.mark.parametrize("placement", [PADDED, OWN_PACE])
+def test_no_replica_holds_all_that_is_asked_for_seldom(placement: RankLinePlacement) -> None:
+    """The load of a few adapters would keep seven of eight replicas busy; the last had all others."""
+    ranks, demand = [8, 128] * 50, [100.0] * 8 + [0.01] * 92
+    problem = problem_of(ranks=ranks, demand=demand, num_replicas=8)
+    plan = placement.place(problem)
+    held = np.zeros(8)
+    for size, replicas in zip(problem.adapters.num_bytes.tolist(), plan.replicas, strict=True):
+        held[list(replicas)] += size
+    assert held.max() < 0.25 * problem.adapters.num_bytes.sum()
+
+
 def test_what_nobody_asks_for_is_spread() -> None:
     plan = PADDED.place(problem_of(ranks=[8] * 60, demand=[0.0] * 60, num_replicas=6))
     assert np.bincount(plan.copies().replicas, minlength=6).min() >= 9
@@ -102,6 +114,6 @@ def test_spare_copies_make_no_replica_slower() -> None:
     problem = problem_of(ranks=[8, 16, 32, 64, 128] * 5, demand=[100.0] * 25, num_replicas=8)
     plan = PADDED.place(problem)
     spares = [adapter for adapter, replicas in enumerate(plan.replicas) if len(replicas) > 1]
-    assert len(spares) > 15, "all of them have the load for it"
+    assert len(spares) > 5, "all of them have the load for it, and some find room"
     used = busy(plan, problem)
     assert max(used) < 1.25 * sum(used) / len(used)

@@ -6,6 +6,9 @@ first adapter in the piece, and each piece holds the tokens that keep a replica 
 share of its time. That share is as small as it can be. An adapter at a cut is served on both sides of it, and
 one that needs more than a replica has several to itself.
 
+No piece takes much more than a sixth of all adapters' bytes, however little its adapters are asked for, so
+that no host has to hold nearly everything.
+
 Among adapters of one rank the line keeps the order of the plan before: when demand drifts, cuts shift a
 little, and only what lies between an old and a new cut moves. The adapters that are asked for most get one
 copy more, on a neighbouring replica, so that a burst has two places to go; but not in fleets of four or fewer
@@ -33,6 +36,10 @@ _SPARE_SHARE: Final = 0.1
 """An adapter gets a spare copy from this share of a replica's load on."""
 _STORAGE: Final = 0.25
 """Copies that are made in all, at the most, over those of every adapter everywhere; one of each if more."""
+_ON_ONE: Final = 0.175
+"""The most bytes on one replica, over those of all adapters: a burst brings it others for a while."""
+_OVER_EVEN: Final = 1.1
+"""Where there are few replicas, the most bytes on one of them over an even share."""
 _SPARE_PART: Final = 0.1
 """The part of its demand that is expected there, over the smallest part of its other replicas."""
 _BISECTIONS: Final = 60
@@ -53,9 +60,10 @@ class RankLinePlacement:
         points = operating_point_of_each(adapters, self.token_rates)
         demand = np.maximum(problem.demand, _LEAST_DEMAND * (problem.demand.mean() or 1.0))
         order = self._order(problem)
-        line = _Line(demand[order], points[order], num_replicas, padded=self.padded)
+        sizes = adapters.num_bytes[order].astype(float)
+        line = _Line(demand[order], points[order], sizes, num_replicas, padded=self.padded)
         weights = line.cut()
-        spares = _spare_copies(line, weights, num_replicas)
+        spares = _spare_copies(line, weights)
         placed: list[dict[int, float]] = [{} for _ in range(len(adapters))]
         for place, adapter in enumerate(order.tolist()):
             placed[adapter] = weights[place] | spares.get(place, {})
@@ -76,11 +84,18 @@ class RankLinePlacement:
 
 
 class _Line:
-    """Adapters in their order. `_ends`: tokens/s of all up to each of them."""
+    """Adapters in their order. `sizes`: in bytes; `most_bytes`: of a replica's piece. `_ends`: tokens/s of
+    all up to each of them, `_byte_ends`: bytes."""
 
-    def __init__(self, demand: FloatArray, points: FloatArray, num_replicas: int, *, padded: bool) -> None:
+    def __init__(
+        self, demand: FloatArray, points: FloatArray, sizes: FloatArray, num_replicas: int, *, padded: bool
+    ) -> None:
         self.num_replicas = num_replicas
-        self.points = points
+        self.sizes = sizes
+        self._byte_ends = np.cumsum(sizes)
+        # With room for one that is on both sides of a cut.
+        share = max(_ON_ONE, _OVER_EVEN / num_replicas)
+        self.most_bytes = share * float(self._byte_ends[-1]) + float(sizes.max())
         # Without padding an adapter takes its own share of a replica, whichever others are there.
         self.amounts = demand if padded else demand / points
         self._sustained = points if padded else np.ones(len(points))
@@ -127,25 +142,30 @@ class _Line:
         reached = 0.0
         for replica in range(self.num_replicas):
             place = min(int(np.searchsorted(self._ends, reached, side="right")), len(self._ends) - 1)
-            reached += used * float(self._sustained[place])
+            before = self._byte_ends[place] - self.sizes[place]
+            last = int(np.searchsorted(self._byte_ends, before + self.most_bytes, side="right")) - 1
+            reached = min(reached + used * float(self._sustained[place]), float(self._ends[max(last, place)]))
             cuts[replica] = reached
         return cuts
 
 
-def _spare_copies(
-    line: _Line, weights: list[dict[int, float]], num_replicas: int
-) -> dict[int, dict[int, float]]:
+def _spare_copies(line: _Line, weights: list[dict[int, float]]) -> dict[int, dict[int, float]]:
     """Return one replica more for the adapters with most load, by their place in the line. It is expected to
     take little, as it is there for bursts. It is the one before in the line, where there is one: ranks are
     not smaller there, so that nobody has to wait for a larger rank than before."""
-    num_copies = sum(map(len, weights))
+    num_replicas, num_copies = line.num_replicas, sum(map(len, weights))
+    room = np.full(num_replicas, line.most_bytes)
+    for size, held in zip(line.sizes.tolist(), weights, strict=True):
+        room[list(held)] -= size
     most = max(int(_STORAGE * num_replicas * len(weights)) - num_copies, 0)
     share = line.amounts / line.amounts.sum() * num_replicas
     hottest = np.argsort(-share, kind="stable")[:most]
     found: dict[int, dict[int, float]] = {}
     for place in hottest[share[hottest] >= _SPARE_SHARE].tolist():
         held = weights[place]
+        size = line.sizes[place]
         beyond = [replica for replica in (min(held) - 1, max(held) + 1) if 0 <= replica < num_replicas]
-        if beyond:
+        if beyond and room[beyond[0]] >= size:
+            room[beyond[0]] -= size
             found[place] = {beyond[0]: _SPARE_PART * min(held.values())}
     return found
