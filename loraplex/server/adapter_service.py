@@ -5,6 +5,9 @@
 
 A change of a name is one assignment, after the new version was staged and the registry has the change on
 disk. A version that lost its last name is retired: once its last lease is gone the engine forgets it.
+
+Other servers may change names in the same registry. What they change is served here in the same way, staged
+before it is in use (`follow`), and every change that is asked for here begins with what they made of a name.
 """
 
 from __future__ import annotations
@@ -12,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -23,7 +25,7 @@ from weakref import WeakValueDictionary
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, other_base_warning
 from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
-from loraplex.adapters.registry import AdapterRegistry, Origin
+from loraplex.adapters.registry import Origin, RegistryEntry
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
     AdapterConflictError,
@@ -39,7 +41,9 @@ from loraplex.engine.interface import AsyncEngine
 from loraplex.server.adapter_files import AdapterFiles, ReadAdapter
 from loraplex.server.errors import BusyError, NotServedError
 from loraplex.server.hub_adapters import HubAdapters
+from loraplex.server.registered_names import RegisteredNames, read_registered
 from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.shared_registry import SharedRegistry
 from loraplex.server.version_use import Lease, VersionUse
 
 logger = logging.getLogger(__name__)
@@ -53,26 +57,18 @@ OnStaged = Callable[[str], None]
 """Called with a version that is ready, before its name moves to it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unloaded:
-    """How an unload went. `drained`: its requests in flight ended in time; if not they still finish, and the
-    engine forgets the version after them. `held_by` is the process id of another running server on the state
-    folder that holds the name, so that it comes back when this one is started again; None if there is none.
-    """
-
-    drained: bool
-    held_by: int | None
-
-
 class AdapterService:
-    """Lookup, load, reload and unload of adapters, for one base model. Used from one event loop."""
+    """Lookup, load, reload and unload of adapters, for one base model. Used from one event loop.
+
+    `on_dropped` is called with a name that another server has unloaded, when it is free.
+    """
 
     def __init__(
         self,
         *,
         base_model: str,
         engine: AsyncEngine,
-        registry: AdapterRegistry,
+        registry: SharedRegistry,
         shape: ModelShape,
         allowed: AllowedPaths,
         hub: HubAdapters | None = None,
@@ -93,14 +89,20 @@ class AdapterService:
             hub=hub or HubAdapters(),
             known_as=base_names(base_model) if known_as is None else known_as,
         )
-        self.registry = registry
+        self.registered = RegisteredNames(registry)
+        self.on_dropped: Callable[[str], None] = lambda name: None
         self._engine = engine
         self._stages_new = stages_new
         self._served: dict[str, ServedAdapter] = {}
         self._changing: set[str] = set()
+        self._following: dict[str, asyncio.Event] = {}  # names that other servers changed, until followed
         self._uses: dict[str, VersionUse] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._retirements: set[asyncio.Task[None]] = set()
+
+    @property
+    def registry(self) -> SharedRegistry:
+        return self.registered.registry
 
     def served(self) -> list[ServedAdapter]:
         """All adapters, by name."""
@@ -154,7 +156,7 @@ class AdapterService:
         answers that share of its requests. On any error everything is as it was.
         """
         self.check_name(name)
-        with self._change(name):
+        async with self._change(name):
             before = self._served.get(name)
             self._check_load(name, before, replace=replace, canary_share=canary_share)
             found = await self.files.read(path)
@@ -165,25 +167,26 @@ class AdapterService:
             else:
                 after = before.with_canary(found, canary_share)
             # A trial leaves the name what it is, so it stays a folder's if it was one.
-            origin = Origin.API if canary_share is None else self._origin_of(after)
-            await self._move(before, after, found, on_staged, origin)
+            origin = Origin.API if canary_share is None else None
+            await self._move(before, after, [found], on_staged, partial(self.registered.put, after, origin))
             if found.other_base is not None:
                 logger.warning("adapter %r: %s", name, other_base_warning(found.other_base, self.base_model))
             return after
 
     async def promote(self, name: str, *, on_staged: OnStaged = lambda version: None) -> ServedAdapter:
         """Let a name stand for its canary, which answers all requests from now on."""
-        with self._change(name):
+        async with self._change(name):
             before = self._find_served(name)
             after = before.promoted()
             assert before.canary is not None, "one without was refused"
-            return await self._move(before, after, before.canary.adapter, on_staged)
+            register = partial(self.registered.put, after, Origin.API)
+            return await self._move(before, after, [before.canary.adapter], on_staged, register)
 
     async def abort(self, name: str) -> ServedAdapter:
         """End the trial of a name's canary; its requests in flight finish on it."""
-        with self._change(name):
+        async with self._change(name):
             after = self._find_served(name).aborted()
-            await self._register(after, self._origin_of(after))
+            await self.registered.put(after, None)
             return self._point(after)
 
     async def roll_back(
@@ -191,26 +194,45 @@ class AdapterService:
     ) -> ServedAdapter:
         """Let a name stand for the version before the present one, or for the earlier one that is given by
         the beginning of its hash. Its files are read again, and must be the same."""
-        with self._change(name):
+        async with self._change(name):
             before = self._find_served(name)
             found = await self.files.read_again(before.find_previous(version))
-            return await self._move(before, before.rolled_back_to(found), found, on_staged)
+            after = before.rolled_back_to(found)
+            register = partial(self.registered.put, after, Origin.API)
+            return await self._move(before, after, [found], on_staged, register)
 
     async def unload(
         self, name: str, *, drain_timeout_s: float, on_removed: Callable[[], None] = lambda: None
-    ) -> Unloaded:
+    ) -> bool:
         """Stop serving a name, at once for new requests. A name that is only registered is forgotten.
 
-        `on_removed` is called when the name is free, before its requests in flight ended.
+        `on_removed` is called when the name is free, before its requests in flight ended. Returns whether
+        they ended in time; if not they still finish, and the engine forgets the version after them.
         """
-        with self._change(name):
-            removal = await asyncio.to_thread(self.registry.remove, name)
+        async with self._change(name, catches_up=False):
+            was_registered = await self.registered.remove(name)
             adapter = self._served.pop(name, None)
-            if adapter is None and not removal.was_there:
+            if adapter is None and not was_registered:
                 raise self._not_loaded(name)
             on_removed()
-        drained = adapter is None or await self._drain(adapter.versions, drain_timeout_s)
-        return Unloaded(drained=drained, held_by=removal.held_by)
+        return adapter is None or await self._drain(adapter.versions, drain_timeout_s)
+
+    async def follow(self, name: str) -> bool:
+        """Serve a name as the registry has it, which another server may have changed: staged first, as by a
+        load here. What cannot be done is logged, and leaves what was served.
+
+        Returns False if the name is being changed here just now: ask again.
+        """
+        if name in self._changing:
+            return False
+        followed = self._following[name] = asyncio.Event()
+        try:
+            with self._claim(name):
+                await self._catch_up(name)
+        finally:
+            del self._following[name]
+            followed.set()
+        return True
 
     async def adopt(self, adapter: ServedAdapter) -> None:
         """Serve what needs no registering, at start-up. Raises what the engine raises."""
@@ -236,25 +258,74 @@ class AdapterService:
         self,
         before: ServedAdapter | None,
         after: ServedAdapter,
-        found: ReadAdapter,
+        found: Sequence[ReadAdapter],
         on_staged: OnStaged,
-        origin: Origin = Origin.API,
+        register: Callable[[], Awaitable[None]],
     ) -> ServedAdapter:
         """Have a name as `after`, for which the engine needs what was found: known, staged if the name is
         served already or new ones are, registered, and only then in use."""
-        spec = found.spec
-        async with self._lock(spec.version):
-            await self._engine.add_adapter(spec)
+        specs = [each.spec for each in found]
+        async with AsyncExitStack() as stack:
+            for version in sorted({spec.version for spec in specs}):
+                await stack.enter_async_context(self._lock(version))
+            added: list[str] = []
             try:
-                if before is not None or self._stages_new:
-                    await self._stage(before, after.name, spec)
-                if before is not None:
-                    on_staged(spec.version)
-                await self._register(after, origin)
+                for spec in specs:
+                    await self._engine.add_adapter(spec)
+                    added.append(spec.version)
+                    if before is not None or self._stages_new:
+                        await self._stage(before, after.name, spec)
+                    if before is not None:
+                        on_staged(spec.version)
+                await register()
             except BaseException:
-                self._retire_if_unused(spec.version)
+                for version in added:
+                    self._retire_if_unused(version)
                 raise
             return self._point(after)
+
+    async def _catch_up(self, name: str) -> None:
+        """Serve a name as the registry has it, if that is not what it had before."""
+        found = await asyncio.to_thread(self.registry.look_up, name)
+        state, entry = (None, None) if found is None else found
+        if self.registered.is_followed(name, state):
+            return
+        try:
+            if entry is None:
+                self._drop(name)
+            else:
+                await self._serve_registered(entry)
+        except LoraplexError as error:
+            served = self.version_of(name)
+            self.registered.could_not_follow(name, state, served=served, reason=error)
+        else:
+            self.registered.acted_on(name, state)
+
+    async def _serve_registered(self, entry: RegistryEntry) -> None:
+        """Serve a name as another server has registered it. Raises what is in the way."""
+        self.check_name(entry.name)
+        before = self._served.get(entry.name)
+        found = await read_registered(self.files, entry, before)
+        if found is None:
+            return
+        after, needed = found
+        await self._move(before, after, needed, lambda version: None, _registered_already)
+        logger.info(
+            "adapter %r is version %s now, instead of %s%s: another server on the state folder changed it",
+            after.name,
+            after.version[:12],
+            "none" if before is None else before.version[:12],
+            "" if after.canary is None else f", with {after.canary.version[:12]} on trial",
+        )
+
+    def _drop(self, name: str) -> None:
+        """Serve a name no longer that another server has unloaded; its requests in flight finish."""
+        adapter = self._served.pop(name, None)
+        if adapter is not None:
+            for version in adapter.versions:
+                self._retire_if_unused(version)
+            self.on_dropped(name)
+            logger.info("adapter %r was unloaded through another server on the state folder", name)
 
     async def _stage(self, before: ServedAdapter | None, name: str, spec: AdapterSpec) -> None:
         """Raises what is in the way of a version, with what is served instead in its words."""
@@ -273,20 +344,6 @@ class AdapterService:
             raise AdapterFormatError(f"{outcome}: {error}") from error
         except LoraplexError as error:
             raise LoraplexError(f"{outcome}: {error}") from error
-
-    def _origin_of(self, adapter: ServedAdapter) -> Origin:
-        return self.registry.origin_of(adapter.name, adapter.version)
-
-    async def _register(self, adapter: ServedAdapter, origin: Origin) -> None:
-        put = partial(
-            self.registry.put,
-            adapter.name,
-            adapter.spec,
-            origin=origin,
-            source=adapter.source,
-            rollout=adapter.rollout,
-        )
-        await asyncio.to_thread(put)
 
     def _point(self, after: ServedAdapter) -> ServedAdapter:
         """Let a name stand for what it is from now on, and retire what it stood for."""
@@ -332,8 +389,18 @@ class AdapterService:
         """Adding and removing one version take turns; other versions are not held up."""
         return self._locks.setdefault(version, asyncio.Lock())
 
+    @asynccontextmanager
+    async def _change(self, name: str, *, catches_up: bool = True) -> AsyncIterator[None]:
+        """Change a name that nobody else here changes, as other servers have left it if `catches_up`."""
+        while (followed := self._following.get(name)) is not None:
+            await followed.wait()
+        with self._claim(name):
+            if catches_up:
+                await self._catch_up(name)
+            yield
+
     @contextmanager
-    def _change(self, name: str) -> Iterator[None]:
+    def _claim(self, name: str) -> Iterator[None]:
         if name in self._changing:
             raise AdapterConflictError(
                 f"the adapter {name!r} is being changed by another call right now; wait until that is done"
@@ -392,6 +459,10 @@ class AdapterService:
         near = _near(name, self._served)
         hint = _did_you_mean(near) or "; GET /v1/adapters lists those that are"
         return NotServedError(f"the adapter {name!r} is not loaded{hint}")
+
+
+async def _registered_already() -> None:
+    """Of a change that another server has registered, there is nothing to register."""
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:

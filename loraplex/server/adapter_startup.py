@@ -5,8 +5,10 @@ one that adapters may be loaded from: what was closed since is closed to what wa
 cannot be served, an adapter that is given now under the same name is served in its place, and the registry
 keeps what the API loaded. All other names are what the adapters and folders given now say, a branch of a
 repository by what it is now; the registry only saves reading them again, and forgets those that are given no
-more. This server holds in the registry all other names that it serves, whoever else holds them: what others
-unload is still here at the next start.
+more.
+While other servers run on the registry, all its names are theirs as well and are treated as those of the
+API: served from folders that are open here, kept where they cannot be, and not moved to another folder by
+what is given here. Given from the same folder, they are what its files are now, and the others follow.
 Nothing that is wrong with an adapter of a folder or of the API keeps the others from being served; a note
 says what was left out. One that is given by itself (`--adapter`) must be served, or the start fails; unless
 one that the API loaded has its name.
@@ -24,7 +26,7 @@ from loraplex.adapters.base_name import name_adapters, other_base, other_base_wa
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.peft_reader import read_adapters
-from loraplex.adapters.registry import AdapterRegistry, Origin, RegistryEntry
+from loraplex.adapters.registry import Origin, RegistryEntry
 from loraplex.adapters.rollout import NO_OTHERS, Rollout, VersionRef, moved_on
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
@@ -40,6 +42,7 @@ from loraplex.core.hub import HubRepo
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.canary_startup import restore_canaries
 from loraplex.server.served_adapter import ServedAdapter
+from loraplex.server.shared_registry import NameState, SharedRegistry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +81,8 @@ class _Candidate:
     """A name to serve. `spec` is None where the files must be read (again), an error where they cannot be.
 
     `repo` is what must be fetched first, `source` the repository and commit that `path` was fetched from.
-    `registered` is what the registry has under this name, which need not be this adapter.
+    `registered` is what the registry has under this name, which need not be this adapter. `is_kept`: it stays
+    that, as the API loaded it or other servers serve it.
     """
 
     name: str
@@ -86,6 +90,7 @@ class _Candidate:
     requested_by: _RequestedBy
     spec: AdapterSpec | UserError | None
     registered: RegistryEntry | None
+    is_kept: bool
     repo: HubRepo | None = None
     source: HubRepo | None = None
 
@@ -96,12 +101,12 @@ class _Candidate:
 
     @property
     def origin(self) -> Origin | None:
-        """How to register it; None if the registry is to keep another adapter that the API loaded."""
+        """How to register it; None if the registry is to keep another adapter."""
         entry = self.registered
-        if entry is None or entry.origin is Origin.FOLDER:
+        if entry is None or not self.is_kept:
             return Origin.FOLDER
         is_same = self.requested_by is _RequestedBy.API or entry.spec.path == self.path
-        return Origin.API if is_same else None
+        return entry.origin if is_same or _is_of_repo(entry, self.source) else None
 
     @property
     def where(self) -> str:
@@ -142,8 +147,12 @@ async def start_adapters(
     Raises AdapterError if one of `given` cannot be served or a folder itself cannot be read, StorageError if
     the registry cannot.
     """
-    entries = {entry.name: entry for entry in await asyncio.to_thread(service.registry.all)}
-    choice = await asyncio.to_thread(_choose, service, entries, given, folders)
+    registry = service.registry
+    # States first: what changes between the two reads is looked at again by whoever follows changes.
+    states = await asyncio.to_thread(registry.states)
+    entries = {entry.name: entry for entry in await asyncio.to_thread(registry.all)}
+    is_shared = bool(await asyncio.to_thread(lambda: registry.other_servers))
+    choice = await asyncio.to_thread(_choose, service, entries, given, folders, is_shared=is_shared)
     skipped, notes = [*choice.skipped], [*choice.notes]
     served, failed = await _serve(service, choice.first)
     instead = [choice.fallback[name] for name in failed if name in choice.fallback]
@@ -164,41 +173,41 @@ async def start_adapters(
     notes += await restore_canaries(service, canaries)
     notes += await asyncio.to_thread(_other_base_notes, service)
     names = {candidate.name for candidate in choice.first}
-    gone = [entry.name for entry in entries.values() if _is_of_folder(entry) and entry.name not in names]
+    gone = [name for name, entry in entries.items() if entry.origin is Origin.FOLDER and name not in names]
     rollouts = {adapter.name: adapter.rollout for adapter in service.served()}
-    notes += await asyncio.to_thread(_register, service.registry, all_served, rollouts, gone)
+    notes += await asyncio.to_thread(_register, registry, all_served, rollouts, gone, states)
+    service.registered.began_with(states)
     return StartReport(num_served=len(all_served), num_skipped=len(skipped), notes=(*skipped, *notes))
 
 
 def _register(
-    registry: AdapterRegistry,
+    registry: SharedRegistry,
     served: Sequence[_Served],
     rollouts: Mapping[str, Rollout],
     gone: Sequence[str],
+    states: dict[str, NameState],
 ) -> list[str]:
-    """Bring the registry up to what is served; returns notes on what it did not take."""
+    """Bring the registry up to what is served, and `states` up to what it has then; returns notes.
+
+    A name that another server changed meanwhile is left as it is in both, and followed later.
+    """
     to_register: dict[Origin, list[tuple[str, AdapterSpec]]] = {origin: [] for origin in Origin}
     for candidate, spec in served:
         entry = candidate.registered
-        is_registered = (
-            entry is not None
-            and (entry.spec, entry.rollout) == (spec, rollouts[candidate.name])
-            and registry.holds(candidate.name)
-        )
+        is_registered = entry is not None and (entry.spec, entry.rollout) == (spec, rollouts[candidate.name])
         if candidate.origin is not None and not is_registered:
             to_register[candidate.origin].append((candidate.name, spec))
     sources = {candidate.name: candidate.source for candidate, _ in served}
-    notes = []
     try:
-        registry.remove_many(gone)
+        for name in registry.remove_unless_shared(gone):
+            states.pop(name, None)
         for origin, adapters in to_register.items():
-            blocked = registry.put_many(adapters, origin=origin, sources=sources, rollouts=rollouts)
-            for name, pid in blocked.items():
-                reason = registry.explain_blocked(name, pid)
-                notes.append(f"adapter {name!r} is served, but not registered: {reason}")
+            states |= registry.put_unless_changed(
+                adapters, seen=states, origin=origin, sources=sources, rollouts=rollouts
+            )
     except StorageError as error:
-        notes.append(f"the adapters are served, but could not be registered: {error}")
-    return notes
+        return [f"the adapters are served, but could not be registered: {error}"]
+    return []
 
 
 async def _serve(
@@ -267,16 +276,22 @@ def _choose(
     entries: dict[str, RegistryEntry],
     given: Sequence[GivenAdapter],
     folders: Sequence[Path],
+    *,
+    is_shared: bool,
 ) -> _Choice:
-    """Give each name to one adapter: the API's first, then one given by itself, then that of each folder."""
+    """Give each name to one adapter: the API's first, then one given by itself, then that of each folder.
+
+    `is_shared`: other servers serve what is registered, so that all of it stays as the API's does.
+    """
     skipped: list[str] = []
     notes: list[str] = []
-    started_with = [_given(each, entries.get(each.name)) for each in given]
+    kept = {name for name, entry in entries.items() if is_shared or entry.origin is Origin.API}
+    started_with = [_given(each, entries.get(each.name), is_kept=each.name in kept) for each in given]
     for folder in folders:
         discovery = discover_adapters(folder)
         notes += discovery.notes
         started_with += [
-            _candidate(name, path.resolve(), _RequestedBy.FOLDER, entries.get(name))
+            _candidate(name, path.resolve(), _RequestedBy.FOLDER, entries.get(name), is_kept=name in kept)
             for name, path in discovery.adapters
         ]
     first_given: dict[str, _Candidate] = {}
@@ -284,9 +299,7 @@ def _choose(
         known = first_given.setdefault(candidate.name, candidate)
         if known.where != candidate.where:
             skipped.append(f"skipped {candidate.where}: the name {known.name!r} is taken by {known.where}")
-    remembered = {
-        name: _remembered(service, entry) for name, entry in entries.items() if not _is_of_folder(entry)
-    }
+    remembered = {name: _remembered(service, entries[name]) for name in sorted(kept)}
     for taken in (first_given.pop(service.base_model, None), remembered.pop(service.base_model, None)):
         if taken is not None:
             error = InvalidRequestError(
@@ -307,40 +320,48 @@ def _choose(
 
 
 def _is_same(remembered: _Candidate, given: _Candidate | None) -> bool:
-    return given is not None and given.where == remembered.where
+    entry = remembered.registered
+    assert entry is not None, "that is where it is remembered"
+    if given is None:
+        return False
+    is_branch = entry.origin is Origin.FOLDER and _is_of_repo(entry, given.repo)  # not the API's commit
+    return is_branch or given.where == remembered.where
+
+
+def _is_of_repo(entry: RegistryEntry, repo: HubRepo | None) -> bool:
+    return repo is not None and entry.source is not None and entry.source.repo_id == repo.repo_id
 
 
 def _note_on_fallback(
     candidate: _Candidate, api_error: LoraplexError | None, own_error: LoraplexError | None
 ) -> str:
-    """Return the note on a given adapter whose name one that the API loaded has. `api_error`: why that one is
-    not served, if it is not."""
+    """Return the note on a given adapter whose name one that is kept has. `api_error`: why that one is not
+    served, if it is not."""
     name, entry = candidate.name, candidate.registered
-    assert entry is not None, "the API's is in the registry"
+    assert entry is not None, "what is kept is in the registry"
     api_where = entry.source or entry.spec.path
+    is_api = entry.origin is Origin.API
+    how = "was loaded through the API" if is_api else "another server on the state folder was started with"
     if api_error is None:
+        served = f"was loaded from {api_where} through the API" if is_api else f"is {api_where}, which {how}"
         return (
-            f"skipped {candidate.where}: the name {name!r} was loaded from {api_where} through the API; "
-            "unload it to serve this one at the next start"
+            f"skipped {candidate.where}: the name {name!r} {served}; unload it to serve this one at the next "
+            "start"
         )
     if own_error is None:
         return (
-            f"adapter {name!r}: serving {candidate.where} instead of {api_where}, which was loaded through "
-            f"the API and is not served: {api_error}"
+            f"adapter {name!r}: serving {candidate.where} instead of {api_where}, which {how} and is not "
+            f"served: {api_error}"
         )
     return (
-        f"adapter {name!r} is not served: neither {api_where}, which was loaded through the API "
-        f"({api_error}), nor {candidate.where} ({own_error})"
+        f"adapter {name!r} is not served: neither {api_where}, which {how} ({api_error}), nor "
+        f"{candidate.where} ({own_error})"
     )
-
-
-def _is_of_folder(entry: RegistryEntry) -> bool:
-    return entry.origin is Origin.FOLDER
 
 
 def _remembered(service: AdapterService, entry: RegistryEntry) -> _Candidate:
     """An adapter of the API, with an error in place of its spec where it may not be served."""
-    candidate = _candidate(entry.name, entry.spec.path, _RequestedBy.API, entry)
+    candidate = _candidate(entry.name, entry.spec.path, _RequestedBy.API, entry, is_kept=True)
     if entry.source is not None:
         return _remembered_of_hub(service, candidate, entry.source)
     try:
@@ -368,9 +389,9 @@ def _remembered_of_hub(service: AdapterService, candidate: _Candidate, source: H
     return replace(candidate, repo=source) if candidate.spec is None else candidate
 
 
-def _given(given: GivenAdapter, entry: RegistryEntry | None) -> _Candidate:
+def _given(given: GivenAdapter, entry: RegistryEntry | None, *, is_kept: bool) -> _Candidate:
     if isinstance(given.source, Path):
-        return _candidate(given.name, given.source.resolve(), _RequestedBy.OPTION, entry)
+        return _candidate(given.name, given.source.resolve(), _RequestedBy.OPTION, entry, is_kept=is_kept)
     # Where it will be is known when it is here.
     unknown = Path(given.source.repo_id)
     return _Candidate(
@@ -379,16 +400,21 @@ def _given(given: GivenAdapter, entry: RegistryEntry | None) -> _Candidate:
         requested_by=_RequestedBy.OPTION,
         spec=None,
         registered=entry,
+        is_kept=is_kept,
         repo=given.source,
     )
 
 
-def _candidate(name: str, path: Path, requested_by: _RequestedBy, entry: RegistryEntry | None) -> _Candidate:
+def _candidate(
+    name: str, path: Path, requested_by: _RequestedBy, entry: RegistryEntry | None, *, is_kept: bool
+) -> _Candidate:
     """Only the registered spec of the same folder, with files that have not changed, is as good as new."""
     spec = (
         entry.spec if entry is not None and entry.spec.path == path and files_unchanged(entry.spec) else None
     )
-    return _Candidate(name=name, path=path, requested_by=requested_by, spec=spec, registered=entry)
+    return _Candidate(
+        name=name, path=path, requested_by=requested_by, spec=spec, registered=entry, is_kept=is_kept
+    )
 
 
 def _fetch_missing(service: AdapterService, candidates: Sequence[_Candidate]) -> list[_Candidate]:
@@ -400,7 +426,9 @@ def _fetch_missing(service: AdapterService, candidates: Sequence[_Candidate]) ->
 def _fetched(candidate: _Candidate, repo: HubRepo, result: Path | AdapterError) -> _Candidate:
     if isinstance(result, AdapterError):
         return replace(candidate, spec=result)
-    found = _candidate(candidate.name, result, candidate.requested_by, candidate.registered)
+    found = _candidate(
+        candidate.name, result, candidate.requested_by, candidate.registered, is_kept=candidate.is_kept
+    )
     return replace(found, source=repo.at(result.name))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loraplex.core.stats import AdapterStats
-from loraplex.server.adapter_service import Unloaded
 from loraplex.server.audit import ABORT_PATH, LOAD_PATH, PROMOTE_PATH, ROLL_BACK_PATH, UNLOAD_PATH, audited
 from loraplex.server.auth import Administrators
 from loraplex.server.deps import ServerDeps
@@ -123,13 +122,13 @@ def _add_changes(router: APIRouter, deps: ServerDeps, administrators: Administra
             async with deps.bodies.read(request, UnloadAdapterRequest) as body:
                 name = change.name = body.lora_name
             change.old_version = deps.adapters.version_of(name)
-            unloaded = await deps.adapters.unload(
+            drained = await deps.adapters.unload(
                 name,
                 drain_timeout_s=deps.drain_timeout_s,
                 # Not after the drain: by then the name may be another adapter's, with counters of its own.
                 on_removed=lambda: deps.metrics.forget(name),
             )
-            change.note = "; ".join(_unload_notes(unloaded)) or None
+            change.note = None if drained else "requests in flight are draining"
         outcome = (
             "removed successfully" if change.note is None else f"unloaded from this server; {change.note}"
         )
@@ -207,18 +206,6 @@ def _success(name: str, outcome: str, version: str | None = None, replicas: Sequ
 
 def json_response(answer: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
-
-
-def _unload_notes(unloaded: Unloaded) -> Iterator[str]:
-    """Say what is not over yet when an unload is."""
-    if not unloaded.drained:
-        yield "requests in flight are draining"
-    if unloaded.held_by is not None:
-        yield (
-            f"another server (process {unloaded.held_by}) on the same state folder holds the adapter, so it "
-            "stays registered and comes back when this server is started again; unload it there too, or give "
-            "each server a --state-dir of its own"
-        )
 
 
 def _models(deps: ServerDeps, created: int, *, shows_paths: bool) -> list[Model]:

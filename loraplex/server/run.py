@@ -22,7 +22,7 @@ from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, public_name
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.hub import AllowedRepos
-from loraplex.adapters.registry import AdapterRegistry, base_model_key
+from loraplex.adapters.registry import base_model_key
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
@@ -52,9 +52,11 @@ from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
+from loraplex.server.registry_watch import RegistryWatch
 from loraplex.server.shadow_twin import ShadowTwin
+from loraplex.server.shared_registry import SharedRegistry
 from loraplex.server.sole_engine import SoleEngine
-from loraplex.server.start_notes import context_notes, shared_state_note, ttft_note
+from loraplex.server.start_notes import context_notes, shared_state_notes, ttft_note
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
@@ -274,10 +276,10 @@ async def _start(
     base_model = options.served_model_name or public_name(options.engine.model)
     key = base_model_key(_model_identity(options.engine.model), config.shape)
     state_dir = options.state_dir or default_state_dir()
-    registry = AdapterRegistry(state_dir, key)
+    registry = SharedRegistry(state_dir, key)
     stack.callback(registry.close)
 
-    client, fleet = await _engine(options, config.shape, base_model, state_dir, stack)
+    client, fleet = await _engine(options, config.shape, base_model, state_dir, registry, stack)
     stack.push_async_callback(client.close)
     service = _adapter_service(
         options, base_model, client, registry, config.shape, is_fleet=fleet is not None
@@ -327,9 +329,12 @@ async def _start(
         continued=client.continued,
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
     )
+    service.on_dropped = deps.metrics.forget
+    watching = asyncio.create_task(RegistryWatch(service).run(), name="watch the registry")
+    stack.callback(watching.cancel)
     notes = (
         *context_notes(client.info.max_model_len, options.engine, config),
-        *shared_state_note(registry, state_dir),
+        *shared_state_notes(registry, state_dir),
         *ttft_note(client, options.waiting.max_ttft_s),
         *report.notes,
     )
@@ -342,7 +347,7 @@ def _adapter_service(
     options: ServeOptions,
     base_model: str,
     engine: ServingEngine,
-    registry: AdapterRegistry,
+    registry: SharedRegistry,
     shape: ModelShape,
     *,
     is_fleet: bool,
@@ -361,7 +366,12 @@ def _adapter_service(
 
 
 async def _engine(
-    options: ServeOptions, shape: ModelShape, base_model: str, state_dir: Path, stack: AsyncExitStack
+    options: ServeOptions,
+    shape: ModelShape,
+    base_model: str,
+    state_dir: Path,
+    registry: SharedRegistry,
+    stack: AsyncExitStack,
 ) -> tuple[ServingEngine, Fleet | None]:
     """Return what computes, not started yet: one engine process, a fleet of them, or servers elsewhere."""
     if options.backends is None and options.ray is None and options.num_replicas == 1:
@@ -382,6 +392,7 @@ async def _engine(
             policy=policy,
             period_s=options.period_s,
             log=log,
+            is_registered=registry.has_version,
         )
         return behind, behind
     if options.ray is not None:

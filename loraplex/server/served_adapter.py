@@ -48,6 +48,16 @@ class ServedAdapter:
         return VersionRef(version=self.version, path=self.spec.path, source=self.source)
 
     @property
+    def adapters(self) -> tuple[ReadAdapter, ...]:
+        """The version that the name stands for, and that on trial."""
+        stable = ReadAdapter(spec=self.spec, source=self.source)
+        return (stable,) if self.canary is None else (stable, self.canary.adapter)
+
+    @property
+    def refs(self) -> tuple[VersionRef, ...]:
+        return tuple(each.ref for each in self.adapters)
+
+    @property
     def versions(self) -> set[str]:
         """All that requests for the name may be answered by."""
         return {self.version} if self.canary is None else {self.version, self.canary.version}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from loraplex.adapters.registry import AdapterRegistry
 from loraplex.engine.options import EngineOptions
 from loraplex.fleet.admission import Admitted
 from loraplex.model.config import ModelConfig
+from loraplex.server.shared_registry import SharedRegistry
 from loraplex.server.waiting import Forecaster
 
 
@@ -42,19 +42,22 @@ def ttft_note(engine: Forecaster, max_ttft_s: float | None) -> Iterator[str]:
         )
 
 
-def shared_state_note(registry: AdapterRegistry, state_dir: Path) -> tuple[str, ...]:
-    """Say so where another server remembers its adapters in the same place."""
+def shared_state_notes(registry: SharedRegistry, state_dir: Path) -> Iterator[str]:
+    """Say so where another server has its adapters in the same registry, or should but has not."""
     others = registry.other_servers
-    if not others:
-        return ()
-    servers = (
-        f"another server (process {others[0]}) uses"
-        if len(others) == 1
-        else f"{len(others)} other servers use"
-    )
-    note = (
-        f"{servers} the state folder {state_dir}: adapters loaded there are served here from the next start "
-        "on, and what one server holds the other can neither remove nor move to another version; give each a "
-        "--state-dir of its own"
-    )
-    return (note,)
+    if others:
+        servers = (
+            f"another server (process {others[0]}) uses"
+            if len(others) == 1
+            else f"{len(others)} other servers use"
+        )
+        yield (
+            f"{servers} the state folder {state_dir}: adapters are the same on all, and what is changed "
+            "through one is followed by the others; give each a --state-dir of its own if that is not wanted"
+        )
+    for pid, model in registry.namesakes:
+        yield (
+            f"another server (process {pid}) on the state folder {state_dir} serves a base model of the same "
+            f"shape as {model!r}: as this one has another name here, they share no adapters; give both the "
+            "same --model if it is the same"
+        )

@@ -441,7 +441,7 @@ def test_a_disk_that_fails_leaves_everything_as_it_was(
     def failing(*args: Any, **options: Any) -> None:
         raise StorageError("the disk refused a write; check the disk") from sqlite3.OperationalError()
 
-    monkeypatch.setattr(api.served.service.registry, "put", failing)
+    monkeypatch.setattr(api.served.service.registry, "put_unless_changed", failing)
     response = load(api, "new", folder / "two", load_inplace=True)
     assert response.status_code == 409
     error = response.json()["error"]

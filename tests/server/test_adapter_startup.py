@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from server_fixtures import SHAPE, Api, write_adapter
 
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.peft_reader import read_adapter
-from loraplex.adapters.registry import AdapterRegistry, Origin
+from loraplex.adapters.registry import Origin
 from loraplex.core.errors import AdapterError, CapacityError
 from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
 
@@ -224,32 +223,6 @@ def test_a_name_loaded_by_hand_is_not_taken_by_a_folder(api: Api, folder: Path) 
     report = api.run(start_adapters(api.served.service, [folder]))
     assert version_of(api, "two") == by_hand
     assert any("through the API" in note for note in report.notes)
-
-
-def test_a_server_holds_what_another_one_registered_once_it_serves_it(api: Api, folder: Path) -> None:
-    registry = api.served.service.registry
-    with closing(AdapterRegistry(registry._state_dir, "base")) as other:
-        other.put("new", read_adapter(folder / "one", SHAPE))
-        assert not registry.holds("new")
-        assert restart(api).notes == ()
-        assert registry.holds("new")
-        assert other.remove("new").held_by is not None
-    restart(api)
-    assert paths(api) == {"new": folder / "one"}
-
-
-def test_names_that_another_server_holds_as_another_version_are_said_at_the_start(
-    api: Api, folder: Path
-) -> None:
-    registry = api.served.service.registry
-    with closing(AdapterRegistry(registry._state_dir, "base")) as other:
-        elsewhere = read_adapter(folder / "two", SHAPE)
-        other.put_many([("one", elsewhere), ("two", elsewhere)], origin=Origin.FOLDER)
-        report = restart(api, folder)
-        assert paths(api) == {"one": folder / "one", "two": folder / "two"}
-        [note] = [note for note in report.notes if "not registered" in note]
-        assert note.startswith("adapter 'one' is served, but not registered: another server (process")
-        assert "--state-dir of its own" in note
 
 
 @pytest.mark.parametrize("is_remembered", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 from log_lines import Lines, listening
 from server_fixtures import Api, write_adapter
 
-from loraplex.adapters.registry import AdapterRegistry
 from loraplex.core.errors import AdapterError, InvalidRequestError
 from loraplex.server.app import create_app
 from loraplex.server.engine_status import Fleet
@@ -108,36 +106,6 @@ def test_changes_of_adapters_are_audited(make_api: Callable[..., Api], tmp_path:
     failed = load("sql", one)
     assert (failed["level"], failed["message"]) == ("WARNING", "adapter load failed")
     assert len(first) == 12
-
-
-def test_an_unload_of_what_another_server_holds_says_that_it_comes_back(
-    make_api: Callable[..., Api], tmp_path: Path, audit: Lines
-) -> None:
-    api = make_api(allowed=[tmp_path / "open"])
-    body = {"lora_name": "sql", "lora_path": str(write_adapter(tmp_path / "open" / "one"))}
-    api.post("/v1/load_lora_adapter", body)
-    with closing(AdapterRegistry(tmp_path / "state", "base")) as other:
-        entry = other.get("sql")
-        assert entry is not None
-        other.put("sql", entry.spec)
-        audit.take()
-        answer = api.post("/v1/unload_lora_adapter", {"lora_name": "sql"}).text
-        line = audit.take()
-        for text in (answer, line["note"]):
-            assert (
-                f"another server (process {os.getpid()}) on the same state folder holds the adapter" in text
-            )
-            assert "comes back when this server is started again" in text
-            assert "--state-dir" in text
-        assert "removed" not in answer
-        assert line["result"] == "done"
-        assert api.get("/v1/models/sql").status_code == 404
-        assert other.remove("sql").held_by is None
-    api.post("/v1/load_lora_adapter", body)
-    audit.take()
-    answer = api.post("/v1/unload_lora_adapter", {"lora_name": "sql"}).text
-    assert answer == "Success: LoRA adapter 'sql' removed successfully."
-    assert "note" not in audit.take()
 
 
 @pytest.mark.parametrize(

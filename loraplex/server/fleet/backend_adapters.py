@@ -3,6 +3,9 @@
 A name stands for one content for ever, so that an answer is the promised version's whatever happens to the
 names that clients use. Loads and unloads of one version follow each other; those who ask for what is under
 way already wait for it together.
+
+Another front may use the server as well. A version that the registry of both has is never unloaded: the other
+front serves it, or is about to, and this one will hear of it.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ _GATEWAY_ERRORS: Final = (502, 503, 504)
 
 SeenPath = Callable[[AdapterSpec], str]
 """Where the server finds the files of a version."""
+IsRegistered = Callable[[str], bool]
+"""Whether a name stands for a version in the registry, or has it on trial; called on a thread."""
 
 
 def adapter_name(version: str) -> str:
@@ -58,12 +63,19 @@ class BackendAdapters:
     """Which versions the server should have, and which it has. For use in one event loop."""
 
     def __init__(
-        self, http: BackendHttp, *, timeout_s: float, num_at_once: int, seen_path: SeenPath | None
+        self,
+        http: BackendHttp,
+        *,
+        timeout_s: float,
+        num_at_once: int,
+        seen_path: SeenPath | None,
+        is_registered: IsRegistered | None = None,
     ) -> None:
         self._http = http
         self._timeout_s = timeout_s
         self._num_at_once = num_at_once
         self._seen_path = seen_path
+        self._is_registered = is_registered or (lambda version: False)
         self.kind = BackendKind.VLLM
         # By version and folder, as any of them may be gone later.
         self._wanted: dict[str, dict[Path, AdapterSpec]] = {}
@@ -179,7 +191,8 @@ class BackendAdapters:
         if not is_load:
             if version not in self._wanted:  # else it was added again meanwhile
                 self._loaded.discard(version)
-                await self._unload(version)
+                if not await asyncio.to_thread(self._is_registered, version):
+                    await self._unload(version)
                 self._unwanted.discard(version)
             return
         if version in self._loaded:

@@ -11,6 +11,7 @@ from loraplex.core.shape import ModelShape
 from loraplex.fleet.live_policy import check_live_policy
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.replanner import PERIOD_S
+from loraplex.server.fleet.backend_adapters import IsRegistered
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
 from loraplex.server.fleet.decision_log import DecisionLog
@@ -47,10 +48,12 @@ def backend_fleet(
     policy: Policy,
     period_s: float = PERIOD_S,
     log: DecisionLog | None = None,
+    is_registered: IsRegistered | None = None,
 ) -> FleetEngine:
     """Return a fleet of these servers, which are asked who they are when it starts.
 
-    `base_names`: what they may call the base model, the first for messages. Raises UserError for a policy
+    `base_names`: what they may call the base model, the first for messages. `is_registered`: whether any
+    front on the registry wants a version, so that it is not unloaded. Raises UserError for a policy
     that cannot be, and BackendError for an address that is none, or is given twice.
     """
     check_live_policy(policy, shares_memory=False)
@@ -62,7 +65,7 @@ def backend_fleet(
     if repeated:
         raise BackendError(f"{repeated[0]} is given twice with --backend; name each server once")
     expected = ExpectedBase.of(*base_names)
-    options = HttpReplicaOptions(ready_timeout_s=_READY_TIMEOUT_S)
+    options = HttpReplicaOptions(ready_timeout_s=_READY_TIMEOUT_S, is_registered=is_registered)
 
     def limits(info: Ready) -> Limits:
         blocks = info.num_kv_blocks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ class DecisionLog:
     def __init__(self, state_dir: Path, max_events: int = _MAX_EVENTS) -> None:
         self._folder = state_dir / FOLDER
         self._max_events = max_events
+        # Two servers on the folder may have one process id, in containers of their own.
+        self._server = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._number = 0
         self._num_events = 0
         self._lines: list[bytes] = []
@@ -95,7 +98,7 @@ class DecisionLog:
 
     @property
     def _path(self) -> Path:
-        return self._folder / f"{os.getpid()}-{self._number:06d}.jsonl"
+        return self._folder / f"{self._server}-{self._number:06d}.jsonl"
 
 
 def logged_decisions(state_dir: Path) -> Iterator[list[RoutingEvent]]:

@@ -25,7 +25,7 @@ from loraplex.core.stats import EngineStats
 from loraplex.engine.staging import answer_once
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
-from loraplex.server.fleet.backend_adapters import BackendAdapters, SeenPath, adapter_name
+from loraplex.server.fleet.backend_adapters import BackendAdapters, IsRegistered, SeenPath, adapter_name
 from loraplex.server.fleet.backend_errors import error_detail
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError, BackendHttp, UnreachableError
 from loraplex.server.fleet.backend_identity import Backend, ExpectedBase, check_usable, identify
@@ -51,7 +51,8 @@ class HttpReplicaOptions:
     `ready_timeout_s`: how long a request waits for a server that is away; not at all by default, as a fleet
     has other replicas. A server that has sent nothing for `silence_s`, not even to a question after its
     health, is taken for dead; it is asked every `busy_interval_s` while requests wait for it, else every
-    `idle_interval_s`. `seen_path` says where the server finds a version's files, if elsewhere than here.
+    `idle_interval_s`. `seen_path` says where the server finds a version's files, if elsewhere than here, and
+    `is_registered` whether another front of the server may want a version that this one does not.
     """
 
     call_timeout_s: float = 30.0
@@ -66,6 +67,7 @@ class HttpReplicaOptions:
     stats_timeout_s: float = 2.0
     num_loads_at_once: int = 4
     seen_path: SeenPath | None = None
+    is_registered: IsRegistered | None = None
 
 
 class HttpReplica:
@@ -91,6 +93,7 @@ class HttpReplica:
             timeout_s=self._options.load_timeout_s,
             num_at_once=self._options.num_loads_at_once,
             seen_path=self._options.seen_path,
+            is_registered=self._options.is_registered,
         )
         self._liveness = Liveness(self._clock)
         self._calls = CompletionCalls(self._http, self._adapters, self._liveness, on_trouble=self._doubt)

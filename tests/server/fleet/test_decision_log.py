@@ -188,13 +188,26 @@ def test_a_folder_without_decisions_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_the_log_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision_log.secrets, "token_hex", lambda num_bytes: "token")
     (tmp_path / decision_log.FOLDER).mkdir()
-    (tmp_path / decision_log.FOLDER / f"{os.getpid()}-000001.jsonl").symlink_to("/dev/full")
+    (tmp_path / decision_log.FOLDER / f"{os.getpid()}-token-000001.jsonl").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING):
         assert len(logged(tmp_path, 4)) == 4
     assert caplog.text.count("decisions are not logged any more") == 1
     assert "No space left on device" in caplog.text
+
+
+def test_two_servers_of_one_process_id_write_no_file_together(tmp_path: Path) -> None:
+    for _ in range(2):  # as the first processes of two containers
+        logged(tmp_path, 4)
+    assert len(list((tmp_path / decision_log.FOLDER).iterdir())) == 2
+    assert [sum(isinstance(event, Sent) for event in events) for events in logged_decisions(tmp_path)] == [
+        4,
+        4,
+    ]
 
 
 def test_a_log_that_is_deleted_begins_anew(tmp_path: Path) -> None:
@@ -214,10 +227,3 @@ def test_a_log_that_is_deleted_begins_anew(tmp_path: Path) -> None:
     log.write(log.take())
     (found,) = logged_decisions(tmp_path)
     assert [sent.request_id for sent, _ in replayed(found) if isinstance(sent, Sent)] == ["after"]
-
-
-def test_a_file_of_a_process_that_had_the_same_number_is_replaced(tmp_path: Path) -> None:
-    for _ in range(2):
-        logged(tmp_path, 4)
-    (events,) = logged_decisions(tmp_path)
-    assert len(list(replayed(events))) == 4

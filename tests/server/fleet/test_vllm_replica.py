@@ -433,6 +433,24 @@ def test_adapters_answer_under_names_that_hold_their_version(tmp_path: Path) -> 
     run(scenario())
 
 
+def test_a_version_that_the_registry_has_stays_for_the_other_front_of_the_server(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        kept, given_up = spec_in(tmp_path / "a"), spec_in(tmp_path / "b", seed=1)
+        async with (
+            VllmDialect() as server,
+            started(server.url, is_registered=lambda version: version == kept.version) as replica,
+        ):
+            for spec in (kept, given_up):
+                await replica.add_adapter(spec)
+            for spec in (kept, given_up):
+                await replica.remove_adapter(spec.version)
+            assert set(server.adapters) == {adapter_name(kept.version)}
+            with pytest.raises(UnknownModelError):
+                await answer(replica, request_for([5], adapter=kept.version))
+
+    run(scenario())
+
+
 def test_one_load_however_many_ask(tmp_path: Path) -> None:
     async def scenario() -> None:
         spec, gate = spec_in(tmp_path / "one"), asyncio.Event()

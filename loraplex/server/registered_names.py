@@ -1,0 +1,130 @@
+"""What the registry has of each name, and how far this server has followed it.
+
+Other servers on the state folder change names as well. A name is written only if it still is what this server
+has last acted on, and what somebody else has made of it is read and served before anything else is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+from loraplex.adapters.registry import Origin, RegistryEntry
+from loraplex.adapters.rollout import VersionRef
+from loraplex.core.errors import AdapterConflictError
+from loraplex.server.adapter_files import AdapterFiles, ReadAdapter
+from loraplex.server.served_adapter import ServedAdapter, ServedCanary
+from loraplex.server.shared_registry import NameState, SharedRegistry
+
+logger = logging.getLogger(__name__)
+
+
+class RegisteredNames:
+    """The registry for one server's adapters. Used from one event loop."""
+
+    def __init__(self, registry: SharedRegistry) -> None:
+        self.registry = registry
+        self._seen: dict[str, NameState] = {}  # what the registry had of a name when it was last acted on
+        self._lags: dict[str, str] = {}  # names that could not be followed, and why
+
+    def began_with(self, states: Mapping[str, NameState]) -> None:
+        """Take what is served for what the registry had then."""
+        self._seen = dict(states)
+
+    def changed_elsewhere(self, states: Mapping[str, NameState]) -> list[str]:
+        """Return the names that the registry has otherwise than when they were last acted on."""
+        names = states.keys() | self._seen.keys()
+        return sorted(name for name in names if states.get(name) != self._seen.get(name))
+
+    def lagging(self) -> list[str]:
+        """Names that other servers changed, and that could not be followed."""
+        return list(self._lags)
+
+    def is_followed(self, name: str, state: NameState | None) -> bool:
+        """Tell whether the name is served as the registry has it, as far as that was tried."""
+        return state == self._seen.get(name) and name not in self._lags
+
+    def acted_on(self, name: str, state: NameState | None) -> None:
+        """Note that a name is served as the registry has it; None if it has it no longer."""
+        self._lags.pop(name, None)
+        if state is None:
+            self._seen.pop(name, None)
+        else:
+            self._seen[name] = state
+
+    def could_not_follow(
+        self, name: str, state: NameState | None, *, served: str | None, reason: Exception
+    ) -> None:
+        """Note that a name stays with the version `served`, and say so once for each reason."""
+        said = self._lags.get(name)
+        self.acted_on(name, state)
+        self._lags[name] = str(reason)
+        if said != str(reason):
+            here = "is not served here" if served is None else f"stays with version {served[:12]} here"
+            logger.warning(
+                "adapter %r %s: it was changed through another server on the state folder, and this one "
+                "cannot follow: %s; trying again from time to time",
+                *(name, here, reason),
+            )
+
+    async def put(self, adapter: ServedAdapter, origin: Origin | None) -> None:
+        """Register a name as it will be served; None for who gave it keeps that.
+
+        AdapterConflictError if another server has changed it since it was last acted on.
+        """
+        name = adapter.name
+        put = partial(
+            self.registry.put_unless_changed,
+            [(name, adapter.spec)],
+            seen=self._seen,
+            origin=self._origin_of(adapter) if origin is None else origin,
+            sources={name: adapter.source},
+            rollouts={name: adapter.rollout},
+        )
+        now = await asyncio.to_thread(put)
+        if name not in now:
+            raise AdapterConflictError(
+                f"the adapter {name!r} was changed through another server on the state folder meanwhile, so "
+                "nothing was changed here; GET /v1/adapters says what it is now, try again if that is not it"
+            )
+        self.acted_on(name, now[name])
+
+    async def remove(self, name: str) -> bool:
+        """Forget a name, whatever it is by now; returns whether it was there."""
+        removal = await asyncio.to_thread(self.registry.remove, name)
+        self.acted_on(name, None)
+        return removal.was_there
+
+    def _origin_of(self, adapter: ServedAdapter) -> Origin:
+        """Return who gave a name its version: a call of the API, unless the registry knows better."""
+        state = self._seen.get(adapter.name)
+        return Origin.API if state is None or state.version != adapter.version else Origin(state.origin)
+
+
+async def read_registered(
+    files: AdapterFiles, entry: RegistryEntry, before: ServedAdapter | None
+) -> tuple[ServedAdapter, list[ReadAdapter]] | None:
+    """Return a name as another server has registered it, and those of its versions that the engine needs for
+    it; None if it is served like that. Raises what is in the way of reading them."""
+    ref = VersionRef(version=entry.spec.version, path=entry.spec.path, source=entry.source)
+    if before is not None and (before.ref, before.rollout) == (ref, entry.rollout):
+        return None
+    known = {} if before is None else {each.ref: each for each in before.adapters}
+    stable = known.get(ref) or await files.read_again(ref)
+    # A canary that is promoted is staged once more, as by a promotion here.
+    needed = [] if before is not None and before.ref == ref else [stable]
+    canary, trial = None, entry.rollout.canary
+    if trial is not None:
+        found = known.get(trial.ref) or await files.read_again(trial.ref)
+        canary = ServedCanary(adapter=found, share=trial.share)
+        needed += [] if trial.ref in known else [found]
+    after = ServedAdapter(
+        name=entry.name,
+        spec=stable.spec,
+        source=stable.source,
+        canary=canary,
+        previous=entry.rollout.previous,
+    )
+    return after, needed

@@ -1,0 +1,420 @@
+"""Two servers that follow each other: applications with one real registry and an engine each, a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_calls import load, unload
+from server_fixtures import Api, write_adapter
+from test_versions import HEADER, ask, change, info, message, registered, shown
+
+from loraplex.core.errors import AdapterError
+from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
+from loraplex.server.registry_watch import RegistryWatch
+from loraplex.server.shared_registry import SharedRegistry
+from loraplex.server.start_notes import shared_state_notes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that is open for loading, with the versions v0 to v3 of an adapter."""
+    for seed in range(4):
+        write_adapter(tmp_path / "open" / f"v{seed}", seed=seed)
+    return tmp_path / "open"
+
+
+@pytest.fixture
+def fronts(make_api: Callable[..., Api], folder: Path) -> tuple[Api, Api]:
+    """Two servers on one state folder, which serve `bot`."""
+    one, two = make_api(allowed=[folder]), make_api(allowed=[folder])
+    assert load(one, "bot", folder / "v0").status_code == 200
+    follow(two)
+    return one, two
+
+
+def follow(api: Api, *, again: bool = False) -> None:
+    """Let a server look at the registry once, and again at what it could not follow before."""
+    service = api.served.service
+
+    async def look() -> None:
+        names = service.registered.changed_elsewhere(service.registry.states())
+        for name in {*names, *(service.registered.lagging() if again else ())}:
+            assert await service.follow(name)
+        assert service.registered.changed_elsewhere(service.registry.states()) == []
+        await asyncio.gather(*service._retirements)
+
+    api.run(look())
+
+
+def start(api: Api, *folders: Path, given: tuple[GivenAdapter, ...] = ()) -> StartReport:
+    api.served.service._served.clear()
+    api.served.engine.adapters.clear()
+    report: StartReport = api.run(start_adapters(api.served.service, folders, given))
+    return report
+
+
+def folders_of(api: Api) -> dict[str, str]:
+    return {each.name: each.spec.path.name for each in api.served.service.served()}
+
+
+def test_a_load_is_followed(fronts: tuple[Api, Api], folder: Path) -> None:
+    one, two = fronts
+    assert shown(two) == shown(one) == ("v0", None, [])
+    assert ask(two).headers[HEADER] == ask(one).headers[HEADER]
+    assert two.served.engine.staged == [], "a first load is not staged here either"
+
+
+def test_a_reload_is_staged_before_it_is_followed(
+    fronts: tuple[Api, Api], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = fronts
+    old = info(two)["version"]
+    new = load(one, "bot", folder / "v1", load_inplace=True).headers[HEADER]
+    served_meanwhile = []
+
+    async def stage(version: str) -> None:
+        served_meanwhile.append((version, two.served.service.version_of("bot")))
+
+    monkeypatch.setattr(two.served.engine, "stage_adapter", stage)
+    lease = two.served.service.lease("bot", key="")
+
+    async def end() -> None:
+        lease.release()
+
+    two.served.service.registry.states()
+    two.run(two.served.service.follow("bot"))
+    assert served_meanwhile == [(new, old)]
+    assert ask(two).headers[HEADER] == new
+    assert old in two.served.engine.adapters, "a request in flight keeps the version it began with"
+    two.run(end())
+    follow(two)
+    assert old not in two.served.engine.adapters
+    assert shown(two) == ("v1", None, ["v0"])
+
+
+def test_what_cannot_be_staged_leaves_the_old_version_and_is_tried_again(
+    fronts: tuple[Api, Api], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = fronts
+    old = info(two)["version"]
+    two.served.engine.stage_failure = AdapterError("its weights overflow")
+    load(one, "bot", folder / "v1", load_inplace=True)
+    for _ in range(2):
+        follow(two, again=True)
+        assert ask(two).headers[HEADER] == old
+    [said] = [text for text in caplog.messages if "cannot follow" in text]
+    assert f"'bot' stays with version {old[:12]}" in said
+    assert "its weights overflow" in said
+    assert registered(two) == ("v1", None, ["v0"]), "what one server cannot stage stays registered"
+    two.served.engine.stage_failure = None
+    follow(two, again=True)
+    assert shown(two) == shown(one)
+    assert two.served.service.registered.lagging() == []
+
+
+def test_an_unload_is_followed_and_forgets_the_counters(fronts: tuple[Api, Api]) -> None:
+    one, two = fronts
+    dropped: list[str] = []
+    two.served.service.on_dropped = dropped.append
+    version = info(two)["version"]
+    assert unload(one, "bot").text == "Success: LoRA adapter 'bot' removed successfully."
+    follow(two)
+    assert two.get("/v1/models/bot").status_code == 404
+    assert two.served.engine.removed == [version]
+    assert dropped == ["bot"]
+
+
+def test_canaries_promotions_and_rollbacks_are_followed(fronts: tuple[Api, Api], folder: Path) -> None:
+    one, two = fronts
+    steps: list[Callable[[Api], Any]] = [
+        lambda api: load(api, "bot", folder / "v1", canary_share=0.3),
+        lambda api: load(api, "bot", folder / "v1", canary_share=0.6),
+        lambda api: change(api, "abort"),
+        lambda api: load(api, "bot", folder / "v2", canary_share=0.5),
+        lambda api: change(api, "promote"),
+        lambda api: load(api, "bot", folder / "v3", load_inplace=True),
+        lambda api: change(api, "rollback"),
+    ]
+    for number, step in enumerate(steps):
+        here, there = (one, two) if number % 2 else (two, one)
+        assert step(here).status_code == 200
+        follow(there)
+        assert shown(there) == shown(here) == registered(here)
+        assert info(there)["canary"] == info(here)["canary"]
+        keys = [f"user-{key}" for key in range(20)]
+        assert [ask(there, key).headers[HEADER] for key in keys] == [
+            ask(here, key).headers[HEADER] for key in keys
+        ]
+        assert set(there.served.engine.adapters) == set(here.served.engine.adapters)
+    assert shown(one) == ("v2", None, ["v0"])
+
+
+def test_a_change_begins_with_what_the_other_server_has_just_made(
+    fronts: tuple[Api, Api], folder: Path
+) -> None:
+    one, two = fronts
+    load(one, "bot", folder / "v1", canary_share=0.5)
+    assert "promote or abort it" in message(load(two, "bot", folder / "v2", load_inplace=True), 400)
+    assert change(two, "promote").status_code == 200
+    assert load(one, "bot", folder / "v2", load_inplace=True).status_code == 200
+    assert change(two, "rollback").status_code == 200
+    follow(one)
+    assert shown(one) == shown(two) == registered(one) == ("v1", None, ["v0"])
+    assert unload(one, "bot").status_code == 200
+    assert load(two, "bot", folder / "v3").status_code == 200
+    assert "already loaded" in message(load(one, "bot", folder / "v3"), 400)
+    assert shown(one) == shown(two) == ("v3", None, [])
+
+
+@pytest.mark.parametrize("meanwhile", ["reload", "canary", "unload"])
+def test_of_two_changes_at_once_through_two_servers_one_is_done(
+    fronts: tuple[Api, Api], folder: Path, meanwhile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = fronts
+    changes: dict[str, Callable[[], Any]] = {
+        "reload": lambda: load(one, "bot", folder / "v1", load_inplace=True),
+        "canary": lambda: load(one, "bot", folder / "v1", canary_share=0.5),
+        "unload": lambda: unload(one, "bot"),
+    }
+
+    async def stage(version: str) -> None:
+        answer = await asyncio.to_thread(changes[meanwhile])
+        assert answer.status_code == 200
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.served.engine, "stage_adapter", stage)
+        refused = load(two, "bot", folder / "v2", load_inplace=True)
+    assert "was changed through another server on the state folder meanwhile" in message(refused, 409)
+    follow(two)
+    assert folders_of(one).get("bot") == folders_of(two).get("bot")
+    if meanwhile != "unload":
+        assert shown(one) == shown(two) == registered(two)
+    assert set(one.served.engine.adapters) == set(two.served.engine.adapters)
+
+
+def test_the_same_load_through_both_at_once_is_done_by_both(
+    fronts: tuple[Api, Api], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = fronts
+
+    async def stage(version: str) -> None:
+        answer = await asyncio.to_thread(lambda: load(one, "bot", folder / "v1", load_inplace=True))
+        assert answer.status_code == 200
+
+    monkeypatch.setattr(two.served.engine, "stage_adapter", stage)
+    assert load(two, "bot", folder / "v1", load_inplace=True).status_code == 200
+    follow(one)
+    assert shown(one) == shown(two) == ("v1", None, ["v0"])
+
+
+def test_what_is_closed_on_one_server_is_not_served_there(
+    make_api: Callable[..., Api], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_adapter(tmp_path / "closed" / "v9", seed=9)
+    one, two = make_api(allowed=[folder, tmp_path / "closed"]), make_api(allowed=[folder])
+    load(one, "bot", tmp_path / "closed" / "v9")
+    load(one, "prod", folder / "v0")
+    follow(two)
+    assert folders_of(two) == {"pirate": "pirate", "poet": "poet", "prod": "v0"}
+    [said] = [text for text in caplog.messages if "cannot follow" in text]
+    assert "'bot' is not served here" in said
+    assert "--allow-adapter-dir" in said
+    assert start(two).notes[0].startswith("adapter 'bot' is not served")
+    assert "bot" in two.served.service.registry.names()
+
+
+def test_a_name_that_is_the_base_models_on_one_server_is_not_served_there(
+    make_api: Callable[..., Api], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = make_api(allowed=[folder]), make_api(allowed=[folder])
+    two.served.service.base_model = "prod"  # as by --served-model-name
+    load(one, "prod", folder / "v0")
+    follow(two)
+    assert "prod" not in folders_of(two)
+    assert any("is the name of the base model" in text for text in caplog.messages)
+    start(two)
+    assert one.served.service.registry.names() == ["prod"]
+
+
+def test_a_server_with_other_folders_takes_nothing_from_those_that_run(
+    make_api: Callable[..., Api], folder: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    for name, seed in (("v0", 50), ("mine", 51)):
+        write_adapter(other / name, seed=seed)
+    one, two = make_api(allowed=[folder]), make_api(allowed=[folder, other])
+    assert start(one, folder).notes == ()
+    report = start(two, other)
+    [note] = report.notes
+    assert f"skipped {other / 'v0'}: the name 'v0' is {folder / 'v0'}, which another server" in note
+    assert folders_of(two) == {"v0": "v0", "v1": "v1", "v2": "v2", "v3": "v3", "mine": "mine"}
+    assert info(two, "v0")["version"] == info(one, "v0")["version"]
+    follow(one)
+    assert sorted(folders_of(one)) == ["v0", "v1", "v2", "v3"], "the other's folder is not open here"
+    two.served.service.registry.close()
+    assert start(one, folder).notes == ()
+    assert one.served.service.registry.names() == ["v0", "v1", "v2", "v3"], "nobody else serves `mine`"
+
+
+def test_files_that_changed_in_a_folder_of_both_are_followed_after_a_restart_of_one(
+    make_api: Callable[..., Api], folder: Path
+) -> None:
+    one, two = make_api(allowed=[folder]), make_api(allowed=[folder])
+    for api in (one, two):
+        assert start(api, folder).notes == ()
+    write_adapter(folder / "v0", seed=60)
+    start(one, folder)
+    follow(two)
+    assert info(two, "v0")["version"] == info(one, "v0")["version"]
+
+
+def test_what_changed_while_a_server_started_is_followed(
+    make_api: Callable[..., Api], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = make_api(allowed=[folder]), make_api(allowed=[folder])
+    load(one, "old", folder / "v0")
+    adopt = two.served.service.adopt
+
+    async def change_meanwhile(adapter: Any) -> None:
+        await adopt(adapter)
+        if adapter.name == "old":
+            await asyncio.to_thread(lambda: (unload(one, "old"), load(one, "v2", folder / "v3")))
+
+    monkeypatch.setattr(two.served.service, "adopt", change_meanwhile)
+    start(two, folder)
+    follow(two)
+    expected = {"v0": "v0", "v1": "v1", "v2": "v3", "v3": "v3"}
+    assert folders_of(two) == expected
+    follow(one)
+    assert expected.items() <= folders_of(one).items()
+
+
+def test_the_watch_follows_and_looks_no_further_while_nothing_changes(
+    fronts: tuple[Api, Api], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = fronts
+    service, num_reads = two.served.service, 0
+    read = service.registry.states
+    looked = asyncio.Event()
+    pause = asyncio.sleep
+
+    def states() -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        return read()
+
+    async def short_pause(seconds: float) -> None:
+        looked.set()
+        await pause(0)
+
+    async def scenario() -> None:
+        watching = asyncio.create_task(RegistryWatch(service).run())
+        await looked.wait()
+        before = num_reads
+        for _ in range(20):
+            looked.clear()
+            await looked.wait()
+        assert num_reads == before
+        await asyncio.to_thread(lambda: load(one, "bot", folder / "v1", load_inplace=True))
+        while shown_by(service) != "v1":
+            looked.clear()
+            await looked.wait()
+        watching.cancel()
+
+    def shown_by(service: Any) -> str:
+        return str(service.find("bot").spec.path.name)
+
+    monkeypatch.setattr(service.registry, "states", states)
+    monkeypatch.setattr("loraplex.server.registry_watch.asyncio.sleep", short_pause)
+    two.run(scenario())
+
+
+@pytest.fixture
+def registries(tmp_path: Path) -> Iterator[tuple[SharedRegistry, SharedRegistry]]:
+    state = tmp_path / "state"
+    with closing(SharedRegistry(state, "base")) as one, closing(SharedRegistry(state, "base")) as two:
+        yield one, two
+
+
+def test_only_changes_by_others_count_as_such(
+    registries: tuple[SharedRegistry, SharedRegistry], fronts: tuple[Api, Api]
+) -> None:
+    one, two = registries
+    spec = fronts[0].served.service.find("bot").spec  # type: ignore[union-attr]
+    for registry in registries:
+        assert registry.has_changed()
+        assert not registry.has_changed()
+    one.put("a", spec)
+    assert not one.has_changed()
+    assert two.has_changed()
+    assert not two.has_changed()
+    assert (one.has_version(spec.version), two.has_version("other")) == (True, False)
+    assert one.other_servers == [os.getpid()] * 3
+
+
+def test_a_base_model_that_is_given_by_another_name_is_said(tmp_path: Path) -> None:
+    def notes(base_model: str) -> list[str]:
+        with closing(SharedRegistry(tmp_path, base_model)) as registry:
+            return list(shared_state_notes(registry, tmp_path))
+
+    with closing(SharedRegistry(tmp_path, "/models/m@shape")):
+        [note] = notes("/models/m@shape")
+        assert f"another server (process {os.getpid()}) uses the state folder" in note
+        [note] = notes("org/m@shape")
+        assert "same shape as '/models/m'" in note
+        assert "give both the same --model" in note
+        assert notes("org/m@another") == []
+    assert notes("org/m@shape") == []
+
+
+def test_a_damaged_entry_is_said_once_and_the_others_are_followed(
+    fronts: tuple[Api, Api], folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = fronts
+    load(one, "broken", folder / "v1")
+    load(one, "fine", folder / "v2")
+    one.served.service.registry._connection.execute("UPDATE adapters SET spec = '?' WHERE name = 'broken'")
+    pause, num_looks = asyncio.sleep, 0
+
+    async def short_pause(seconds: float) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        await pause(0)
+
+    async def scenario() -> None:
+        watching = asyncio.create_task(RegistryWatch(two.served.service).run())
+        while two.served.service.version_of("fine") is None or num_looks < 50:
+            await pause(0)
+        watching.cancel()
+
+    monkeypatch.setattr("loraplex.server.registry_watch.asyncio.sleep", short_pause)
+    two.run(scenario())
+    assert sum("the entry of adapter 'broken' is damaged" in text for text in caplog.messages) == 1
+    assert two.served.service.version_of("broken") is None
+
+
+def test_a_lost_folder_comes_back_with_the_latest_of_all_names(
+    registries: tuple[SharedRegistry, SharedRegistry], tmp_path: Path, folder: Path, fronts: tuple[Api, Api]
+) -> None:
+    one, two = registries
+    specs = [fronts[0].run(fronts[0].served.service.files.read(str(folder / f"v{n}"))).spec for n in (0, 1)]
+    one.put("kept", specs[0])
+    one.put("moved", specs[0])
+    for name in two.states():  # as a server that follows does
+        two.look_up(name)
+    (tmp_path / "state").rename(tmp_path / "lost")
+    shutil.rmtree(tmp_path / "lost")
+    one.put("moved", specs[1])
+    assert two.has_changed()
+    for registry in registries:
+        assert {name: state.version for name, state in registry.states().items() if name != "bot"} == {
+            "kept": specs[0].version,
+            "moved": specs[1].version,
+        }
