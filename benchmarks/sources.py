@@ -23,7 +23,8 @@ _CHECKS: Final = "benchmarks/correctness"
 _STEP: Final = ("loraplex/core", "loraplex/kernels", "loraplex/model")
 """What a forward pass is computed by."""
 _ENGINE_COSTS: Final = "loraplex/perf without twins"
-_BESIDE_ENGINE: Final = ("loraplex/adapters", _ENGINE_COSTS, "loraplex/scheduling")
+_ADAPTERS: Final = "loraplex/adapters without registry"
+_BESIDE_ENGINE: Final = (_ADAPTERS, _ENGINE_COSTS, "loraplex/scheduling")
 _ENGINE: Final = (*_STEP, *_BESIDE_ENGINE, "loraplex/engine")
 _TOKEN_ENGINE: Final = "loraplex/engine without text"
 _UNASSISTED_ENGINE: Final = "loraplex/engine without text and CPU workers"
@@ -40,6 +41,8 @@ _PARTS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     # Checks on a GPU compare token ids and logits. What makes ids of texts and texts of ids runs on a CPU
     # wherever the engine does, and is tested in CI; a change there must not outdate what a GPU computed.
     _TOKEN_ENGINE: ("loraplex/engine", _TEXT_MODULES),
+    # Which adapters a server has, and from where, is no engine's business.
+    _ADAPTERS: ("loraplex/adapters", ("registry.py", "registry_database.py", "server_mark.py")),
     # What only twins and fleets ask for costs by; no engine imports it.
     _ENGINE_COSTS: (
         "loraplex/perf",
@@ -67,7 +70,7 @@ _COMMAND: Final = tuple(f"loraplex/cli/{name}.py" for name in ("main", "serve", 
 _SERVER: Final = (*_ENGINE, "loraplex/server", *_COMMAND)
 _HTTP: Final = ("benchmarks/http_servers.py", "benchmarks/http_client.py", "benchmarks/preloaded.py")
 """How the servers of the HTTP comparison are started and loaded: all that we decide of vLLM's figures."""
-_BESIDE_TWIN: Final = ("loraplex/scheduling", "loraplex/adapters", "loraplex/perf")
+_BESIDE_TWIN: Final = ("loraplex/scheduling", _ADAPTERS, "loraplex/perf")
 _TWIN: Final = (*_BESIDE_TWIN, "loraplex/twin")
 _SIMULATED_FLEET: Final = (*_BESIDE_TWIN, _FLEET_TWIN, _OTHER_POLICIES, *AUTO, "loraplex/workload")
 
