@@ -56,10 +56,12 @@ _TIMEOUT_S: Final = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One run. `overwritten`: adapters whose versions share one folder. `host_adapter_memory`: of a replica,
-    less than all adapters take, so that they are loaded again and again."""
+    """One run. `max_minutes`: after so long no more requests are sent. `overwritten`: adapters whose versions
+    share one folder. `host_adapter_memory`: of a replica, less than all adapters take, so that they are
+    loaded again and again."""
 
     requests: int = 100_000
+    max_minutes: float = 120.0
     replicas: int = 3
     clients: int = 16
     changers: int = 2
@@ -177,8 +179,10 @@ async def disturb(
     answers: list[Answer] = []
     ended = asyncio.Event()
 
+    end_s = time.monotonic() + 60.0 * setting.max_minutes
+
     async def client() -> None:
-        while (answer := load.take()) is not None:
+        while time.monotonic() < end_s and (answer := load.take()) is not None:
             await ask(session, fleet.url, answer, served.prompts[answer.prompt])
             answers.append(answer)
 
@@ -307,12 +311,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int)
+    parser.add_argument("--minutes", type=float, help="stop after so long, with fewer requests")
     parser.add_argument("--tiny", action="store_true", help="try the script: few requests, a small fleet")
     parser.add_argument("--work-dir", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     setting = TINY if args.tiny else Setting()
-    setting = replace(setting, requests=args.requests or setting.requests)
+    setting = replace(
+        setting,
+        requests=args.requests or setting.requests,
+        max_minutes=args.minutes or setting.max_minutes,
+    )
     args.work_dir.mkdir(parents=True, exist_ok=True)
     served = version_checkpoint(
         args.work_dir.resolve() / f"versions-{setting.adapters}-{setting.versions}",
