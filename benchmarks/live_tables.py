@@ -1,13 +1,27 @@
-"""The tables of fleets that serve: what the front adds, replicas that die, the twin beside them, vLLM."""
+"""The tables of fleets that serve: what the front adds, replicas that die, versions that change, the twin
+beside them, vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from benchmarks.markdown import Result, span, table
 
 _AIMS: Final[dict[str, tuple[str, str]]] = {"ttft_added_ms": ("2", "8"), "gap_added_ms": ("", "3")}
 """At p50 and p99."""
+_OF_REPLICAS: Final = ("drain", "undrain", "restart", "scale")
+_WRONG_TITLES: Final[dict[str, str]] = {
+    "another version than promised": "answers of another version than promised",
+    "tokens of another version": "answers with the tokens of another version",
+    "tokens of no version": "answers with the tokens of no version",
+    "refused though served": "404 for a name that was served",
+    "header and usage differ": "answers whose header and usage differ",
+    "request lines that differ": "lines of the log about requests that differ",
+    "audit lines that differ": "audit lines that differ",
+    "lists unlike what was promised": "names in lists that are unlike what was promised",
+}
+"""What must not be, and how the table calls it."""
 
 
 _KILLED: Final = {
@@ -75,6 +89,46 @@ def kills_note(result: Result) -> str:
     )
 
 
+def versions_table(result: Result) -> str:
+    """Show what was done to a fleet, and how its answers kept to the versions that were promised."""
+    changes, moves, wrong = result["changes"], result["moves"], result["wrong"]
+    replicas = {name: count for name, count in changes.items() if name.partition(" ")[0] in _OF_REPLICAS}
+    versions = {name: count for name, count in changes.items() if name not in replicas}
+    lines = [
+        ("requests", f"{result['requests']:,}", "100,000"),
+        ("answers, of these streamed", f"{result['answers']:,}, {result['streams']:,}", ""),
+        ("404 for a name that was not served just then", f"{result['not served']:,}", ""),
+        ("errors, of adapters whose files were overwritten", _counts(result["errors_overwritten"]), ""),
+        ("other errors", _counts(result["errors"]), ""),
+        ("changes of versions", _counts(versions), ""),
+        ("changes of versions that were refused", _counts(result["changes_refused"]), ""),
+        ("changes of replicas", _counts(replicas), ""),
+        ("replicas killed", f"{result['kills']}", ""),
+        (
+            "plans that moved adapters, adapters brought in",
+            f"{moves['plans']}, {moves['adapters_brought']}",
+            "",
+        ),
+        (
+            "requests that went on elsewhere: after a death, moved",
+            f"{moves['requests_after_a_death']:,}, {moves['requests_moved']:,}",
+            "",
+        ),
+        ("answers by canaries, while there was one", _canaries(result["canaries"]), ""),
+        *((_WRONG_TITLES[what], f"{count}", "0") for what, count in wrong.items()),
+    ]
+    return table(("", "measured", "wanted"), lines)
+
+
+def versions_note(result: Result) -> str:
+    parameters = result["parameters"]
+    return (
+        f"{_where(result)}, in {result['seconds'] / 60:.0f} minutes: {parameters['replicas']} replicas, "
+        f"{parameters['clients']} requests at a time, {parameters['adapters']} adapters of "
+        f"{parameters['versions']} versions each, the files of {parameters['overwritten']} overwritten.\n"
+    )
+
+
 def live_table(result: Result) -> str:
     """Show the twin beside the fleet that served the same workload."""
     lines = []
@@ -125,6 +179,16 @@ def _where(result: Result) -> str:
         f"Measured {result['date'][:10]} on {machine['cores']} cores of {machine['cpu']}, commit "
         f"{result['git_commit'] or 'unknown'}"
     )
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "0"
+
+
+def _canaries(found: Result) -> str:
+    if not found["requests"]:
+        return "-"
+    return f"{found['share']:.1%} of {found['requests']:,}, asked for {found['share_asked']:.1%}"
 
 
 def _shares(shares: list[float]) -> str:

@@ -59,6 +59,7 @@ START: Final = "gpu_start.json"
 QUEUE, SHARED, HOLDUPS = "waiting_queue.json", "shared_cpu.json", "holdups.json"
 OVERLOAD: Final = "overload.json"
 FRONT, KILLS, LIVE, VLLM = "fleet_front.json", "fleet_kills.json", "fleet_live.json", "fleet_vllm.json"
+VERSIONS: Final = "fleet_versions.json"
 TWIN_CUDA, TWIN_CPU = "twin_engine_cuda.json", "twin_engine_cpu.json"
 FLEET: Final = "fleet.json"
 
@@ -128,6 +129,8 @@ TABLES: Final[dict[str, Table]] = {
     "fleet-front-machine": Table((FRONT,), live_tables.front_note, if_missing=""),
     "fleet-kills": Table((KILLS,), live_tables.kills_table, if_missing="Not measured yet.\n"),
     "fleet-kills-machine": Table((KILLS,), live_tables.kills_note, if_missing=""),
+    "fleet-versions": Table((VERSIONS,), live_tables.versions_table, if_missing="Not measured yet.\n"),
+    "fleet-versions-machine": Table((VERSIONS,), live_tables.versions_note, if_missing=""),
     "fleet-live": Table((LIVE,), live_tables.live_table, if_missing="Not measured yet.\n"),
     "fleet-live-machine": Table((LIVE,), live_tables.note, if_missing=""),
     "fleet-vllm": Table((VLLM,), live_tables.vllm_table, if_missing="Not measured yet.\n"),

@@ -118,6 +118,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "fleet_vllm.json": {"*": ("loraplex/server/fleet", "loraplex/fleet")},
     "overload.json": {"*": (*_SERVER, "loraplex/fleet")},
     "fleet_kills.json": {"*": (*_SERVER, "loraplex/fleet")},
+    "fleet_versions.json": {"*": (*_SERVER, "loraplex/fleet")},
     "fleet_live.json": {"*": (*_SERVER, "loraplex/fleet", "loraplex/twin")},
     "shared_cpu.json": {"*": ("loraplex/engine", "loraplex/kernels/cpu", _ENGINE_COSTS)},
     "gpu_start.json": {"*": _SERVER},

@@ -360,25 +360,31 @@ class FleetEngine:
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See AsyncEngine: on all replicas, or on none of them."""
-        results = await asyncio.gather(
-            *(replica.add_adapter(spec) for replica in self._alive()), return_exceptions=True
-        )
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
-            if spec.version not in self._specs:
-                await asyncio.gather(
-                    *(replica.remove_adapter(spec.version) for replica in self._alive()),
-                    return_exceptions=True,
-                )
-            if self._start_error is not None:
-                # The other replicas were given up for it, and would only say so.
-                raise self._start_error
-            # What the adapter is refused for tells more than that a replica died meanwhile.
-            raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
+        told: list[Replica] = []
+        # One that joins meanwhile was told of what `_specs` had then, which this is not in yet.
+        while untold := [each for each in self._alive() if each not in told]:
+            told += untold
+            results = await asyncio.gather(
+                *(replica.add_adapter(spec) for replica in untold), return_exceptions=True
+            )
+            errors = [result for result in results if isinstance(result, BaseException)]
+            if errors:
+                await self._take_back(spec)
+                if self._start_error is not None:
+                    # The other replicas were given up for it, and would only say so.
+                    raise self._start_error
+                # What the adapter is refused for tells more than that a replica died meanwhile.
+                raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
         self._specs.setdefault(spec.version, {})[spec.path] = spec
         if self._routing is not None:
             self._routing.add(spec)
             self.place()
+
+    async def _take_back(self, spec: AdapterSpec) -> None:
+        """Let replicas forget a version that another one refused, unless all of them had it before."""
+        if spec.version not in self._specs:
+            removals = (replica.remove_adapter(spec.version) for replica in self._alive())
+            await asyncio.gather(*removals, return_exceptions=True)
 
     async def stage_adapter(self, version: str) -> None:
         """See AsyncEngine: on all replicas that serve and that it is placed on. One that dies meanwhile reads

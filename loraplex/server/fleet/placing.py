@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from typing import Final
 
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import EngineClosedError, LoraplexError
+from loraplex.core.errors import EngineClosedError, EngineDeadError, LoraplexError
 from loraplex.server.fleet.fleet_requests import FleetRequests
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
@@ -24,7 +24,12 @@ _STAGE_TIMEOUT_S: Final = 300.0
 
 
 async def bring_in(replica: Replica, version: str) -> None:
-    """Have a replica hold a version that it knows, ready for use. Raises as AsyncEngine.stage_adapter."""
+    """Have a replica hold a version that it knows, ready for use. Raises as AsyncEngine.stage_adapter, and
+    EngineDeadError at once if the replica is not ready."""
+    # It may have died since it was chosen. An engine would wait for its restart, and with it those who could
+    # go on without this replica: the load that stages the version, and other adapters that a plan moves.
+    if not replica.healthy:
+        raise EngineDeadError("the replica is not ready")
     await replica.stage_adapter(version)
 
 

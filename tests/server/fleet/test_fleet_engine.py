@@ -14,6 +14,7 @@ import pytest
 from engine_client_harness import client_of, pid_of, run, until, wait_for_state
 from fake_core import FakeOptions, request_of, spec_of, tokens_of
 
+from loraplex.adapters.spec import AdapterSpec
 from loraplex.core import errors
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import AdapterStats, EngineStats
@@ -407,6 +408,27 @@ def test_a_fleet_grows_and_shrinks_while_it_serves() -> None:
             assert [row.version for row in (await clients[1].stats()).adapters] == ["v2"]
             assert fleet.replicas[0].num_in_flight == 1
             await stream.aclose()
+
+    run(scenario())
+
+
+def test_a_replica_that_joins_while_an_adapter_is_added_knows_it() -> None:
+    async def scenario() -> None:
+        async with fleet_of(1) as (fleet, clients):
+            add, asked, may_go_on = clients[0].add_adapter, asyncio.Event(), asyncio.Event()
+
+            async def add_slowly(spec: AdapterSpec) -> None:
+                asked.set()
+                await may_go_on.wait()
+                await add(spec)
+
+            clients[0].add_adapter = add_slowly  # type: ignore[method-assign]
+            adding = asyncio.create_task(fleet.add_adapter(spec_of("v1")))
+            await asked.wait()
+            await fleet.scale(2)
+            may_go_on.set()
+            await adding
+            assert await served(fleet, "a", adapter="v1") == [6, 6]
 
     run(scenario())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from engine_client_harness import client_of, run
+from engine_client_harness import client_of, pid_of, run, running, wait_for_state
 from fake_core import spec_of
 
 from loraplex.core.errors import AdapterError, EngineDeadError, LoraplexError
@@ -15,8 +17,11 @@ from loraplex.fleet.policy import Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.server.engine_client import EngineClient
+from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.placing import bring_in
 from loraplex.server.fleet.routing_events import Limits
+from loraplex.server.restart_policy import RestartPolicy
 
 DEAD = EngineDeadError("the engine process died")
 BROKEN = AdapterError("its weights file ends too early")
@@ -78,6 +83,20 @@ def test_every_replica_that_lives_must_have_the_version(
                 with pytest.raises(type(raised), match=str(raised)):
                     await fleet.stage_adapter("v")
             assert sorted(staged) == [number for number, each in enumerate(failures) if each is None]
+
+    run(scenario())
+
+
+def test_nobody_waits_for_a_replica_that_died_since_it_was_chosen() -> None:
+    never = RestartPolicy(first_delay_s=3600.0, max_delay_s=3600.0)
+
+    async def scenario() -> None:
+        async with running(restart=never, ready_timeout_s=3600.0) as client:
+            await client.add_adapter(spec_of("v"))
+            os.kill(pid_of(client), signal.SIGKILL)
+            await wait_for_state(client, EngineState.RESTARTING)
+            with pytest.raises(EngineDeadError, match="not ready"):
+                await bring_in(client, "v")
 
     run(scenario())
 
