@@ -66,6 +66,11 @@ class Members:
         """Tell whether every one has failed or left."""
         return all(map(is_gone, self._replicas))
 
+    def alive(self) -> list[Replica]:
+        """Return those that are there or on their way; all if there is none. One that was given up is told of
+        adapters when it joins anew."""
+        return [each for each in self._replicas if not is_gone(each)] or list(self._replicas)
+
     def saw(self, number: int, stats: EngineStats) -> None:
         """Take over what a replica reports."""
         self.num_loads[number] = sum(adapter.loads for adapter in stats.adapters)

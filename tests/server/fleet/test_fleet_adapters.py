@@ -1,0 +1,137 @@
+"""Adapters that are added while replicas join and leave, and a fleet whose management has a bug."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from fake_core import spec_of
+from fake_replicas import FakeReplica
+from replicas import run, until
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.errors import EngineClosedError
+from loraplex.core.stats import EngineStats
+from loraplex.fleet.policy import Policy
+from loraplex.perf.cost_model import CostModel
+from loraplex.perf.named_profiles import find_profile
+from loraplex.server.engine_status import EngineState
+from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.routing_events import Limits
+
+
+class GatedReplica(FakeReplica):
+    """Takes adapters, and says what it holds, while its gates are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.takes_adapters = asyncio.Event()
+        self.takes_adapters.set()
+        self.num_asked = 0
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.bug: Exception | None = None
+
+    async def add_adapter(self, spec: AdapterSpec) -> None:
+        await self.takes_adapters.wait()
+        if self.state is EngineState.CLOSED:
+            raise EngineClosedError("closed")
+        await super().add_adapter(spec)
+
+    async def close(self) -> None:
+        await super().close()
+        self.takes_adapters.set()
+
+    async def stats(self) -> EngineStats:
+        self.num_asked += 1
+        if self.bug is not None:
+            raise self.bug
+        await self.answers.wait()
+        return await super().stats()
+
+
+@asynccontextmanager
+async def fleet_of(num_replicas: int) -> AsyncIterator[tuple[FleetEngine, list[GatedReplica]]]:
+    """A fleet, and its replicas in the order in which they were made."""
+    made: list[GatedReplica] = []
+
+    def make(number: int) -> GatedReplica:
+        made.append(GatedReplica())
+        return made[-1]
+
+    costs = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(costs, CostModel)
+    setup = FleetSetup(
+        make=make,
+        limits=lambda info: Limits(max_running=8, kv_tokens=16_000),
+        policy=Policy.of("round-robin"),
+        costs=costs,
+    )
+    fleet = FleetEngine(setup, num_replicas)
+    await fleet.start()
+    try:
+        yield fleet, made
+    finally:
+        await fleet.close()
+
+
+def test_a_replica_that_joins_while_an_adapter_is_added_gets_it_as_well() -> None:
+    async def scenario() -> None:
+        async with fleet_of(1) as (fleet, made):
+            made[0].takes_adapters.clear()
+            adding = asyncio.create_task(fleet.add_adapter(spec_of("v1")))
+            await fleet.scale(2)
+            assert not adding.done()
+            made[0].takes_adapters.set()
+            await adding
+            assert [each.known for each in made] == [{"v1"}, {"v1"}]
+
+    run(scenario())
+
+
+def test_a_replica_that_is_replaced_while_an_adapter_is_added_does_not_stop_it() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, made):
+            made[1].takes_adapters.clear()
+            adding = asyncio.create_task(fleet.add_adapter(spec_of("v1")))
+            await fleet.restart(1)
+            await adding
+            assert [each.known for each in made] == [{"v1"}, set(), {"v1"}]
+
+    run(scenario())
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.server.fleet.fleet_engine._LOOK_S", 0.001)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_replica_that_does_not_say_what_it_holds_delays_nobody() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as (_, made):
+            made[0].answers.clear()
+            before = made[1].num_asked
+            await until(lambda: made[1].num_asked > before)
+            made[0].answers.set()
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_bug_in_the_management_is_logged_and_does_not_end_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with fleet_of(1) as (_, made):
+            made[0].bug = RuntimeError("a bug")
+            await until(lambda: "it is started again" in caplog.text)
+            made[0].bug = None
+            before = made[0].num_asked
+            await until(lambda: made[0].num_asked > before + 1)
+
+    with caplog.at_level(logging.ERROR):
+        run(scenario())
+    assert "RuntimeError: a bug" in caplog.text
