@@ -83,6 +83,10 @@ class SoleEngine(EngineClient):
         finally:
             report.close()
 
+    def is_resampled(self, call_id: str) -> bool:
+        """See ServingEngine. The next engine process draws as the one before."""
+        return False
+
     def twin(self) -> TwinSubject | None:
         """See `shadow_twin.Shadowed`."""
         if self._load is None or self.info is None or self.info.costs is None:

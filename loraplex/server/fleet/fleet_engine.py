@@ -328,6 +328,10 @@ class FleetEngine:
         """How often requests went on at another replica, by reason."""
         return self._requests.continued
 
+    def is_resampled(self, call_id: str) -> bool:
+        """See ServingEngine."""
+        return self._requests.is_resampled(call_id)
+
     def twin(self) -> TwinSubject | None:
         """See `shadow_twin.Shadowed`."""
         info, routing = self.info, self._routing
