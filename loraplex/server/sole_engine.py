@@ -104,6 +104,13 @@ class SoleEngine(EngineClient):
         if self._load is not None:
             self._load.add(spec)
 
+    async def remove_adapter(self, version: str) -> None:
+        if (load := self._load) is not None:
+            load.remove(version)
+            if load.has_many_gone:
+                load.begin(list(load.state()))
+        await super().remove_adapter(version)
+
     async def stats(self) -> EngineStats:
         stats = await super().stats()
         if self._load is not None:

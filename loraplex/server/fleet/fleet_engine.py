@@ -213,9 +213,10 @@ class FleetEngine:
             await asyncio.gather(*(self._ask(routing, number) for number in self._members.present))
             if log is not None:
                 await asyncio.to_thread(log.write, log.take())
-                if log.is_full:  # the routing begins anew with what is known
-                    events = list(routing.state())
-                    routing.begin(events)
+            if routing.has_many_gone or (log is not None and log.is_full):
+                events = list(routing.state())  # it begins anew with what is known
+                routing.begin(events)
+                if log is not None:
                     log.begin(events)
 
     async def _ask(self, routing: LiveRouting, number: int) -> None:

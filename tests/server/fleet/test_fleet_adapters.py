@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from fake_core import spec_of
+from fake_core import FakeOptions, request_of, spec_of, tokens_of
 from fake_replicas import FakeReplica
 from replicas import run, until
 
@@ -19,9 +19,12 @@ from loraplex.core.stats import EngineStats
 from loraplex.fleet.policy import Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
+from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
-from loraplex.server.fleet.routing_events import Limits
+from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.fleet.routing_events import Began, Limits
+from loraplex.server.sole_engine import SoleEngine
 
 
 class GatedReplica(FakeReplica):
@@ -54,6 +57,12 @@ class GatedReplica(FakeReplica):
         return await super().stats()
 
 
+def costs() -> CostModel:
+    found = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(found, CostModel)
+    return found
+
+
 @asynccontextmanager
 async def fleet_of(num_replicas: int) -> AsyncIterator[tuple[FleetEngine, list[GatedReplica]]]:
     """A fleet, and its replicas in the order in which they were made."""
@@ -63,13 +72,11 @@ async def fleet_of(num_replicas: int) -> AsyncIterator[tuple[FleetEngine, list[G
         made.append(GatedReplica())
         return made[-1]
 
-    costs = find_profile(Path("h200-llama-2-7b"))
-    assert isinstance(costs, CostModel)
     setup = FleetSetup(
         make=make,
         limits=lambda info: Limits(max_running=8, kv_tokens=16_000),
         policy=Policy.of("round-robin"),
-        costs=costs,
+        costs=costs(),
     )
     fleet = FleetEngine(setup, num_replicas)
     await fleet.start()
@@ -118,6 +125,45 @@ def test_a_replica_that_does_not_say_what_it_holds_delays_nobody() -> None:
             before = made[1].num_asked
             await until(lambda: made[1].num_asked > before)
             made[0].answers.set()
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_versions_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.server.fleet.live_routing._MAX_GONE", 3)
+
+    async def scenario() -> None:
+        async with fleet_of(2) as (fleet, _):
+            for number in range(12):
+                await fleet.add_adapter(spec_of(f"v{number}"))
+                await fleet.stage_adapter(f"v{number}")
+                if number:
+                    await fleet.remove_adapter(f"v{number}")
+            routing = fleet._routing
+            assert routing is not None
+            await until(lambda: list(routing._numbers) == ["v0"])
+            assert set(routing._held._held) == {(0, "v0"), (1, "v0")}
+            request = request_of("r", adapter="v0")
+            outputs = [output async for output in fleet.generate(request)]
+            assert tuple(token for each in outputs for token in each.token_ids) == tokens_of(request)
+
+    run(scenario())
+
+
+def test_a_single_server_forgets_versions_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.server.fleet.live_routing._MAX_GONE", 3)
+
+    async def scenario() -> None:
+        engine = SoleEngine(FakeOptions())
+        limits = [Limits(max_running=8, kv_tokens=16_000)]
+        began = Began(policy="round-robin", limits=limits, costs=profile_to_json(costs()), mean_tokens=64.0)
+        engine._load = LiveRouting([began])
+        for number in range(20):
+            engine._load.add(spec_of(f"v{number}"))
+            if number:
+                await engine.remove_adapter(f"v{number}")
+        assert len(engine._load._numbers) <= 5
 
     run(scenario())
 
