@@ -105,6 +105,12 @@ class FleetAdapters:
             states.append(f"replica {number}: {word}")
         return states
 
+    def holders(self, version: str) -> list[int]:
+        """Return the replicas that have a version in memory, as far as that is known."""
+        if (routing := self.routing) is None:
+            return []
+        return [number for number in self._members.present if routing.has(number, version)]
+
     async def remove(self, version: str) -> None:
         """See AsyncEngine: from all replicas."""
         self._specs.pop(version, None)

@@ -361,6 +361,10 @@ class FleetEngine:
         """See Fleet."""
         return self._adapters.states(version)
 
+    def holders(self, version: str) -> list[int]:
+        """See Fleet."""
+        return self._adapters.holders(version)
+
     async def remove_adapter(self, version: str) -> None:
         await self._adapters.remove(version)
 

@@ -39,7 +39,10 @@ class Members:
         self.num_hits: Counter[int] = Counter()
         """Those of them that found their adapter in memory or on its way there."""
         self.num_loads: Counter[int] = Counter()
-        """Loads of adapters by the engine that each is now."""
+        """Loads of adapters by each, as far as they were reported."""
+        self.num_fetches: Counter[int] = Counter()
+        """Adapters that the engine that each is now has copied from others."""
+        self._loads: dict[int, dict[str, int]] = {}  # of each, by version, as it reported them last
 
     def __getitem__(self, number: int) -> Replica:
         return self._replicas[number]
@@ -55,6 +58,7 @@ class Members:
             assert number == len(self._replicas)
             self._replicas.append(replica)
         self._drained.discard(number)
+        self._loads.pop(number, None)
 
     @property
     def present(self) -> list[int]:
@@ -73,7 +77,12 @@ class Members:
 
     def saw(self, number: int, stats: EngineStats) -> None:
         """Take over what a replica reports."""
-        self.num_loads[number] = sum(adapter.loads for adapter in stats.adapters)
+        before = self._loads.get(number, {})
+        now = self._loads[number] = {adapter.version: adapter.loads for adapter in stats.adapters}
+        for version, loads in now.items():
+            known = before.get(version, 0)
+            self.num_loads[number] += loads - known if loads >= known else loads  # else it has started anew
+        self.num_fetches[number] = stats.adapter_fetches
 
     # ---- who takes requests
 
@@ -191,6 +200,7 @@ class Members:
                 num_replayed=self.num_replayed[number],
                 num_hits=self.num_hits[number],
                 num_loads=self.num_loads[number],
+                num_fetches=self.num_fetches[number],
                 drained=number in self._drained | self._leaving,
             )
             for number, replica in enumerate(self._replicas)
