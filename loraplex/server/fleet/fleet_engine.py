@@ -162,7 +162,7 @@ class FleetEngine:
 
     @property
     def healthy(self) -> bool:
-        return any(replica.healthy for replica in self._members)
+        return bool(self._members.serving)
 
     @property
     def status(self) -> EngineStatus:

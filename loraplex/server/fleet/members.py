@@ -145,12 +145,20 @@ class Members:
             self._leaving.difference_update(numbers)
 
     def _check_not_last(self, numbers: list[int]) -> None:
-        if not set(self.present) - self._drained - self._leaving - set(numbers):
+        """Raise InvalidRequestError if nobody would take requests without these, and any of them does now, or
+        will when it is back."""
+        takers = {number for number in self._open() if not is_gone(self._replicas[number])}
+        if takers and takers.issubset(numbers):
             last = ", ".join(map(str, numbers))
             raise InvalidRequestError(
-                f"replica {last} is the last one that takes requests; undrain another one first",
+                f"replica {last} is the last one that takes requests; undrain another one first, or wait "
+                "until one is back",
                 param="replica",
             )
+
+    def _open(self) -> list[int]:
+        """Return the numbers of those that have not left and are not kept from taking requests."""
+        return [number for number in self.present if number not in self._drained | self._leaving]
 
     def _check_there(self, number: int) -> None:
         self._check_number(number)
@@ -171,16 +179,20 @@ class Members:
 
     @property
     def status(self) -> EngineStatus:
-        """Ready while any replica is; otherwise what is known of the one that is nearest to it."""
-        each = [self._replicas[number].status for number in self.present] or [
-            replica.status for replica in self._replicas
-        ]
+        """Ready while any replica that takes requests is; otherwise what is known of the one that is nearest
+        to it."""
+        present = self.present
+        shown_numbers = self._open() or present or range(len(self._replicas))
+        each = [self._replicas[number].status for number in shown_numbers]
         ready = [status for status in each if status.state is EngineState.READY]
         on_its_way = [status for status in each if status.state in ON_ITS_WAY]
         shown = (ready or on_its_way or each)[0]
         message = shown.message
-        if ready and len(ready) < len(each):
-            message = f"{len(ready)} of {len(each)} replicas are ready"
+        if ready and len(ready) < len(present):
+            message = f"{len(ready)} of {len(present)} replicas are ready"
+        elif not ready and (drained := [n for n in sorted(self._drained) if self._replicas[n].healthy]):
+            number = drained[0]
+            message += f"; replica {number} is drained: `loraplex fleet drain {number} --undo` brings it back"
         return EngineStatus(
             state=shown.state,
             message=message,
