@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
+from engine_fleets import costs
 from fake_core import FakeOptions, request_of, spec_of, tokens_of
 from fake_replicas import FakeReplica
 from replicas import run, until
@@ -18,8 +18,6 @@ from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineClosedError
 from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.fleet.policy import Policy
-from loraplex.perf.cost_model import CostModel
-from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.adapter_metrics import render_adapters
 from loraplex.server.engine_status import EngineState
@@ -60,12 +58,6 @@ class GatedReplica(FakeReplica):
             raise self.bug
         await self.answers.wait()
         return await super().stats()
-
-
-def costs() -> CostModel:
-    found = find_profile(Path("h200-llama-2-7b"))
-    assert isinstance(found, CostModel)
-    return found
 
 
 @asynccontextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 
 import pytest
+from engine_fleets import costs
 from fake_core import request_of, tokens_of
 from fake_replicas import FakeReplica
 from replicas import run
@@ -14,8 +14,6 @@ from server_fixtures import Api, events
 from loraplex.core.errors import EngineDeadError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.sampling import SamplingParams
-from loraplex.perf.cost_model import CostModel
-from loraplex.perf.named_profiles import find_profile
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.fleet_requests import FleetRequests
@@ -44,11 +42,9 @@ class Mortal(FakeReplica):
 
 
 def requests_on(way: Continuation) -> FleetRequests:
-    costs = find_profile(Path("h200-llama-2-7b"))
-    assert isinstance(costs, CostModel)
     requests = FleetRequests(Members([Mortal(way), Mortal(way)]))
     limits = [Limits(max_running=4, kv_tokens=4096)] * 2
-    began = Began(policy="auto", limits=limits, costs=profile_to_json(costs), mean_tokens=64.0)
+    began = Began(policy="auto", limits=limits, costs=profile_to_json(costs()), mean_tokens=64.0)
     requests.routing = LiveRouting([began])
     return requests
 
