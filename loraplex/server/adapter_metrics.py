@@ -25,8 +25,14 @@ OTHERS: Final = "(others)"
 """Stands for all others; no adapter can be called so."""
 
 
-def render_adapters(adapters: Sequence[ServedAdapter], metrics: ServerMetrics, stats: EngineStats) -> bytes:
-    """The series of served adapters that were asked for or are in memory."""
+def render_adapters(
+    adapters: Sequence[ServedAdapter],
+    metrics: ServerMetrics,
+    stats: EngineStats,
+    holders: Callable[[str], Sequence[int]] | None = None,
+) -> bytes:
+    """The series of served adapters that were asked for or are in memory. `holders`: the replicas of a fleet
+    that have a version in memory; None for a single engine."""
     named, folded = _share_out(adapters, metrics, stats)
     used = [
         (adapter.name, traffic)
@@ -103,6 +109,7 @@ def render_adapters(adapters: Sequence[ServedAdapter], metrics: ServerMetrics, s
                 "1, with the tier the weights are in; not there for those on disk alone",
                 _resident_lines(named, stats),
             ),
+            "" if holders is None else _replica_family(named, holders),
             _family(
                 "loraplex:adapter_versions",
                 "gauge",
@@ -152,6 +159,17 @@ def _resident_lines(adapters: Sequence[ServedAdapter], stats: EngineStats) -> li
         for version in sorted(adapter.versions)
         if version in tiers
     ]
+
+
+def _replica_family(adapters: Sequence[ServedAdapter], holders: Callable[[str], Sequence[int]]) -> str:
+    name = "loraplex:adapter_on_replica"
+    lines = [
+        f'{name}{{adapter="{adapter.name}",replica="{replica}",version="{version}"}} 1\n'
+        for adapter in adapters
+        for version in sorted(adapter.versions)
+        for replica in holders(version)
+    ]
+    return _family(name, "gauge", "1 for each replica that has the weights in its memory", lines)
 
 
 def _family(name: str, kind: str, text: str, lines: Iterable[str]) -> str:

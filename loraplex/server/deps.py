@@ -22,7 +22,7 @@ from loraplex.server.web_guard import WebAccess
 class ServerDeps:
     """`base_root` is where the base model comes from; its served name is the adapter service's. `fleet`: None
     if there is but one engine. `shadow_twin`: None if there is none. `continued`: how often
-    requests outlived their engine."""
+    requests outlived their engine; `is_resampled`: see ServingEngine."""
 
     text: TextEngine
     adapters: AdapterService
@@ -39,3 +39,4 @@ class ServerDeps:
     fleet: Fleet | None = None
     shadow_twin: ShadowTwin | None = None
     continued: Counter[Continued] = field(default_factory=Counter)
+    is_resampled: Callable[[str], bool] = lambda call_id: False

@@ -21,6 +21,7 @@ from loraplex.core.exits import describe_exit
 from loraplex.core.logs import current_format, current_level
 from loraplex.server.child_python import same_python
 from loraplex.server.engine_sockets import Context, Socket, new_socket
+from loraplex.server.private_folder import PrivateFolder
 from loraplex.server.protocol_ipc import (
     EVENTS_SOCKET,
     Command,
@@ -251,12 +252,12 @@ class EngineChild(EngineHandle):
         self._directory.cleanup()
 
 
-def _private_directory() -> tempfile.TemporaryDirectory[str]:
-    """A folder of mode 0700 whose path is short enough for a socket name."""
+def _private_directory() -> PrivateFolder:
+    """Make a folder whose path is short enough for a socket name."""
     parent = tempfile.gettempdir()
     if len(os.fsencode(parent)) > zmq.IPC_PATH_MAX_LEN - 40:
         parent = "/tmp"
-    return tempfile.TemporaryDirectory(prefix="loraplex-", dir=parent, ignore_cleanup_errors=True)
+    return PrivateFolder(parent)
 
 
 def launch_of(factory: str, config: object, *, socket_dir: str = "", remote: Remote | None = None) -> Launch:

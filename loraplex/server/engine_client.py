@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -24,11 +23,11 @@ from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.errors import EngineDeadError, LoraplexError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
-from loraplex.engine.output_stream import OutputStream
 from loraplex.engine.staging import answer_once
 from loraplex.server.engine_child import EngineChild, EngineHandle
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
+from loraplex.server.engine_streams import EngineStreams
 from loraplex.server.heartbeat import BEAT_S, Signs, Silence
 from loraplex.server.pool.directory import NoPool, PoolMember
 from loraplex.server.protocol_ipc import (
@@ -55,11 +54,7 @@ from loraplex.server.restart_policy import CrashHistory, RestartPolicy
 
 logger = logging.getLogger(__name__)
 
-_DELIVERED_PER_TURN: Final = 8
-"""Outputs that are handed to their streams in one turn of the event loop. One takes about 0.1 ms, and 0.4 ms
-if it is the last of an answer."""
-
-DEFAULT_FACTORY = "loraplex.engine.start:build_core"
+DEFAULT_FACTORY: Final = "loraplex.engine.start:build_core"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +78,8 @@ class EngineClient:
     `config` is what the factory takes: any type that msgspec encodes and the child can import. Adapters
     are remembered here and given to every new child, so they survive its crashes. `start_child`: starts it
     somewhere else than on this machine, and is given what is to be called for each event. `pool`: of a
-    replica that shares adapters in host memory with others.
+    replica that shares adapters in host memory with others. `name`: what the process is called in the log and
+    in errors, if there are several.
     """
 
     def __init__(
@@ -95,6 +91,7 @@ class EngineClient:
         clock: Clock | None = None,
         start_child: Callable[[Callable[[Event], None]], EngineHandle] | None = None,
         pool: PoolMember | None = None,
+        name: str = "the engine process",
     ) -> None:
         self._config = config
         self._factory = factory
@@ -102,6 +99,7 @@ class EngineClient:
         self._clock = clock or MonotonicClock()
         self._new_child = start_child or self._local_child
         self._pool = pool or NoPool()
+        self._name = name
         self._crashes = CrashHistory(self._options.restart, self._clock)
         self._on_progress: Callable[[StartProgress], None] | None = None
 
@@ -113,8 +111,7 @@ class EngineClient:
         self._child: EngineHandle | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
-        self._streams: dict[str, OutputStream] = {}
-        self._undelivered: dict[str, list[EngineOutput]] = {}  # by request, in the order they came
+        self._streams = EngineStreams()
         # By version and folder: an engine that starts anew must know every folder that holds a version.
         self._adapters: dict[str, dict[Path, AdapterSpec]] = {}
         self._additions: dict[str, asyncio.Future[None]] = {}
@@ -181,9 +178,7 @@ class EngineClient:
         """See AsyncEngine. A restart in progress is waited for; outputs a slow consumer missed are merged."""
         child = await self._ready_child()
         request_id = request.request_id
-        assert request_id not in self._streams, "request ids are unique"
-        stream = self._streams[request_id] = OutputStream()
-        finished = False
+        stream, finished = self._streams.open(request_id), False
         try:
             child.send(AddRequest(request, self._pool.begin(request.adapter)))
             while not finished:
@@ -191,7 +186,7 @@ class EngineClient:
                 finished = output.finish_reason is not None
                 yield output
         finally:
-            del self._streams[request_id]
+            self._streams.close(request_id)
             self._pool.end(request.adapter)
             if not finished:
                 child.send(Cancel(request_id))
@@ -201,10 +196,7 @@ class EngineClient:
 
     def hand_over(self, request_id: str | None = None) -> None:
         """See Replica."""
-        self._push(len(self._undelivered))
-        for each, stream in self._streams.items():
-            if request_id in (None, each):
-                stream.fail(RequestMovedError("the engine process hands its requests over"))
+        self._streams.fail(lambda: RequestMovedError(f"{self._name} hands its requests over"), request_id)
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See AsyncEngine. Overtakes a removal of the same version that is still under way.
@@ -260,17 +252,11 @@ class EngineClient:
 
     def _on_event(self, event: Event) -> None:
         if type(event) is Outputs:
-            is_delivering = bool(self._undelivered)
-            for output in event.outputs:
-                self._undelivered.setdefault(output.request_id, []).append(output)
-            if not is_delivering:
-                self._deliver()
+            self._streams.deliver(event.outputs)
             return
         match event:
             case Rejected(request_id, error):
-                stream = self._streams.get(request_id)
-                if stream is not None:
-                    stream.fail(error.to_error())
+                self._streams.reject(request_id, error.to_error())
             case AdapterAdded(version, problem):
                 reply = self._additions.pop(version, None)
                 if problem is not None:
@@ -291,7 +277,7 @@ class EngineClient:
                 self._stats_reply = None
                 self._num_answered += 1
                 if self._life.state is EngineState.SILENT and self._num_answered == self._back_with:
-                    logger.warning("the engine process answers again")
+                    logger.warning("%s answers again", self._name)
                     self._life.set(EngineState.READY, "")
             case StartProgress():
                 self._progress = event
@@ -301,24 +287,6 @@ class EngineClient:
                     self._on_progress(event)
                 except Exception:  # a progress bar must not cost us the events behind this one
                     logger.exception("the progress of the start could not be shown")
-
-    def _deliver(self) -> None:
-        """Hand outputs to their streams, to a number of these in each turn of the event loop.
-
-        A step of hundreds of requests wakes as many tasks; other work has its turn in between. What comes for
-        a request that waits its turn goes with it.
-        """
-        self._push(_DELIVERED_PER_TURN)
-        if self._undelivered:
-            asyncio.get_running_loop().call_soon(self._deliver)
-
-    def _push(self, num_requests: int) -> None:
-        for request_id in list(islice(self._undelivered, num_requests)):
-            outputs = self._undelivered.pop(request_id)
-            stream = self._streams.get(request_id)
-            if stream is not None:  # else cancelled while this was on its way
-                for output in outputs:
-                    stream.push(output)
 
     def _local_child(self, on_event: Callable[[Event], None]) -> EngineHandle:
         return EngineChild(
@@ -346,7 +314,7 @@ class EngineClient:
             self._life.raise_if_gone()
         except BaseException:
             self._life.takes_adapters.clear()
-            self._drop_in_flight("the engine process could not start")
+            self._drop_in_flight(f"{self._name} could not start")
             await child.stop(grace_s=self._options.stop_grace_s)
             raise
         self._crashes.started()
@@ -360,9 +328,9 @@ class EngineClient:
             while True:
                 await self._watch(child)
                 self._life.takes_adapters.clear()
-                self._life.set(EngineState.RESTARTING, f"the engine process died ({child.exit_reason})")
+                self._life.set(EngineState.RESTARTING, f"{self._name} died ({child.exit_reason})")
                 self._drop_in_flight(
-                    f"the engine process died while serving this request ({child.exit_reason}); "
+                    f"{self._name} died while serving this request ({child.exit_reason}); "
                     "it is being restarted, send the request again"
                 )
                 child = await self._restart(child.exit_reason)
@@ -371,7 +339,7 @@ class EngineClient:
             logger.critical("%s", error)
             self.failed.set()
         except Exception:
-            self._life.set(EngineState.FAILED, "the supervision of the engine process failed")
+            self._life.set(EngineState.FAILED, f"the supervision of {self._name} failed")
             logger.exception("%s", self._life.message)
             self.failed.set()
 
@@ -395,20 +363,22 @@ class EngineClient:
 
     def _fall_silent(self, child: EngineHandle, seconds: float) -> None:
         """Let nobody wait for a child that may never answer; requests that it has are taken from it."""
-        message = f"the engine process has given no sign of life for {seconds:g} s"
+        message = f"{self._name} has given no sign of life for {seconds:g} s"
         logger.warning("%s", message)
         self._life.set(EngineState.SILENT, message)
         self._back_with = None
         self._pool.lost()
-        for request_id, stream in self._streams.items():
+        for request_id in self._streams:
             child.send(Cancel(request_id))
-            stream.fail(RequestMovedError(f"{message}, while it served this request; send the request again"))
+        self._streams.fail(
+            lambda: RequestMovedError(f"{message}, while it served this request; send the request again")
+        )
 
     async def _restart(self, reason: str) -> EngineHandle:
         """A new child that is ready; EngineDeadError when the policy has seen enough crashes."""
         delay_s = self._crashes.crashed(while_starting=False)
         while delay_s is not None:
-            logger.error("the engine process died (%s); starting it again in %.2f s", reason, delay_s)
+            logger.error("%s died (%s); starting it again in %.2f s", self._name, reason, delay_s)
             await asyncio.sleep(delay_s)
             self._num_restarts += 1
             try:
@@ -416,7 +386,7 @@ class EngineClient:
             except LoraplexError as error:
                 reason = str(error)
                 delay_s = self._crashes.crashed(while_starting=True)
-        raise EngineDeadError(f"the engine process died too often and is not started again ({reason})")
+        raise EngineDeadError(f"{self._name} died too often and is not started again ({reason})")
 
     async def _ready_child(self) -> EngineHandle:
         """Return the child as soon as it is ready; EngineDeadError if that takes too long or is hopeless."""
@@ -431,9 +401,7 @@ class EngineClient:
         removed is not.
         """
         self._pool.closed()
-        self._push(len(self._undelivered))  # an answer that is complete is no error
-        for stream in self._streams.values():
-            stream.fail(self._life.gone(reason))
+        self._streams.fail(lambda: self._life.gone(reason))
         for reply in (*self._additions.values(), *self._removals.values(), self._stats_reply):
             _settle(reply)
         self._additions.clear()

@@ -50,7 +50,8 @@ class EngineStatus:
 class ReplicaStatus:
     """One replica of a fleet. `num_in_flight`: requests it was sent that have not ended; `num_sent`: all that
     it was ever sent; `num_replayed`: those that another one had before; `num_hits`: those that found their
-    adapter in memory. `num_loads`: of adapters. `drained`: it is sent no more, by order. `num_placed`:
+    adapter in memory. `num_loads`: of adapters; `num_fetches`: those of them that it copied from another
+    replica. `drained`: it is sent no more, by order. `num_placed`:
     adapters that the placement gives it; `num_brought`: those that it ever brought in for that;
     `num_migrated`: requests that ever migrated to it."""
 
@@ -65,6 +66,7 @@ class ReplicaStatus:
     num_replayed: int = 0
     num_hits: int = 0
     num_loads: int = 0
+    num_fetches: int = 0
 
 
 class Fleet(Protocol):
@@ -77,6 +79,11 @@ class Fleet(Protocol):
 
     def adapter_states(self, version: str) -> list[str]:
         """Return in words how each replica stands with a version."""
+        ...
+
+    def holders(self, version: str) -> list[int]:
+        """Return the numbers of the replicas that have a version in memory, as far as that is known. May be
+        called by any thread."""
         ...
 
     @property

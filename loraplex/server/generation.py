@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -111,6 +111,7 @@ class GenerationResponse(Response):
         meter: RequestMeter,
         ticket: WaitingTicket,
         pacer: Pacer,
+        is_resampled: Callable[[str], bool],
     ) -> None:
         super().__init__()
         self._text = text
@@ -119,7 +120,7 @@ class GenerationResponse(Response):
         self._meter = meter
         self._ticket = ticket
         self._pacer = pacer
-        self._usage = _UsageCount(generation)
+        self._usage = _UsageCount(generation, is_resampled)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_record(scope).begin(self._generation.request_id, self._meter, self._usage.total)
@@ -211,7 +212,9 @@ class GenerationResponse(Response):
 
 
 class _UsageCount:
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, is_resampled: Callable[[str], bool]) -> None:
+        self._request_id = generation.request_id
+        self._is_resampled = is_resampled
         self._num_prompt_tokens = sum(map(len, generation.prompts))
         self._num_siblings = generation.params.n
         self._prompt_only = generation.prompt_only
@@ -234,6 +237,7 @@ class _UsageCount:
             total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens.values())),
             adapter_version=msgspec.UNSET if self._version is None else self._version,
+            reproducible=False if self._is_resampled(self._request_id) else msgspec.UNSET,
         )
 
 

@@ -198,6 +198,7 @@ def _response(
         meter=meter,
         ticket=ticket,
         pacer=deps.pacer,
+        is_resampled=deps.is_resampled,
     )
 
 

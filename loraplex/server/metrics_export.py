@@ -31,7 +31,9 @@ _VLLM_REASONS: Final = {  # ours -> vLLM's word for it
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSnapshot:
-    """All a page shows. Nothing in it changes any more: pages are rendered in a thread of their own."""
+    """All a page shows. Nothing in it changes any more: pages are rendered in a thread of their own, but for
+    `holders`, which that thread asks about the adapters that are shown: the replicas of a fleet that have a
+    version in memory; None for a single engine."""
 
     base_model: str
     metrics: ServerMetrics
@@ -41,6 +43,7 @@ class MetricsSnapshot:
     num_continued: Mapping[str, int]
     adapters: Sequence[ServedAdapter]
     replicas: Sequence[ReplicaStatus] = ()
+    holders: Callable[[str], Sequence[int]] | None = None
     num_plans: int = 0
     twin: TwinFigures | None = None
 
@@ -50,7 +53,7 @@ def render_metrics(snapshot: MetricsSnapshot) -> bytes:
     # A registry for each page: its content is a snapshot, so there is nothing to keep between two.
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Page(snapshot))
-    adapters = render_adapters(snapshot.adapters, snapshot.metrics, snapshot.stats)
+    adapters = render_adapters(snapshot.adapters, snapshot.metrics, snapshot.stats, snapshot.holders)
     return generate_latest(registry) + adapters
 
 
@@ -191,8 +194,14 @@ class _Page:
             (
                 CounterMetricFamily,
                 "adapter_loads",
-                "Loads of adapters into its memory since it started",
+                "Loads of adapters into its memory",
                 lambda r: r.num_loads,
+            ),
+            (
+                CounterMetricFamily,
+                "adapter_fetches",
+                "Adapters that it copied from another replica's host memory since it started",
+                lambda r: r.num_fetches,
             ),
             (CounterMetricFamily, "restarts", "Restarts after it died", lambda r: r.status.num_restarts),
             (

@@ -14,7 +14,7 @@ class Continuation(StrEnum):
 
     SAME: what the first replica would have made. RESAMPLED: as good an answer, but not the one of its seed,
     as the replica draws as for a first token. IMPOSSIBLE: the tokens made so far are a part of the prompt
-    there, and a penalty would not count them.
+    there, and a penalty would not count them, or their log-probabilities be told apart from the prompt's.
     """
 
     SAME = "same"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.core.clock import Clock
@@ -222,6 +223,7 @@ def _figures(record: RequestRecord) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": details.cached_tokens if details else 0,
         "completion_tokens": usage.completion_tokens,
+        "reproducible": None if usage.reproducible is UNSET else usage.reproducible,
         "choices": meter.num_choices,
         "finish": ",".join(reason if count == 1 else f"{reason}:{count}" for reason, count in reasons),
         "ttft_ms": None if meter.ttft_s is None else _milliseconds(meter.ttft_s),

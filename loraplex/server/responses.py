@@ -28,13 +28,16 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """`adapter_version`: the content hash of the adapter that answered; absent for the base model."""
+    """`adapter_version`: the content hash of the adapter that answered; absent for the base model.
+    `reproducible`: false if the request had a seed, and its answer went on elsewhere with other draws than
+    that has; else absent."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     adapter_version: str | msgspec.UnsetType = msgspec.UNSET
+    reproducible: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):

@@ -327,6 +327,7 @@ async def _start(
         bodies=BodyReader(options.limits),
         fleet=fleet,
         continued=client.continued,
+        is_resampled=client.is_resampled,
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
     )
     service.on_dropped = deps.metrics.forget

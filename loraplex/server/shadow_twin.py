@@ -144,7 +144,7 @@ class ShadowTwin:
             await self._end_process()
             self._end(ReplayEnd.SKIPPED, f"{len(requests)} requests took longer than {_GIVE_UP_S:g} s")
             return
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, ValueError) as error:  # the last: for an answer that is none
             await self._end_process()
             self._end(ReplayEnd.FAILED, str(error))
             return

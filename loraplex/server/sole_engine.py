@@ -83,6 +83,10 @@ class SoleEngine(EngineClient):
         finally:
             report.close()
 
+    def is_resampled(self, call_id: str) -> bool:
+        """See ServingEngine. The next engine process draws as the one before."""
+        return False
+
     def twin(self) -> TwinSubject | None:
         """See `shadow_twin.Shadowed`."""
         if self._load is None or self.info is None or self.info.costs is None:
@@ -99,6 +103,13 @@ class SoleEngine(EngineClient):
         await super().add_adapter(spec)
         if self._load is not None:
             self._load.add(spec)
+
+    async def remove_adapter(self, version: str) -> None:
+        if (load := self._load) is not None:
+            load.remove(version)
+            if load.has_many_gone:
+                load.begin(list(load.state()))
+        await super().remove_adapter(version)
 
     async def stats(self) -> EngineStats:
         stats = await super().stats()

@@ -60,3 +60,8 @@ class ServingEngine(SupervisedEngine, Forecaster, Shadowed, Protocol):
     def continued(self) -> Counter[Continued]:
         """How often requests went on elsewhere, by reason."""
         ...
+
+    def is_resampled(self, call_id: str) -> bool:
+        """Tell whether an answer of a call with a seed went on elsewhere with other draws than the seed's.
+        Of calls that are open or were just answered."""
+        ...

@@ -104,6 +104,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             num_continued={reason.value: deps.continued[reason] for reason in Continued},
             adapters=deps.adapters.served(),
             replicas=() if deps.fleet is None else deps.fleet.replicas,
+            holders=None if deps.fleet is None else deps.fleet.holders,
             num_plans=0 if deps.fleet is None else deps.fleet.num_plans,
             twin=None if deps.shadow_twin is None else deps.shadow_twin.figures,
         )

@@ -98,6 +98,7 @@ def make_server(
     clock: Clock | None = None,
     forecaster: Forecaster | None = None,
     drain_timeout_s: float = 30.0,
+    is_resampled: Callable[[str], bool] = lambda call_id: False,
 ) -> Served:
     engine = FakeEngine(script or says("Hello world! How are you?"))
     service = AdapterService(
@@ -124,6 +125,7 @@ def make_server(
         waiting=WaitingBook(waiting or WaitingLimits(), clock or ManualClock(), forecaster),
         bodies=BodyReader(limits or BodyLimits()),
         drain_timeout_s=drain_timeout_s,
+        is_resampled=is_resampled,
     )
     return Served(app=create_app(deps), engine=engine, service=service, deps=deps)
 

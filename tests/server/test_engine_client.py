@@ -143,13 +143,13 @@ def test_outputs_on_their_way_when_the_engine_dies_are_delivered_once_and_then_t
                     ]
                 )
             )
-            assert client._undelivered
+            assert client._streams._undelivered
             client._drop_in_flight("the engine died")
             assert await asyncio.gather(*consumers) == [
                 ([i], "finished" if reason else "the engine died") for i, reason in enumerate(reasons)
             ]
-            assert not client._undelivered
-            assert not client._streams
+            assert not client._streams._undelivered
+            assert not list(client._streams)
             assert await tokens(client, request_of("next")) == tokens_of(request_of("next"))
 
     run(scenario())

@@ -12,6 +12,7 @@ from pathlib import Path
 import fake_core
 import pytest
 from engine_client_harness import (
+    QUICK,
     both_loops,
     client_of,
     pid_of,
@@ -21,7 +22,7 @@ from engine_client_harness import (
     until,
     wait_for_state,
 )
-from fake_core import CHILD_ENV, FakeOptions, request_of, spec_of, tokens_of
+from fake_core import CHILD_ENV, FACTORY, FakeOptions, request_of, spec_of, tokens_of
 
 from loraplex.core import errors
 from loraplex.core.clock import ManualClock
@@ -289,6 +290,23 @@ def test_the_sockets_are_private_and_leave_nothing_behind(monkeypatch: pytest.Mo
     with tempfile.TemporaryDirectory(prefix="lp-") as base:
         monkeypatch.setattr(tempfile, "tempdir", base)
         run(scenario(Path(base)))
+
+
+def test_the_log_names_the_process_that_died(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        options = ClientOptions(restart=QUICK, env=CHILD_ENV)
+        client = EngineClient(FakeOptions(), factory=FACTORY, options=options, name="the engine of replica 7")
+        await client.start()
+        try:
+            os.kill(pid_of(client), signal.SIGKILL)
+            await wait_for_state(client, EngineState.RESTARTING)
+            assert "the engine of replica 7 died" in client.status.message
+            await wait_for_state(client, EngineState.READY)
+        finally:
+            await client.close()
+
+    run(scenario())
+    assert "the engine of replica 7 died (killed by SIGKILL" in caplog.text
 
 
 def test_a_client_that_was_not_started_says_so() -> None:

@@ -226,10 +226,19 @@ def test_a_request_that_lost_its_replica_is_not_dropped_where_others_are_busy(
     assert asyncio.run(answer(requests, request)) == list(tokens_of(request))
 
 
-def test_a_new_request_that_a_replica_refuses_is_refused() -> None:
-    requests, _ = requests_of(FakeReplica(busy()))
+def test_a_new_request_that_a_replica_refuses_is_served_by_another() -> None:
+    requests, events = requests_of(FakeReplica(busy()), FakeReplica(busy()), FakeReplica())
+    request = request_of("r1")
+    assert asyncio.run(answer(requests, request)) == list(tokens_of(request))
+    assert len([event for event in events if isinstance(event, Sent)]) == 3
+
+
+def test_a_new_request_that_all_replicas_refuse_is_refused_at_once() -> None:
+    replicas = [FakeReplica(busy(), busy()) for _ in range(3)]
+    requests, _ = requests_of(*replicas)
     with pytest.raises(QueueFullError):
         asyncio.run(answer(requests, request_of("r1")))
+    assert [len(each.failures) for each in replicas] == [1, 1, 1], "each was asked once"
 
 
 def test_a_fleet_predicts_by_the_replica_that_its_router_would_choose() -> None:

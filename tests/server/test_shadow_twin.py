@@ -210,6 +210,21 @@ def test_a_process_replays_what_was_served_and_nothing_if_nobody_was() -> None:
     run(scenario())
 
 
+def test_an_answer_that_is_none_is_a_failed_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.server.shadow_twin._MODULE", "this")  # it prints a poem
+
+    async def scenario() -> None:
+        clock = ManualClock()
+        recent = RecentRequests(clock)
+        async with ShadowTwin(Engine(recent), interval_s=3600) as twin:
+            serve_some(recent, clock)
+            await twin.look()
+            assert twin.figures.num_replays[ReplayEnd.FAILED] == 1
+            assert twin._process is None
+
+    run(scenario())
+
+
 def replace_seconds(of: Replayed | None, other: Replayed) -> Replayed:
     assert of is not None
     return Replayed(

@@ -11,6 +11,8 @@ from prometheus_client.samples import Sample
 
 from loraplex.core.stats import AdapterStats, EngineStats
 
+BLOCK_TOKENS: Final = 16
+"""Tokens of a KV block as it is counted here; servers may have others (vLLM has 128 on a CPU)."""
 _RUNNING: Final = "vllm:num_requests_running"
 _WAITING: Final = "vllm:num_requests_waiting"
 _KV_USAGE: Final = "vllm:kv_cache_usage_perc"
@@ -32,7 +34,7 @@ _WANTED: Final = (
 
 
 def parse_stats(page: str, in_flight: Mapping[str, int]) -> EngineStats:
-    """Return the figures of a page, summed over the engines of one server.
+    """Return the figures of a page, summed over the engines of one server. KV blocks are of `BLOCK_TOKENS`.
 
     `in_flight` has the caller's own requests by adapter version. Adapters are listed as far as the server
     tells where their weights are, which vLLM does not; their bytes are not told by any.
@@ -45,7 +47,7 @@ def parse_stats(page: str, in_flight: Mapping[str, int]) -> EngineStats:
         return int(sum(sample.value for sample in samples[name]))
 
     usages = [sample.value for sample in samples[_KV_USAGE]]
-    num_blocks = sum(_count(sample.labels.get("num_gpu_blocks", "")) for sample in samples[_KV_SIZE])
+    num_blocks = sum(_num_blocks(sample.labels) for sample in samples[_KV_SIZE])
     loads = {sample.labels.get("version", ""): int(sample.value) for sample in samples[_LOADS]}
     tiers = {s.labels.get("version", ""): s.labels.get("tier", "") for s in samples[_RESIDENT]}
     return EngineStats(
@@ -80,6 +82,11 @@ def _samples(page: str) -> Iterator[Sample]:
     wanted = "\n".join(line for line in page.splitlines() if line.startswith(_WANTED))
     for family in text_string_to_metric_families(wanted + "\n"):
         yield from family.samples
+
+
+def _num_blocks(labels: Mapping[str, str]) -> int:
+    own_tokens = _count(labels.get("block_size", "")) or BLOCK_TOKENS
+    return _count(labels.get("num_gpu_blocks", "")) * own_tokens // BLOCK_TOKENS
 
 
 def _count(text: str) -> int:

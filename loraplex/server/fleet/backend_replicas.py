@@ -14,6 +14,7 @@ from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.fleet.backend_adapters import IsRegistered
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
+from loraplex.server.fleet.backend_metrics import BLOCK_TOKENS
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
 from loraplex.server.fleet.guessed_costs import guessed_costs
@@ -24,7 +25,6 @@ from loraplex.server.protocol_ipc import Ready
 _READY_TIMEOUT_S: Final = 60.0
 """How long a request waits while no server of the fleet is there."""
 _MAX_RUNNING: Final = 256
-_BLOCK_TOKENS: Final = 16
 _UNKNOWN_KV_TOKENS: Final = 1 << 30
 """For servers that do not tell: their KV memory decides nothing then."""
 
@@ -71,7 +71,7 @@ def backend_fleet(
         blocks = info.num_kv_blocks
         return Limits(
             max_running=_MAX_RUNNING,
-            kv_tokens=_UNKNOWN_KV_TOKENS if blocks is None else blocks * _BLOCK_TOKENS,
+            kv_tokens=_UNKNOWN_KV_TOKENS if blocks is None else blocks * BLOCK_TOKENS,
             max_adapters=backends.max_adapters,
         )
 

@@ -9,7 +9,7 @@ from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import UserError
 from loraplex.fleet.routers.added_costs import added_costs
 from loraplex.server.fleet.live_routing import LiveRouting
-from loraplex.server.fleet.routing_events import Began, Decision, RoutingEvent, Sent
+from loraplex.server.fleet.routing_events import Began, Decision, RoutingEvent, Sent, call_id_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +87,7 @@ def _decisions(events: Sequence[RoutingEvent], asked: str) -> Iterator[Explanati
 
 def _belongs(request_id: str, asked: str) -> bool:
     """Tell whether this is the request, or a choice of the call: those have its id and their number."""
-    first_id = request_id_of(request_id)
-    return first_id == asked or first_id.rpartition("-")[0] == asked
+    return asked in (request_id_of(request_id), call_id_of(request_id))
 
 
 def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:

@@ -14,12 +14,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import EngineDeadError, InvalidRequestError, LoraplexError
+from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.admission import Admitted, Forecast
@@ -32,11 +31,12 @@ from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.fleet.changes import Changes
 from loraplex.server.fleet.decision_log import DecisionLog
+from loraplex.server.fleet.fleet_adapters import FleetAdapters
 from loraplex.server.fleet.fleet_requests import FleetRequests
 from loraplex.server.fleet.fleet_stats import sum_of
 from loraplex.server.fleet.live_routing import LiveRouting
-from loraplex.server.fleet.members import Members, is_gone
-from loraplex.server.fleet.placing import Placing, bring_in
+from loraplex.server.fleet.members import Members
+from loraplex.server.fleet.placing import Placing
 from loraplex.server.fleet.revival import Revival
 from loraplex.server.fleet.routing_events import Began, Limits
 from loraplex.server.protocol_ipc import Ready, StartProgress
@@ -79,13 +79,11 @@ class FleetEngine:
         self._log = log
         self._routing: LiveRouting | None = None
         self._placing: Placing | None = None
-        # By version and folder: a replica that joins must know every folder that holds a version.
-        self._specs: dict[str, dict[Path, AdapterSpec]] = {}
+        self._adapters = FleetAdapters(self._members)
         self._changes = Changes()  # replicas that join or leave
         self._revival = Revival(
             self._members, setup.clock, lambda number: self._changes.run(self._restart(number, move=False))
         )
-        self._start_error: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
         self.info: Ready | None = None
@@ -111,7 +109,7 @@ class FleetEngine:
         try:
             await asyncio.gather(*starts)
         except BaseException as error:
-            self._start_error = error if isinstance(error, Exception) else None
+            self._adapters.start_error = error if isinstance(error, Exception) else None
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
@@ -137,13 +135,13 @@ class FleetEngine:
         if self._log is not None:
             self._log.begin([began])
         self._routing = LiveRouting([began], None if self._log is None else self._log.record)
-        self._requests.routing = self._routing
-        for spec in self._all_specs():
+        self._requests.routing = self._adapters.routing = self._routing
+        for spec in self._adapters.specs():
             self._routing.add(spec)
         self._placing = Placing(self._routing, self._members, self._requests, setup.clock)
         self._placing.tick()
-        loops = (self._look(), self._watch_failures(), self._revival.run(), self._placing.run())
-        self._tasks = [asyncio.create_task(loop) for loop in loops]
+        loops = (self._look, self._watch_failures, self._revival.run, self._placing.run)
+        self._tasks = [asyncio.create_task(_kept_up(loop)) for loop in loops]
 
     async def _device_bytes(self) -> int | None:
         """Return the memory that adapters share with the KV cache on every replica."""
@@ -164,7 +162,7 @@ class FleetEngine:
 
     @property
     def healthy(self) -> bool:
-        return any(replica.healthy for replica in self._members)
+        return bool(self._members.serving)
 
     @property
     def status(self) -> EngineStatus:
@@ -211,20 +209,29 @@ class FleetEngine:
         assert routing is not None
         while True:
             await asyncio.sleep(_LOOK_S)
-            for number, replica in enumerate(self._members):
-                if replica.healthy:
-                    try:
-                        stats = await replica.stats()
-                        routing.saw(number, stats)
-                        self._members.saw(number, stats)
-                    except LoraplexError as error:
-                        logger.warning("replica %d does not say what it holds: %s", number, error)
+            # Side by side: one that is slow to answer must not age what is known of the others.
+            await asyncio.gather(*(self._ask(routing, number) for number in self._members.present))
             if log is not None:
                 await asyncio.to_thread(log.write, log.take())
-                if log.is_full:  # the routing begins anew with what is known
-                    events = list(routing.state())
-                    routing.begin(events)
+            if routing.has_many_gone or (log is not None and log.is_full):
+                events = list(routing.state())  # it begins anew with what is known
+                routing.begin(events)
+                if log is not None:
                     log.begin(events)
+
+    async def _ask(self, routing: LiveRouting, number: int) -> None:
+        """Take over what a replica says to hold, if it is the same one when it has answered."""
+        replica = self._members[number]
+        if not replica.healthy:
+            return
+        try:
+            stats = await replica.stats()
+        except LoraplexError as error:
+            logger.warning("replica %d does not say what it holds: %s", number, error)
+            return
+        if self._members[number] is replica and replica.healthy:
+            routing.saw(number, stats)
+            self._members.saw(number, stats)
 
     async def _watch_failures(self) -> None:
         """The fleet has failed when every replica has, or has left."""
@@ -280,25 +287,10 @@ class FleetEngine:
         routing = self._routing
         assert routing is not None
         replica = self._setup.make(number)
-        known: dict[str, set[Path]] = {}
-
-        async def catch_up() -> None:
-            """Until the replica knows what the others do, who may be told of more meanwhile."""
-            while True:
-                missing = [s for s in self._all_specs() if s.path not in known.get(s.version, ())]
-                gone = known.keys() - self._specs.keys()
-                if not missing and not gone:
-                    return
-                for spec in missing:
-                    await replica.add_adapter(spec)
-                    known.setdefault(spec.version, set()).add(spec.path)
-                for version in gone:
-                    await replica.remove_adapter(version)
-                    del known[version]
-
+        joining = self._adapters.joining(replica)
         try:
-            await replica.start(None, _Deferred(catch_up))
-            await catch_up()  # with what came while it got ready
+            await replica.start(None, _Deferred(joining.catch_up))
+            await joining.catch_up()  # with what came while it got ready
         except BaseException as error:
             if isinstance(error, Exception):  # also for the log: who asked for it may have left
                 logger.error("replica %d could not join the fleet: %s; the others serve on", number, error)
@@ -326,14 +318,6 @@ class FleetEngine:
         if num_replicas > most:
             raise InvalidRequestError(f"there can be {most} replicas at most: {why}", param="replicas")
 
-    def _alive(self) -> list[Replica]:
-        """Return the replicas that are there or on their way; all if there is none. One that was given up is
-        told of adapters when it joins anew."""
-        return [each for each in self._members if not is_gone(each)] or list(self._members)
-
-    def _all_specs(self) -> list[AdapterSpec]:
-        return [spec for sources in self._specs.values() for spec in sources.values()]
-
     # ---- requests
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
@@ -344,6 +328,10 @@ class FleetEngine:
     def continued(self) -> Counter[Continued]:
         """How often requests went on at another replica, by reason."""
         return self._requests.continued
+
+    def is_resampled(self, call_id: str) -> bool:
+        """See ServingEngine."""
+        return self._requests.is_resampled(call_id)
 
     def twin(self) -> TwinSubject | None:
         """See `shadow_twin.Shadowed`."""
@@ -359,84 +347,30 @@ class FleetEngine:
     # ---- adapters
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
-        """See AsyncEngine: on all replicas, or on none of them."""
-        told: list[Replica] = []
-        # One that joins meanwhile was told of what `_specs` had then, which this is not in yet.
-        while untold := [each for each in self._alive() if each not in told]:
-            told += untold
-            results = await asyncio.gather(
-                *(replica.add_adapter(spec) for replica in untold), return_exceptions=True
-            )
-            errors = [result for result in results if isinstance(result, BaseException)]
-            if errors:
-                await self._take_back(spec)
-                if self._start_error is not None:
-                    # The other replicas were given up for it, and would only say so.
-                    raise self._start_error
-                # What the adapter is refused for tells more than that a replica died meanwhile.
-                raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
-        self._specs.setdefault(spec.version, {})[spec.path] = spec
+        """See `FleetAdapters.add`."""
+        await self._adapters.add(spec)
         if self._routing is not None:
             self._routing.add(spec)
             self.place()
 
-    async def _take_back(self, spec: AdapterSpec) -> None:
-        """Let replicas forget a version that another one refused, unless all of them had it before."""
-        if spec.version not in self._specs:
-            removals = (replica.remove_adapter(spec.version) for replica in self._alive())
-            await asyncio.gather(*removals, return_exceptions=True)
-
     async def stage_adapter(self, version: str) -> None:
-        """See AsyncEngine: on all replicas that serve and that it is placed on. One that dies meanwhile reads
-        the version from its files when it is back, as it does with all others."""
-        routing, present = self._routing, self._members.present
-        serving = [number for number in present if self._members[number].healthy]
-        placed = None if routing is None else routing.placed_on(version)
-        if placed is not None:  # if none of its replicas serves just now, any other one may be asked for it
-            serving = [number for number in serving if number in placed.replicas] or serving
-        if not serving:
-            raise EngineDeadError("no replica is there to stage the adapter on; try again when one is back")
-        results = await asyncio.gather(
-            *(bring_in(self._members[number], version) for number in serving), return_exceptions=True
-        )
-        if routing is not None:
-            for number, result in zip(serving, results, strict=True):
-                routing.staged(number, version, is_there=not isinstance(result, BaseException))
-        errors = [result for result in results if isinstance(result, BaseException)]
-        for error in errors:
-            if not isinstance(error, EngineDeadError):
-                raise error
-        if len(errors) == len(serving):
-            raise errors[0]
+        """See `FleetAdapters.stage`."""
+        await self._adapters.stage(version)
 
     def adapter_states(self, version: str) -> list[str]:
         """See Fleet."""
-        states = []
-        for number in self._members.present:
-            state = self._members[number].status.state
-            if state is not EngineState.READY:
-                word = f"{state.value}, reads it when it is back"
-            elif self._routing is not None and self._routing.has(number, version):
-                word = "ready"
-            else:
-                word = "reads it when it is asked for it"
-            states.append(f"replica {number}: {word}")
-        return states
+        return self._adapters.states(version)
+
+    def holders(self, version: str) -> list[int]:
+        """See Fleet."""
+        return self._adapters.holders(version)
 
     async def remove_adapter(self, version: str) -> None:
-        self._specs.pop(version, None)
-        if self._routing is not None:
-            self._routing.remove(version)
-        results = await asyncio.gather(
-            *(replica.remove_adapter(version) for replica in self._alive()), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        await self._adapters.remove(version)
 
     async def stats(self) -> EngineStats:
         """Return the sums over all replicas; an adapter is where it is nearest to its use."""
-        return sum_of(await asyncio.gather(*(replica.stats() for replica in self._alive())))
+        return sum_of(await asyncio.gather(*(replica.stats() for replica in self._members.alive())))
 
 
 class _Deferred:
@@ -447,6 +381,17 @@ class _Deferred:
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._function().__await__()
+
+
+async def _kept_up(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run something that lasts as long as the fleet, again after an error: without it the fleet would serve
+    on, but adapters, plans or dead replicas would be looked after by nobody, and nobody would know."""
+    while True:
+        try:
+            return await loop()
+        except Exception:
+            logger.exception("a part of the fleet's management failed; it is started again")
+            await asyncio.sleep(_LOOK_S)
 
 
 async def _finished(task: asyncio.Future[object]) -> None:

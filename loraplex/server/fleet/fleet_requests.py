@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence, Set
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, cast
 
 from loraplex.core.continuation import request_id_of
@@ -20,7 +20,7 @@ from loraplex.server.fleet.backend_errors import AdapterMissingError, BackendBus
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.request_report import RequestReport
-from loraplex.server.fleet.routing_events import Moved
+from loraplex.server.fleet.routing_events import Moved, call_id_of
 from loraplex.server.recent_requests import RecentRequests
 from loraplex.server.replica import Continuation
 
@@ -30,6 +30,9 @@ _MAX_DEATHS: Final = 3
 """As many replicas may die with a request before it is given up: it may be what they die of."""
 _BUSY_S: Final = 0.5
 """After so long, another replica is asked to go on with a request that one had no room for."""
+_MAX_RESAMPLED: Final = 4096
+"""Calls that are remembered to have gone on with new draws: more than are open at a time, or were just
+answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,15 @@ class _InFlight:
     report: RequestReport
 
 
+@dataclass(slots=True)
+class _Course:
+    """What has become of a request so far. `tried`: the replicas that have lost or refused it. `is_admitted`:
+    one of them has had it, so that nobody may refuse it any more."""
+
+    is_admitted: bool
+    tried: set[int] = field(default_factory=set)
+
+
 class FleetRequests:
     """Runs requests on the members of a fleet. `routing`: None until the fleet has started. `is_closing`: a
     replica that is closed is closed with the fleet."""
@@ -49,6 +61,7 @@ class FleetRequests:
         self._members = members
         self._in_flight: dict[str, _InFlight] = {}  # by the first id, which stays
         self._targets: dict[str, int] = {}  # where requests go on that are being moved
+        self._resampled: dict[str, None] = {}  # calls, the latest last
         self.routing: LiveRouting | None = None
         self.is_closing = False
         self.recent = RecentRequests()
@@ -57,13 +70,12 @@ class FleetRequests:
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See AsyncEngine. EngineDeadError only if too many replicas died with the request, if none is left,
         or if none that is left could go on as the one that died."""
-        failed: set[int] = set()  # replicas that the request was lost on
+        # One that began elsewhere was let in there.
+        course = _Course(is_admitted=bool(request.output_token_ids))
 
         async def give(attempt: EngineRequest) -> Serving:
-            routing, number = self._choose(attempt, failed)
-            is_again = bool(failed)
-            failed.add(number)
-            return self._serving(routing, number, attempt, is_again=is_again)
+            routing, number = self._choose(attempt, course.tried)
+            return self._serving(routing, number, attempt, course)
 
         return continuing(
             request,
@@ -99,16 +111,17 @@ class FleetRequests:
 
     @asynccontextmanager
     async def _serving(
-        self, routing: LiveRouting, number: int, request: EngineRequest, *, is_again: bool
+        self, routing: LiveRouting, number: int, request: EngineRequest, course: _Course
     ) -> AsyncIterator[Attempt]:
-        """A request on a replica. `is_again`: it was sent to another one before, so that nobody may refuse it
-        any more."""
+        """A request on a replica."""
         members, name = self._members, request_id_of(request.request_id)
-        members.num_replayed[number] += is_again
+        members.num_replayed[number] += course.is_admitted and bool(course.tried)
+        course.tried.add(number)
         report = RequestReport(request, number, routing, self.recent)
         self._in_flight[name] = _InFlight(request, number, report)
 
         def saw(output: EngineOutput) -> None:
+            course.is_admitted = True
             if output.adapter_hit and output.token_ids and not report.num_output:
                 members.num_hits[number] += 1
             report.saw(output)
@@ -119,12 +132,17 @@ class FleetRequests:
         except EngineClosedError as error:
             if self.is_closing:
                 raise
+            course.is_admitted = True
             raise RequestMovedError(f"replica {number} is shutting down ({error})") from error
+        except EngineDeadError:
+            course.is_admitted = True
+            raise
         except BackendBusyError as error:
-            if not is_again:
-                raise
-            await asyncio.sleep(_BUSY_S)
-            raise RequestMovedError(f"replica {number} is too busy to go on with it ({error})") from error
+            if course.is_admitted:
+                await asyncio.sleep(_BUSY_S)
+            elif course.tried.issuperset(members.serving):
+                raise  # as all others have
+            raise RequestMovedError(f"replica {number} has no room for it ({error})") from error
         finally:
             report.close()
             del self._in_flight[name]
@@ -174,9 +192,24 @@ class FleetRequests:
         for wanted in (Continuation.SAME, Continuation.RESAMPLED):
             if wanted in found.values():
                 if wanted is Continuation.RESAMPLED:
-                    logger.warning("request %s goes on with new draws, not by its seed", request.request_id)
+                    self._note_resampled(request)
                 return [found.get(number) is wanted for number in range(len(accepts))]
-        raise EngineDeadError(
-            "the replica of this request is gone, and no other one can go on where it was: a presence or "
-            "frequency penalty would not count the answer so far there; send the request again"
+        why = (
+            "a presence or frequency penalty would not count the answer so far there"
+            if request.params.prompt_logprobs is None
+            else "the log-probabilities of its prompt would come with those of the answer so far there"
         )
+        raise EngineDeadError(
+            f"the replica of this request is gone, and no other one can go on where it was: {why}; send the "
+            "request again"
+        )
+
+    def _note_resampled(self, request: EngineRequest) -> None:
+        logger.warning("request %s goes on with new draws, not by its seed", request.request_id)
+        self._resampled[call_id_of(request.request_id)] = None
+        if len(self._resampled) > _MAX_RESAMPLED:
+            del self._resampled[next(iter(self._resampled))]
+
+    def is_resampled(self, call_id: str) -> bool:
+        """See ServingEngine."""
+        return call_id in self._resampled

@@ -61,6 +61,13 @@ class HeldAdapters:
             for oldest in there[: max(len(there) - most, 0)]:
                 self.set(replica, oldest, all_held[replica, oldest]._replace(on_device=False))
 
+    def forget(self, version: str) -> None:
+        """Record nothing of a version any more that is removed from all replicas."""
+        for key in [key for key in self._held if key[1] == version]:
+            del self._held[key]
+            self._tiers.evicted(key[0], self._numbers[version])
+            self._tiers.dropped(key[0], self._numbers[version])
+
     def lose(self, replica: int) -> None:
         """Record that a replica is down, and holds nothing any more."""
         lost = [version for where, version in self._held if where == replica]

@@ -57,6 +57,9 @@ _ELEMENT_BYTES: Final = 2
 _STEP_TOKENS: Final = 2048
 """Tokens of a step, of replicas that do not tell."""
 
+_MAX_GONE: Final = 1000
+"""Versions that are gone and still have their numbers, unless more than that are there."""
+
 
 class Tick(NamedTuple):
     """A decision, and what has to be done for it: replicas bring in versions, requests move."""
@@ -374,7 +377,7 @@ class LiveRouting:
         # Without a device, adapters are used where they are read to.
         ready = ("device", "loading") if stats.device_arena_bytes else ("device", "loading", "host")
         for adapter in stats.adapters:
-            if adapter.version in self._numbers:
+            if adapter.version in self._numbers and adapter.version not in self._removed:
                 on_device = adapter.tier in ready or adapter.in_flight > 0
                 self._held.set(replica, adapter.version, Held(on_device, adapter.tier == "host"))
 
@@ -384,7 +387,14 @@ class LiveRouting:
             return
         self._removed.add(version)
         self._current().remove_adapter(self._numbers[version])
+        self._held.forget(version)
         self._record(AdapterRemoved(version=version))
+
+    @property
+    def has_many_gone(self) -> bool:
+        """Tell whether the routing should begin anew with its `state`, in which versions that are gone have
+        no numbers any more."""
+        return len(self._removed) > max(_MAX_GONE, len(self._numbers) // 2)
 
     def _add(self, version: str, rank: int, num_bytes: int) -> None:
         if version in self._removed:

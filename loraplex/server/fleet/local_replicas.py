@@ -61,7 +61,13 @@ def local_fleet(
         """Make the replica of this number, with GPUs of its own."""
         own = gpus[number * engine.tensor_parallel : (number + 1) * engine.tensor_parallel]
         env = {_VISIBLE: ",".join(own)} if own else {}
-        return EngineClient(engine, factory=factory, options=ClientOptions(env=env), pool=pool.member(number))
+        return EngineClient(
+            engine,
+            factory=factory,
+            options=ClientOptions(env=env),
+            pool=pool.member(number),
+            name=process_name(number),
+        )
 
     setup = FleetSetup(
         make=make,
@@ -72,6 +78,11 @@ def local_fleet(
         most=most,
     )
     return FleetEngine(setup, num_replicas, log)
+
+
+def process_name(number: int) -> str:
+    """Return what the engine process of a replica is called in logs and errors."""
+    return f"the engine process of replica {number}"
 
 
 def _most_on_gpus(engine: EngineOptions, gpus: tuple[str, ...]) -> tuple[int, str]:

@@ -39,7 +39,10 @@ class Members:
         self.num_hits: Counter[int] = Counter()
         """Those of them that found their adapter in memory or on its way there."""
         self.num_loads: Counter[int] = Counter()
-        """Loads of adapters by the engine that each is now."""
+        """Loads of adapters by each, as far as they were reported."""
+        self.num_fetches: Counter[int] = Counter()
+        """Adapters that the engine that each is now has copied from others."""
+        self._loads: dict[int, dict[str, int]] = {}  # of each, by version, as it reported them last
 
     def __getitem__(self, number: int) -> Replica:
         return self._replicas[number]
@@ -55,6 +58,7 @@ class Members:
             assert number == len(self._replicas)
             self._replicas.append(replica)
         self._drained.discard(number)
+        self._loads.pop(number, None)
 
     @property
     def present(self) -> list[int]:
@@ -66,9 +70,19 @@ class Members:
         """Tell whether every one has failed or left."""
         return all(map(is_gone, self._replicas))
 
+    def alive(self) -> list[Replica]:
+        """Return those that are there or on their way; all if there is none. One that was given up is told of
+        adapters when it joins anew."""
+        return [each for each in self._replicas if not is_gone(each)] or list(self._replicas)
+
     def saw(self, number: int, stats: EngineStats) -> None:
         """Take over what a replica reports."""
-        self.num_loads[number] = sum(adapter.loads for adapter in stats.adapters)
+        before = self._loads.get(number, {})
+        now = self._loads[number] = {adapter.version: adapter.loads for adapter in stats.adapters}
+        for version, loads in now.items():
+            known = before.get(version, 0)
+            self.num_loads[number] += loads - known if loads >= known else loads  # else it has started anew
+        self.num_fetches[number] = stats.adapter_fetches
 
     # ---- who takes requests
 
@@ -131,12 +145,20 @@ class Members:
             self._leaving.difference_update(numbers)
 
     def _check_not_last(self, numbers: list[int]) -> None:
-        if not set(self.present) - self._drained - self._leaving - set(numbers):
+        """Raise InvalidRequestError if nobody would take requests without these, and any of them does now, or
+        will when it is back."""
+        takers = {number for number in self._open() if not is_gone(self._replicas[number])}
+        if takers and takers.issubset(numbers):
             last = ", ".join(map(str, numbers))
             raise InvalidRequestError(
-                f"replica {last} is the last one that takes requests; undrain another one first",
+                f"replica {last} is the last one that takes requests; undrain another one first, or wait "
+                "until one is back",
                 param="replica",
             )
+
+    def _open(self) -> list[int]:
+        """Return the numbers of those that have not left and are not kept from taking requests."""
+        return [number for number in self.present if number not in self._drained | self._leaving]
 
     def _check_there(self, number: int) -> None:
         self._check_number(number)
@@ -157,16 +179,20 @@ class Members:
 
     @property
     def status(self) -> EngineStatus:
-        """Ready while any replica is; otherwise what is known of the one that is nearest to it."""
-        each = [self._replicas[number].status for number in self.present] or [
-            replica.status for replica in self._replicas
-        ]
+        """Ready while any replica that takes requests is; otherwise what is known of the one that is nearest
+        to it."""
+        present = self.present
+        shown_numbers = self._open() or present or range(len(self._replicas))
+        each = [self._replicas[number].status for number in shown_numbers]
         ready = [status for status in each if status.state is EngineState.READY]
         on_its_way = [status for status in each if status.state in ON_ITS_WAY]
         shown = (ready or on_its_way or each)[0]
         message = shown.message
-        if ready and len(ready) < len(each):
-            message = f"{len(ready)} of {len(each)} replicas are ready"
+        if ready and len(ready) < len(present):
+            message = f"{len(ready)} of {len(present)} replicas are ready"
+        elif not ready and (drained := [n for n in sorted(self._drained) if self._replicas[n].healthy]):
+            number = drained[0]
+            message += f"; replica {number} is drained: `loraplex fleet drain {number} --undo` brings it back"
         return EngineStatus(
             state=shown.state,
             message=message,
@@ -186,6 +212,7 @@ class Members:
                 num_replayed=self.num_replayed[number],
                 num_hits=self.num_hits[number],
                 num_loads=self.num_loads[number],
+                num_fetches=self.num_fetches[number],
                 drained=number in self._drained | self._leaving,
             )
             for number, replica in enumerate(self._replicas)

@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,6 +31,7 @@ from loraplex.server.fleet.ray_messages import (
     decode_report,
     line_of,
 )
+from loraplex.server.private_folder import PrivateFolder
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class RayCluster:
         self._address = place.address
         self._ids = itertools.count()
         self._seats: dict[int, Seat] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: PrivateFolder | None = None
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._connected: asyncio.Future[Connected] | None = None
@@ -189,9 +189,7 @@ class RayCluster:
         await self._end_driver()
         if is_local and self._folder is None:
             # In /tmp and nowhere else: the names of its sockets are long, and must not be longer.
-            self._folder = tempfile.TemporaryDirectory(
-                prefix="loraplex-ray-", dir="/tmp", ignore_cleanup_errors=True
-            )
+            self._folder = PrivateFolder("/tmp", "ray")
         logger.info("%s", "starting Ray on this machine" if is_local else f"joining Ray at {self._address}")
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,

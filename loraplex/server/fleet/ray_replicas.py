@@ -16,7 +16,7 @@ from loraplex.server.engine_client import EngineClient
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
 from loraplex.server.fleet.guessed_costs import guessed_costs
-from loraplex.server.fleet.local_replicas import limits_of
+from loraplex.server.fleet.local_replicas import limits_of, process_name
 from loraplex.server.fleet.ray_child import RayChild
 from loraplex.server.fleet.ray_cluster import RayCluster
 from loraplex.server.fleet.ray_messages import Connected
@@ -66,7 +66,13 @@ def ray_fleet(
                 on_event=on_event,
             )
 
-        return EngineClient(engine, factory=factory, start_child=start_child, pool=pool.member(number))
+        return EngineClient(
+            engine,
+            factory=factory,
+            start_child=start_child,
+            pool=pool.member(number),
+            name=process_name(number),
+        )
 
     setup = FleetSetup(
         make=make,

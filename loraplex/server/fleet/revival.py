@@ -29,8 +29,8 @@ class _Try:
 
 
 class Revival:
-    """Starts replicas anew a minute after they have failed, or longer each time that comes to nothing. While
-    no other one serves it does nothing: then the fleet itself has failed, and whoever supervises it acts."""
+    """Starts replicas anew a minute after they have failed, or longer each time that comes to nothing. When
+    all have failed it does nothing: then the fleet itself has, and whoever supervises it acts."""
 
     def __init__(self, members: Members, clock: Clock, start_anew: Callable[[int], Awaitable[None]]) -> None:
         self._members = members
@@ -57,7 +57,7 @@ class Revival:
                 logger.warning("replica %d was given up; it is started anew in %g s", number, FIRST_S)
                 self._tries[number] = _Try(now_s + FIRST_S, FIRST_S)
         for number, planned in list(self._tries.items()):
-            if now_s >= planned.at_s and self._members.serving:
+            if now_s >= planned.at_s and not self._members.is_gone:
                 await self._try(number, planned)
 
     async def _try(self, number: int, planned: _Try) -> None:

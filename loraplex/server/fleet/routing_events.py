@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from loraplex.core.continuation import request_id_of
 from loraplex.fleet.replanner import PERIOD_S
 
 
@@ -198,6 +199,12 @@ RoutingEvent = (
     | Staged
     | PlanState
 )
+
+
+def call_id_of(request_id: str) -> str:
+    """Return the id of the call that a request is a choice of: it has that id and its number."""
+    return request_id_of(request_id).rpartition("-")[0]
+
 
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final[msgspec.json.Decoder[RoutingEvent]] = msgspec.json.Decoder(RoutingEvent)

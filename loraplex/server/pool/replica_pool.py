@@ -32,6 +32,9 @@ _MAX_KNOWN: Final = 10_000
 _WAIT_S: Final = {SlabState.COMES: 10.0, SlabState.ABSENT: 2.0}
 """How long a replica is waited for that is reading the slab, and one that has requests for it but has not
 begun. Longer than a step takes, and short enough where two replicas wait for each other."""
+_ABANDONED_S: Final = 60.0
+"""A search that waits for one replica for so long is gone on with by nobody: its adapter is not wanted any
+more."""
 
 
 @dataclass(kw_only=True)
@@ -166,12 +169,19 @@ class ReplicaPool:
             if state is SlabState.OUT_OF_RANGE:
                 self._failed(key, holder, CopyError("it has other bytes under this version"))
             elif (state is SlabState.COMES or holder.awaited) and self._may_wait(search, state):
-                with self._lock:
-                    self._searches[key] = search
+                self._set_aside(key, search)
                 raise ComesLaterError
             search.next()
         search.hang_up()
         return None
+
+    def _set_aside(self, key: SlabKey, search: _Search) -> None:
+        """Keep a search that goes on later, and close those that were abandoned."""
+        begun_s = time.monotonic() - _ABANDONED_S
+        with self._lock:
+            for other in [other for other, each in self._searches.items() if each.since_s < begun_s]:
+                self._searches.pop(other).hang_up()
+            self._searches[key] = search
 
     def _may_wait(self, search: _Search, state: SlabState) -> bool:
         return time.monotonic() - search.since_s < _WAIT_S[state]

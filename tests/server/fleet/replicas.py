@@ -6,10 +6,14 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import uvloop
+from server_fixtures import SHAPE, write_adapter
 
+from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.interface import AsyncEngine
@@ -19,7 +23,8 @@ from loraplex.server.fleet.backend_identity import ExpectedBase
 from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
 
 WAIT_S = 120.0
-TINY = ExpectedBase.of("acme/tiny")
+BASE = "acme/tiny"
+TINY = ExpectedBase.of(BASE)
 _numbers = itertools.count()
 
 
@@ -30,6 +35,11 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a server
         runner.run(bounded())
+
+
+def spec_in(folder: Path, **options: Any) -> AdapterSpec:
+    """The adapter that is written to a folder."""
+    return read_adapter(write_adapter(folder, **options), SHAPE)
 
 
 def replica_of(

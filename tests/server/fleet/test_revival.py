@@ -31,7 +31,8 @@ class Started:
         self.clock = ManualClock()
         self.asked: list[int] = []
         self._num_failures = num_failures
-        self.revival = Revival(Members(list(self.replicas)), self.clock, self._start)
+        self.members = Members(list(self.replicas))
+        self.revival = Revival(self.members, self.clock, self._start)
 
     async def _start(self, number: int) -> None:
         self.asked.append(number)
@@ -67,10 +68,18 @@ def test_one_that_fails_again_is_tried_ever_more_seldom() -> None:
     assert started.after(1.0) == [1]
 
 
-def test_nothing_is_started_while_nobody_else_serves() -> None:
+def test_nothing_is_started_when_all_have_failed() -> None:
     started = Started(FAILED, FAILED)
     started.after(0.0)
     assert started.after(2 * FIRST_S) == []
+
+
+def test_one_that_is_only_drained_does_not_keep_the_others_from_being_started() -> None:
+    started = Started(READY, READY)
+    started.members.drain(0)
+    started.replicas[1].give_up()
+    started.after(0.0)
+    assert started.after(FIRST_S) == [1]
 
 
 def test_an_order_for_replicas_ends_what_was_planned() -> None:

@@ -16,13 +16,14 @@ import pytest
 import zmq
 from pools import KEY, LOOPBACK, NUM_BYTES, SlabBytes, fetch, joined, slab
 
-from loraplex.engine.peers import SlabKey
+from loraplex.engine.peers import ComesLaterError, SlabKey
 from loraplex.server.engine_sockets import KEY_ENCODING, CurveKeys, bind_any_port
 from loraplex.server.pool import replica_pool, slab_client
 from loraplex.server.pool.messages import (
     PIECE_BYTES,
     Answer,
     Ask,
+    Holder,
     SlabState,
     decode_answer,
     decode_ask,
@@ -72,6 +73,20 @@ def test_a_slab_that_is_being_read_is_waited_for() -> None:
         first.settle(KEY)
         waiting.join()
         assert np.array_equal(found[0], source)  # type: ignore[arg-type]
+
+
+def test_a_search_that_nobody_goes_on_with_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with joined(2) as ((first, address), (second, _)):
+        for version in ("v1", "v2", "v3"):
+            key = SlabKey(version, "float32")
+            first.reading(key)
+            second.locate(version, [Holder(address)])
+            with pytest.raises(ComesLaterError):
+                second.fetch(key, slab())
+            if version == "v2":
+                assert len(second._searches) == 2
+                monkeypatch.setattr(replica_pool, "_ABANDONED_S", 0.0)
+        assert [key.version for key in second._searches] == ["v3"]
 
 
 def test_a_replica_that_does_not_begin_to_read_is_not_waited_for_for_ever() -> None:

@@ -1,0 +1,149 @@
+"""The adapters of a fleet: every replica knows all of them, and holds in memory those it is placed with."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.errors import EngineDeadError
+from loraplex.server.engine_status import EngineState
+from loraplex.server.fleet.live_routing import LiveRouting
+from loraplex.server.fleet.members import Members, is_gone
+from loraplex.server.fleet.placing import bring_in
+from loraplex.server.replica import Replica
+
+
+class FleetAdapters:
+    """The versions that the members of a fleet know. `routing`: None until the fleet has started.
+    `start_error`: why it could not start."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        # By version and folder: a replica that joins must know every folder that holds a version.
+        self._specs: dict[str, dict[Path, AdapterSpec]] = {}
+        self.routing: LiveRouting | None = None
+        self.start_error: Exception | None = None
+
+    def specs(self) -> list[AdapterSpec]:
+        """Return all versions, with each of their folders."""
+        return [spec for sources in self._specs.values() for spec in sources.values()]
+
+    def joining(self, replica: Replica) -> JoiningAdapters:
+        """Return what gives all versions to a replica that is not a member yet."""
+        return JoiningAdapters(self, replica)
+
+    async def add(self, spec: AdapterSpec) -> None:
+        """See AsyncEngine: on all replicas, or on none of them."""
+        asked: list[Replica] = []
+        errors: list[BaseException] = []
+        # Again for those that have joined meanwhile: they were given the versions that were known then.
+        while not errors and (new := [each for each in self._members.alive() if each not in asked]):
+            asked += new
+            results = await asyncio.gather(
+                *(replica.add_adapter(spec) for replica in new), return_exceptions=True
+            )
+            errors = [
+                result
+                for replica, result in zip(new, results, strict=True)
+                if isinstance(result, BaseException) and not self._has_left(replica, result)
+            ]
+        if not errors:
+            self._specs.setdefault(spec.version, {})[spec.path] = spec
+            return
+        if spec.version not in self._specs:
+            await asyncio.gather(
+                *(replica.remove_adapter(spec.version) for replica in self._members.alive()),
+                return_exceptions=True,
+            )
+        if self.start_error is not None:
+            # The other replicas were given up for it, and would only say so.
+            raise self.start_error
+        # What the adapter is refused for tells more than that a replica died meanwhile.
+        raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
+
+    def _has_left(self, replica: Replica, error: BaseException) -> bool:
+        """Tell whether a replica has left meanwhile, and the fleet serves without it."""
+        if not isinstance(error, EngineDeadError) or not is_gone(replica):
+            return False
+        return self.routing is not None and not self._members.is_gone
+
+    async def stage(self, version: str) -> None:
+        """See AsyncEngine: on all replicas that serve and that it is placed on. One that dies meanwhile reads
+        the version from its files when it is back, as it does with all others."""
+        routing, present = self.routing, self._members.present
+        serving = [number for number in present if self._members[number].healthy]
+        placed = None if routing is None else routing.placed_on(version)
+        if placed is not None:  # if none of its replicas serves just now, any other one may be asked for it
+            serving = [number for number in serving if number in placed.replicas] or serving
+        if not serving:
+            raise EngineDeadError("no replica is there to stage the adapter on; try again when one is back")
+        results = await asyncio.gather(
+            *(bring_in(self._members[number], version) for number in serving), return_exceptions=True
+        )
+        if routing is not None:
+            for number, result in zip(serving, results, strict=True):
+                routing.staged(number, version, is_there=not isinstance(result, BaseException))
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in errors:
+            if not isinstance(error, EngineDeadError):
+                raise error
+        if len(errors) == len(serving):
+            raise errors[0]
+
+    def states(self, version: str) -> list[str]:
+        """Return in words how each replica stands with a version."""
+        states = []
+        for number in self._members.present:
+            state = self._members[number].status.state
+            if state is not EngineState.READY:
+                word = f"{state.value}, reads it when it is back"
+            elif self.routing is not None and self.routing.has(number, version):
+                word = "ready"
+            else:
+                word = "reads it when it is asked for it"
+            states.append(f"replica {number}: {word}")
+        return states
+
+    def holders(self, version: str) -> list[int]:
+        """Return the replicas that have a version in memory, as far as that is known."""
+        if (routing := self.routing) is None:
+            return []
+        return [number for number in self._members.present if routing.has(number, version)]
+
+    async def remove(self, version: str) -> None:
+        """See AsyncEngine: from all replicas."""
+        self._specs.pop(version, None)
+        if self.routing is not None:
+            self.routing.remove(version)
+        results = await asyncio.gather(
+            *(replica.remove_adapter(version) for replica in self._members.alive()), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+
+class JoiningAdapters:
+    """Gives a replica that joins the versions that the others know."""
+
+    def __init__(self, adapters: FleetAdapters, replica: Replica) -> None:
+        self._adapters = adapters
+        self._replica = replica
+        self._known: dict[str, set[Path]] = {}
+
+    async def catch_up(self) -> None:
+        """Return when the replica knows what the others do, who may be given more meanwhile."""
+        known, replica = self._known, self._replica
+        while True:
+            specs = self._adapters.specs()
+            missing = [spec for spec in specs if spec.path not in known.get(spec.version, ())]
+            gone = known.keys() - {spec.version for spec in specs}
+            if not missing and not gone:
+                return
+            for spec in missing:
+                await replica.add_adapter(spec)
+                known.setdefault(spec.version, set()).add(spec.path)
+            for version in gone:
+                await replica.remove_adapter(version)
+                del known[version]

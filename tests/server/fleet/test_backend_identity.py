@@ -1,0 +1,170 @@
+"""Who answers at the address of a backend, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from replicas import BASE, replica_of, run, spec_in, started
+from server_fixtures import SHAPE
+from vllm_dialect import Behaviour, VllmDialect
+
+from loraplex.fleet.policy import Policy
+from loraplex.server.engine_status import EngineState
+from loraplex.server.fleet import backend_http
+from loraplex.server.fleet.backend_http import BackendAddress, BackendError
+from loraplex.server.fleet.backend_identity import ExpectedBase
+from loraplex.server.fleet.backend_replicas import Backends, backend_fleet
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "key", "message"),
+    [
+        (
+            Behaviour(api_key="secret"),
+            None,
+            "asks for an API key (HTTP 401); give the one that it was started with as --backend-key",
+        ),
+        (
+            Behaviour(api_key="secret"),
+            "wrong",
+            "refuses the API key (HTTP 401); give the one that it was started with as --backend-key",
+        ),
+        (
+            Behaviour(base_model="other", root="/m/other"),
+            None,
+            "serves the base model 'other', not 'acme/tiny'",
+        ),
+        (Behaviour(has_lora=False), None, "runs without LoRA; start it with --enable-lora"),
+        (Behaviour(allows_updates=False), None, "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+        (Behaviour(owned_by="llamacpp"), None, "neither vLLM nor loraplex"),
+        (Behaviour(knows_token_ids=False), None, "does not answer in token ids"),
+        (Behaviour(failure=(500, "InternalServerError", "out of memory")), None, "HTTP 500: out of memory"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_with_the_fix(
+    behaviour: Behaviour, key: str | None, message: str
+) -> None:
+    async def scenario() -> None:
+        async with VllmDialect(behaviour) as server:
+            replica = replica_of(server.url, key=key)
+            with pytest.raises(BackendError) as caught:
+                await replica.start()
+            assert message in str(caught.value)
+            assert server.url in str(caught.value)
+            assert "secret" not in str(caught.value)
+            assert server.adapters == {}
+            assert replica.status.state is EngineState.FAILED
+            await replica.close()
+
+    run(scenario())
+
+
+def test_nobody_there_is_said_so() -> None:
+    async def scenario() -> None:
+        async with VllmDialect() as server:
+            url = server.url
+        with pytest.raises(BackendError, match=r"nothing answers at .*Connection refused.*start the server"):
+            await replica_of(url).start()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, "not here", "is no OpenAI server"),
+        (200, "<html>", "is no OpenAI server"),
+        (503, "", "not ready"),
+        (308, "", r"redirects to https://elsewhere/v1/models; give the address behind it"),
+        (200, " " * 2**20, r"goes on after 0 MiB; start the server, or correct the address"),
+    ],
+)
+def test_another_kind_of_server_is_said_so(
+    status: int, body: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_http, "_MAX_ANSWER_BYTES", 2**20 - 1)
+
+    async def scenario() -> None:
+        async def everything(request: web.Request) -> web.Response:
+            headers = {"Location": "https://elsewhere/v1/models"} if status == 308 else {}
+            return web.Response(status=status, text=body, headers=headers)
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", everything)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        with pytest.raises(BackendError, match=message):
+            await replica_of(f"http://127.0.0.1:{runner.addresses[0][1]}").start()
+        await runner.cleanup()
+
+    run(scenario())
+
+
+def test_a_server_that_does_not_answer_is_said_so() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as slow:  # connections are made, and never answered
+            replica = replica_of(f"http://127.0.0.1:{slow.getsockname()[1]}", call_timeout_s=0.1)
+            with pytest.raises(
+                BackendError, match=r"did not answer within 0\.1 s; start the server, or correct"
+            ):
+                await replica.start()
+
+    run(scenario())
+
+
+def test_a_fleet_that_cannot_start_says_what_is_wrong_with_the_server_it_fails_for(tmp_path: Path) -> None:
+    """Also to who adds adapters meanwhile: the other servers, which are left, have only that to say."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as slow:  # connections are made, and never answered
+            async with VllmDialect(Behaviour(api_key="another")) as server:
+                urls = (f"http://127.0.0.1:{slow.getsockname()[1]}", server.url)
+                fleet = backend_fleet(
+                    Backends(urls=urls, api_key="mine"),
+                    base_names=[BASE],
+                    shape=SHAPE,
+                    policy=Policy.of("round-robin"),
+                )
+                adding = asyncio.create_task(fleet.add_adapter(spec_in(tmp_path / "one")))
+                with pytest.raises(BackendError, match="refuses the API key"):
+                    await fleet.start(add_adapters=adding)
+                with pytest.raises(BackendError, match="refuses the API key"):
+                    await adding
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host", "http://", "http://host:99999", "http://a b"]
+)
+def test_what_is_no_address_is_said_so(url: str) -> None:
+    with pytest.raises(BackendError, match="write it as http://HOST:PORT"):
+        BackendAddress(url=url)
+
+
+def test_addresses_may_end_in_v1_and_keys_are_not_shown() -> None:
+    address = BackendAddress(url=" https://host/prefix/v1/ ", api_key="secret", admin_key="secret")
+    assert address.url == "https://host/prefix"
+    assert "secret" not in repr(address)
+
+
+def test_a_server_tells_its_sizes_and_the_model_may_be_known_by_its_folder() -> None:
+    async def scenario() -> None:
+        async with (
+            VllmDialect(Behaviour(base_model="house-model", root="/somewhere/Tiny")) as server,
+            started(server.url, ExpectedBase.of("acme/tiny")) as replica,
+        ):
+            assert replica.info is not None
+            assert (replica.info.max_model_len, replica.info.num_kv_blocks) == (256, 400)
+            assert replica.healthy
+            stats = await replica.stats()
+            assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (3, 2, 1)
+            assert (stats.num_kv_blocks, stats.num_kv_blocks_used) == (400, 100)
+            assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (120, 48)
+
+    run(scenario())
