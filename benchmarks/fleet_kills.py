@@ -399,7 +399,7 @@ async def measure(setting: Setting, num_kills: int) -> dict[str, Any]:
     expected: dict[str, list[int]] = {}
     third = num_kills // 3
     parts = {
-        "processes": await kill_processes(setting, num_kills - 2 * third, expected, ALONE),
+        "alone": await kill_processes(setting, num_kills - 2 * third, expected, ALONE),
         "overlapping": await kill_processes(setting, third, expected, OVERLAPPING),
         "servers": await cut_connections(setting, third, expected),
     }

@@ -25,7 +25,7 @@ _WRONG_TITLES: Final[dict[str, str]] = {
 
 
 _KILLED: Final = {
-    "processes": "engine processes, one at a time",
+    "alone": "engine processes, one at a time",
     "overlapping": "engine processes, before the last is back",
     "servers": "servers behind a front",
 }
@@ -77,7 +77,7 @@ def kills_table(result: Result) -> str:
 
 
 def kills_note(result: Result) -> str:
-    parameters, joined = result["parameters"], result["processes"].get("joined_s")
+    parameters, joined = result["parameters"], result.get("alone", {}).get("joined_s")
     joins = (
         f" A new replica served after {joined['p50']:.1f} s, {joined['max']:.1f} s at the most (15 wanted)."
         if joined
