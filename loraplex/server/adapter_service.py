@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, other_base_warning
 from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
-from loraplex.adapters.registry import Origin, RegistryEntry
+from loraplex.adapters.registry import AdapterRegistry, Origin, RegistryEntry
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
     AdapterConflictError,
@@ -43,7 +43,6 @@ from loraplex.server.errors import BusyError, NotServedError
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.registered_names import RegisteredNames, read_registered
 from loraplex.server.served_adapter import ServedAdapter
-from loraplex.server.shared_registry import SharedRegistry
 from loraplex.server.version_use import Lease, VersionUse
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class AdapterService:
         *,
         base_model: str,
         engine: AsyncEngine,
-        registry: SharedRegistry,
+        registry: AdapterRegistry,
         shape: ModelShape,
         allowed: AllowedPaths,
         hub: HubAdapters | None = None,
@@ -101,7 +100,7 @@ class AdapterService:
         self._retirements: set[asyncio.Task[None]] = set()
 
     @property
-    def registry(self) -> SharedRegistry:
+    def registry(self) -> AdapterRegistry:
         return self.registered.registry
 
     def served(self) -> list[ServedAdapter]:

@@ -11,12 +11,11 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 
-from loraplex.adapters.registry import Origin, RegistryEntry
+from loraplex.adapters.registry import AdapterRegistry, NameState, Origin, RegistryEntry
 from loraplex.adapters.rollout import VersionRef
 from loraplex.core.errors import AdapterConflictError
 from loraplex.server.adapter_files import AdapterFiles, ReadAdapter
 from loraplex.server.served_adapter import ServedAdapter, ServedCanary
-from loraplex.server.shared_registry import NameState, SharedRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 class RegisteredNames:
     """The registry for one server's adapters. Used from one event loop."""
 
-    def __init__(self, registry: SharedRegistry) -> None:
+    def __init__(self, registry: AdapterRegistry) -> None:
         self.registry = registry
         self._seen: dict[str, NameState] = {}  # what the registry had of a name when it was last acted on
         self._lags: dict[str, str] = {}  # names that could not be followed, and why
@@ -93,9 +92,9 @@ class RegisteredNames:
 
     async def remove(self, name: str) -> bool:
         """Forget a name, whatever it is by now; returns whether it was there."""
-        removal = await asyncio.to_thread(self.registry.remove, name)
+        was_there = await asyncio.to_thread(self.registry.remove, name)
         self.acted_on(name, None)
-        return removal.was_there
+        return was_there
 
     def _origin_of(self, adapter: ServedAdapter) -> Origin:
         """Return who gave a name its version: a call of the API, unless the registry knows better."""
