@@ -11,11 +11,9 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 
-from loraplex.adapters.registry import AdapterRegistry, NameState, Origin, RegistryEntry
-from loraplex.adapters.rollout import VersionRef
+from loraplex.adapters.registry import AdapterRegistry, NameState, Origin
 from loraplex.core.errors import AdapterConflictError
-from loraplex.server.adapter_files import AdapterFiles, ReadAdapter
-from loraplex.server.served_adapter import ServedAdapter, ServedCanary
+from loraplex.server.served_adapter import ServedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -100,30 +98,3 @@ class RegisteredNames:
         """Return who gave a name its version: a call of the API, unless the registry knows better."""
         state = self._seen.get(adapter.name)
         return Origin.API if state is None or state.version != adapter.version else Origin(state.origin)
-
-
-async def read_registered(
-    files: AdapterFiles, entry: RegistryEntry, before: ServedAdapter | None
-) -> tuple[ServedAdapter, list[ReadAdapter]] | None:
-    """Return a name as another server has registered it, and those of its versions that the engine needs for
-    it; None if it is served like that. Raises what is in the way of reading them."""
-    ref = VersionRef(version=entry.spec.version, path=entry.spec.path, source=entry.source)
-    if before is not None and (before.ref, before.rollout) == (ref, entry.rollout):
-        return None
-    known = {} if before is None else {each.ref: each for each in before.adapters}
-    stable = known.get(ref) or await files.read_again(ref)
-    # A canary that is promoted is staged once more, as by a promotion here.
-    needed = [] if before is not None and before.ref == ref else [stable]
-    canary, trial = None, entry.rollout.canary
-    if trial is not None:
-        found = known.get(trial.ref) or await files.read_again(trial.ref)
-        canary = ServedCanary(adapter=found, share=trial.share)
-        needed += [] if trial.ref in known else [found]
-    after = ServedAdapter(
-        name=entry.name,
-        spec=stable.spec,
-        source=stable.source,
-        canary=canary,
-        previous=entry.rollout.previous,
-    )
-    return after, needed

@@ -329,7 +329,7 @@ async def _start(
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
     )
     service.on_dropped = deps.metrics.forget
-    watching = asyncio.create_task(RegistryWatch(service).run(), name="watch the registry")
+    watching = asyncio.create_task(RegistryWatch(service.follower).run(), name="watch the registry")
     stack.callback(watching.cancel)
     notes = (
         *context_notes(client.info.max_model_len, options.engine, config),

@@ -45,7 +45,7 @@ def follow(api: Api, *, again: bool = False) -> None:
     async def look() -> None:
         names = service.registered.changed_elsewhere(service.registry.states())
         for name in {*names, *(service.registered.lagging() if again else ())}:
-            assert await service.follow(name)
+            assert await service.follower.follow(name)
         assert service.registered.changed_elsewhere(service.registry.states()) == []
         await asyncio.gather(*service._retirements)
 
@@ -88,7 +88,7 @@ def test_a_reload_is_staged_before_it_is_followed(
         lease.release()
 
     two.served.service.registry.states()
-    two.run(two.served.service.follow("bot"))
+    two.run(two.served.service.follower.follow("bot"))
     assert served_meanwhile == [(new, old)]
     assert ask(two).headers[HEADER] == new
     assert old in two.served.engine.adapters, "a request in flight keeps the version it began with"
@@ -314,7 +314,7 @@ def test_the_watch_follows_and_looks_no_further_while_nothing_changes(
         await pause(0)
 
     async def scenario() -> None:
-        watching = asyncio.create_task(RegistryWatch(service).run())
+        watching = asyncio.create_task(RegistryWatch(service.follower).run())
         await looked.wait()
         before = num_reads
         for _ in range(20):
@@ -365,7 +365,7 @@ def test_a_damaged_entry_is_said_once_and_the_others_are_followed(
         await pause(0)
 
     async def scenario() -> None:
-        watching = asyncio.create_task(RegistryWatch(two.served.service).run())
+        watching = asyncio.create_task(RegistryWatch(two.served.service.follower).run())
         while two.served.service.version_of("fine") is None or num_looks < 50:
             await pause(0)
         watching.cancel()
