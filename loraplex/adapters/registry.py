@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -16,9 +15,15 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from loraplex.adapters.names import validate_adapter_name
-from loraplex.adapters.registry_database import START_AFRESH, connect, file_identity, translated_errors
+from loraplex.adapters.registry_database import (
+    COLUMNS,
+    START_AFRESH,
+    connect,
+    file_identity,
+    translated_errors,
+)
 from loraplex.adapters.rollout import NO_OTHERS, Rollout, canary_to_json, previous_to_json, rollout_from_json
-from loraplex.adapters.server_mark import ServerMark, pid_of
+from loraplex.adapters.server_mark import ServerMark
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.adapters.spec_json import spec_from_json, spec_to_json
 from loraplex.core.errors import StorageError
@@ -31,18 +36,28 @@ T = TypeVar("T")
 
 DATABASE_FILE: Final = "registry.sqlite3"
 _NUM_ATTEMPTS: Final = 3
-_COLUMNS: Final = (
-    "base_model", "name", "version", "path", "spec", "loaded_at", "origin", "source", "writer", "canary",
-    "previous",
-)  # fmt: skip
-_SELECT: Final = f"SELECT {', '.join(_COLUMNS)} FROM adapters"
-_PUT: Final = (
-    f"INSERT OR REPLACE INTO adapters ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_SELECT: Final = f"SELECT {', '.join(COLUMNS)} FROM adapters"
+_OF_BASE: Final = f"{_SELECT} WHERE base_model = ? ORDER BY name"
+_OF_NAME: Final = f"{_SELECT} WHERE base_model = ? AND name = ?"
+_STATES: Final = (
+    "SELECT name, version, path, loaded_at, origin, source, canary, previous FROM adapters "
+    "WHERE base_model = ?"
+)
+_HAS_VERSION: Final = (
+    "SELECT EXISTS (SELECT 1 FROM adapters WHERE base_model = ? AND (version = ? OR instr(canary, ?) > 0))"
+)
+_REMOVE: Final = "DELETE FROM adapters WHERE base_model = ? AND name = ?"
+_INSERT: Final = f"INTO adapters ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+_PUT: Final = f"INSERT OR REPLACE {_INSERT}"
+_PUT_IF_LATEST: Final = (
+    f"INSERT {_INSERT} ON CONFLICT DO UPDATE SET "
+    f"{', '.join(f'{each} = excluded.{each}' for each in COLUMNS)} "
+    "WHERE excluded.loaded_at > adapters.loaded_at"
 )
 
 
 class _Row(NamedTuple):
-    """An entry as the database has it. `writer` is the server that holds it (adapters.server_mark)."""
+    """An entry as the database has it."""
 
     base_model: str
     name: str
@@ -52,9 +67,28 @@ class _Row(NamedTuple):
     loaded_at_s: float
     origin: str
     source: str | None
-    writer: str
     canary: str | None
     previous: str
+
+
+class NameState(NamedTuple):
+    """A name's row without its spec. `loaded_at_s` tells two changes to the same version apart.
+
+    Comparing the states of thousands of names takes a fraction of reading their specs.
+    """
+
+    version: str
+    path: str
+    loaded_at_s: float
+    origin: str
+    source: str | None
+    canary: str | None
+    previous: str
+
+    def has(self, spec: AdapterSpec, rollout: Rollout) -> bool:
+        """Tell whether the name stands for this version already, with these others."""
+        others = canary_to_json(rollout.canary), previous_to_json(rollout.previous)
+        return self.version == spec.version and (self.canary, self.previous) == others
 
 
 class Origin(StrEnum):
@@ -79,18 +113,6 @@ class RegistryEntry:
     rollout: Rollout = NO_OTHERS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Removal:
-    """What became of a name that was to be removed.
-
-    `was_there`: this server held it, or one that has ended. `held_by` is the process id of another running
-    server that holds the name, which therefore stays registered; None if there is none.
-    """
-
-    was_there: bool
-    held_by: int | None
-
-
 def base_model_key(model: str, shape: ModelShape) -> str:
     """Return what entries are kept under: a model's id or path, and its shape, as a path may hold another."""
     digest = hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()
@@ -100,14 +122,14 @@ def base_model_key(model: str, shape: ModelShape) -> str:
 class AdapterRegistry:
     """Entries of one base model. Safe for several threads, and for several processes on one state folder.
 
-    A name points to exactly one version; `put` moves it to another atomically. Every method raises
-    StorageError when the disk does not play along, and then nothing has changed.
+    A name points to exactly one version, by one row that all servers on the state folder share and that any
+    of them changes. A change is written only if the name still is what the server that asks for it has last
+    seen, in the same transaction: of two changes at once through two servers, one is done and the other
+    learns of it. Every method raises StorageError when the disk does not play along, and then nothing has
+    changed.
 
-    Servers on one state folder share its names, and each has rows of its own: a name is there as long as any
-    server holds it, and only its holder removes a row. While another running server holds a name, it is
-    not moved to another version here. A server takes over the rows of those that have ended when it starts.
-    If the folder or its database is deleted or replaced, it is made again by the next call, with all rows of
-    this server.
+    If the folder or its database is deleted or replaced, it is made again by the next call, with all the
+    entries that this server knows.
     """
 
     def __init__(
@@ -118,19 +140,78 @@ class AdapterRegistry:
         self._base_model = base_model
         self._wall_clock_s = wall_clock_s
         self._lock = threading.RLock()
-        self._own: dict[str, _Row] = {}
+        self._looked_at: object = None
+        self._is_closed = False
+        # What is put back if the folder is lost: every name, as this may be the last server to know it.
+        self._known: dict[str, _Row] = {}
         _make_folder(state_dir)
         with ExitStack() as stack, translated_errors(self._path):
             self._connection = stack.enter_context(closing(connect(self._path)))
             self._mark = stack.enter_context(closing(ServerMark(state_dir, base_model)))
-            self._transact(self._inherit)
             self._identity = file_identity(self._path)
+            self._read()
             stack.pop_all()  # all went well: both stay open
 
     @property
     def other_servers(self) -> list[int]:
         """Process ids of other servers of this base model on this state folder."""
         return self._mark.others()
+
+    @property
+    def namesakes(self) -> list[tuple[int, str]]:
+        """Other running servers whose base model has the shape of this one's and another name, which may be a
+        mistake: process id and name of each."""
+        return self._mark.namesakes()
+
+    def has_changed(self) -> bool:
+        """Return whether another server may have changed a name since the last call; True the first time.
+
+        Two calls of stat and a look at a counter in shared memory, if nothing has.
+        """
+        with self._lock, translated_errors(self._path):
+            if self._is_closed:
+                return False
+            self._ensure_in_place()
+            [number] = self._connection.execute("PRAGMA data_version").fetchone()
+            before, self._looked_at = self._looked_at, (self._identity, number)
+            return before != self._looked_at
+
+    def states(self) -> dict[str, NameState]:
+        """Return what the registry has of every name."""
+        with self._lock, translated_errors(self._path):
+            self._ensure_in_place()
+            rows = self._connection.execute(_STATES, [self._base_model]).fetchall()
+        return {name: NameState(*state) for name, *state in rows}
+
+    def look_up(self, name: str) -> tuple[NameState, RegistryEntry] | None:
+        """Return what the registry has of one name."""
+        with self._lock, translated_errors(self._path):
+            self._ensure_in_place()
+            row = self._find(name)
+            self._note(name, row)
+        return None if row is None else (_state_of(row), _entry_of(self._path, row))
+
+    def get(self, name: str) -> RegistryEntry | None:
+        found = self.look_up(name)
+        return None if found is None else found[1]
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted(self.states())
+
+    def all(self) -> list[RegistryEntry]:
+        """All entries, sorted by name."""
+        with self._lock, translated_errors(self._path):
+            self._ensure_in_place()
+            rows = self._read()
+        return [_entry_of(self._path, row) for row in rows]
+
+    def has_version(self, version: str) -> bool:
+        """Return whether any name stands for a version, or has it on trial."""
+        with self._lock, translated_errors(self._path):
+            self._ensure_in_place()
+            [found] = self._connection.execute(_HAS_VERSION, [self._base_model, version, version]).fetchone()
+        return bool(found)
 
     def put(
         self,
@@ -142,156 +223,107 @@ class AdapterRegistry:
         rollout: Rollout = NO_OTHERS,
     ) -> None:
         """Make the name stand for this version and have these others, whatever it had before."""
-        rollouts = {name: rollout}
-        if blocked := self.put_many([(name, spec)], origin=origin, sources={name: source}, rollouts=rollouts):
-            raise StorageError(self.explain_blocked(name, blocked[name]))
+        with self._lock:
+            row = self._make_row(name, spec, origin, source, rollout)
+            self._write(lambda: self._connection.execute(_PUT, row))
+            self._note(name, row)
 
-    def put_many(
+    def put_unless_changed(
         self,
         adapters: Sequence[tuple[str, AdapterSpec]],
         *,
+        seen: Mapping[str, NameState],
         origin: Origin = Origin.API,
         sources: Mapping[str, HubRepo | None] | None = None,
         rollouts: Mapping[str, Rollout] | None = None,
-    ) -> dict[str, int]:
-        """`put` for many names in one transaction. A name without source is a user's folder; one without
-        rollout has no other versions.
+    ) -> dict[str, NameState]:
+        """`put` for the names that are as in `seen`, or as they are to be, in one transaction; returns what
+        these are now. A name without source is a user's folder; one without rollout has no other versions.
 
-        Names that another running server holds as another version are left as they are; the result has
-        them, with that server's process id.
+        A name that is not in the result was changed by another server, and was left alone.
         """
-        now_s, others = self._wall_clock_s(), rollouts or {}
-        rows = {
-            name: _Row(
-                self._base_model,
-                validate_adapter_name(name),
-                spec.version,
-                str(spec.path),
-                spec_to_json(spec),
-                now_s,
-                origin.value,
-                _source_text((sources or {}).get(name)),
-                self._mark.writer,
-                canary_to_json(others.get(name, NO_OTHERS).canary),
-                previous_to_json(others.get(name, NO_OTHERS).previous),
-            )
-            for name, spec in adapters
-        }
 
-        def put_rows(connection: sqlite3.Connection) -> dict[str, int]:
-            living = self._living_others(connection)
-            blocked = {
-                name: pid_of(writer)
-                for name, version, writer in self._held(connection, living)
-                if name in rows and version != rows[name].version
-            }
-            free = [name for name in rows if name not in blocked]
-            self._delete(connection, free, living)
-            connection.executemany(_PUT, [rows[name] for name in free])
-            return blocked
+        def put_rows() -> list[_Row]:
+            rows = []
+            for name, spec in adapters:
+                found, rollout = self._find(name), (rollouts or {}).get(name, NO_OTHERS)
+                state = None if found is None else _state_of(found)
+                if state == seen.get(name) or (state is not None and state.has(spec, rollout)):
+                    rows.append(self._make_row(name, spec, origin, (sources or {}).get(name), rollout))
+            self._connection.executemany(_PUT, rows)
+            return rows
 
         with self._lock:
-            blocked = self._write(put_rows)
-            self._own |= {name: row for name, row in rows.items() if name not in blocked}
-        return blocked
+            rows = self._write(put_rows)
+            for row in rows:
+                self._note(row.name, row)
+        return {row.name: _state_of(row) for row in rows}
 
-    def explain_blocked(self, name: str, pid: int) -> str:
-        """Say why a name that `put_many` returned was not registered, and what to do."""
-        return (
-            f"another server (process {pid}) on the state folder {self._state_dir} has registered {name!r} "
-            "as another version; unload it there, use another name, or start one of the servers with a "
-            "--state-dir of its own"
-        )
+    def remove(self, name: str) -> bool:
+        """Forget a name, whatever it is by now; returns whether it was there."""
+        with self._lock:
+            cursor = self._write(lambda: self._connection.execute(_REMOVE, [self._base_model, name]))
+            self._note(name, None)
+        return cursor.rowcount > 0
 
-    def holds(self, name: str) -> bool:
-        """Return whether this server holds the name itself, not only another one on the state folder."""
-        return name in self._own
+    def remove_unless_shared(self, names: Sequence[str]) -> Sequence[str]:
+        """Forget names in one transaction, but none while another server runs, which may serve them; returns
+        those that are gone.
 
-    def origin_of(self, name: str, version: str) -> Origin:
-        """Return who gave the name this version: a call of the API, unless the registry knows better."""
-        row = self._own.get(name)
-        return Origin.API if row is None or row.version != version else Origin(row.origin)
+        A server marks the folder before it reads the registry, so one that starts just now sees the change.
+        """
 
-    def remove(self, name: str) -> Removal:
-        """Give up a name. It stays registered while another running server holds it."""
-        return self.remove_many([name])[name]
-
-    def remove_many(self, names: Sequence[str]) -> dict[str, Removal]:
-        """`remove` for many names in one transaction; the result has every one of them."""
-
-        def remove_rows(connection: sqlite3.Connection) -> dict[str, Removal]:
-            living = self._living_others(connection)
-            held_by = {name: pid_of(writer) for name, _, writer in self._held(connection, living)}
-            removed = self._delete(connection, names, living)
-            return {name: Removal(was_there=name in removed, held_by=held_by.get(name)) for name in names}
+        def remove_rows() -> Sequence[str]:
+            if self.other_servers:
+                return ()
+            self._connection.executemany(_REMOVE, [(self._base_model, name) for name in names])
+            return names
 
         with self._lock:
-            result = self._write(remove_rows)
-            for name in names:
-                self._own.pop(name, None)
-        return result
-
-    def get(self, name: str) -> RegistryEntry | None:
-        found = [row for row in self._rows() if row.name == name]
-        return _entry_of(self._path, found[0]) if found else None
-
-    def names(self) -> list[str]:
-        """All names, sorted."""
-        return [row.name for row in self._rows()]
-
-    def all(self) -> list[RegistryEntry]:
-        """All entries, sorted by name."""
-        return [_entry_of(self._path, row) for row in self._rows()]
+            removed = self._write(remove_rows) if names else ()
+            for name in removed:
+                self._note(name, None)
+        return removed
 
     def close(self) -> None:
         with self._lock, translated_errors(self._path):
+            self._is_closed = True
             self._connection.close()
             self._mark.close()
 
-    def _rows(self) -> list[_Row]:
-        """One row for each name, sorted: this server's own where it has one."""
-        with self._lock, translated_errors(self._path):
-            self._ensure_in_place()
-            return _one_of_each(self._read(self._connection), self._mark.writer)
+    def _make_row(
+        self, name: str, spec: AdapterSpec, origin: Origin, source: HubRepo | None, rollout: Rollout
+    ) -> _Row:
+        return _Row(
+            self._base_model,
+            validate_adapter_name(name),
+            spec.version,
+            str(spec.path),
+            spec_to_json(spec),
+            self._wall_clock_s(),
+            origin.value,
+            None if source is None else str(source),
+            canary_to_json(rollout.canary),
+            previous_to_json(rollout.previous),
+        )
 
-    def _read(self, connection: sqlite3.Connection) -> list[_Row]:
-        return [
-            _Row(*row) for row in connection.execute(f"{_SELECT} WHERE base_model = ?", [self._base_model])
-        ]
+    def _find(self, name: str) -> _Row | None:
+        row = self._connection.execute(_OF_NAME, [self._base_model, name]).fetchone()
+        return None if row is None else _Row(*row)
 
-    def _living_others(self, connection: sqlite3.Connection) -> list[str]:
-        """Other running servers that hold names of this base model."""
-        query = "SELECT DISTINCT writer FROM adapters WHERE base_model = ?"
-        writers = [writer for (writer,) in connection.execute(query, [self._base_model])]
-        return [each for each in writers if each != self._mark.writer and self._mark.is_alive(each)]
+    def _read(self) -> list[_Row]:
+        """Return all rows, sorted by name, and know them from now on."""
+        rows = [_Row(*row) for row in self._connection.execute(_OF_BASE, [self._base_model])]
+        self._known = {row.name: row for row in rows}
+        return rows
 
-    def _held(self, connection: sqlite3.Connection, writers: Sequence[str]) -> list[tuple[str, str, str]]:
-        """Name, version and writer of all that these servers hold."""
-        places = ", ".join("?" * len(writers))
-        query = f"SELECT name, version, writer FROM adapters WHERE base_model = ? AND writer IN ({places})"
-        return connection.execute(query, [self._base_model, *writers]).fetchall()
+    def _note(self, name: str, row: _Row | None) -> None:
+        """Know a name's row from now on; None if it has none."""
+        self._known.pop(name, None)
+        if row is not None:
+            self._known[name] = row
 
-    def _delete(
-        self, connection: sqlite3.Connection, names: Sequence[str], living: Sequence[str]
-    ) -> set[str]:
-        """Delete the rows of these names but for those of `living`; returns the names that had any."""
-        places = ", ".join("?" * len(living))
-        query = f"DELETE FROM adapters WHERE base_model = ? AND name = ? AND writer NOT IN ({places})"
-        return {
-            name
-            for name in names
-            if connection.execute(query, [self._base_model, name, *living]).rowcount > 0
-        }
-
-    def _inherit(self, connection: sqlite3.Connection) -> None:
-        """Take over the rows of servers that have ended: they will be served here."""
-        living = self._living_others(connection)
-        rows = _one_of_each([row for row in self._read(connection) if row.writer not in living], None)
-        self._own = {row.name: row._replace(writer=self._mark.writer) for row in rows}
-        self._delete(connection, list(self._own), living)
-        connection.executemany(_PUT, self._own.values())
-
-    def _write(self, change: Callable[[sqlite3.Connection], T]) -> T:
+    def _write(self, change: Callable[[], T]) -> T:
         """Run `change` in a transaction on the database that is at the path, and still is afterwards."""
         with self._lock, translated_errors(self._path):
             for _ in range(_NUM_ATTEMPTS):
@@ -304,11 +336,11 @@ class AdapterRegistry:
             "state folder"
         )
 
-    def _transact(self, change: Callable[[sqlite3.Connection], T]) -> T:
+    def _transact(self, change: Callable[[], T]) -> T:
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
-            result = change(connection)
+            result = change()
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:  # SQLite has rolled back by itself when the disk is full
@@ -320,7 +352,7 @@ class AdapterRegistry:
         return None not in self._identity and file_identity(self._path) == self._identity
 
     def _ensure_in_place(self) -> None:
-        """Make the folder and the database again if somebody took them away, with this server's rows."""
+        """Make the folder and the database again if somebody took them away, with all that is known here."""
         if self._is_in_place():
             return
         # Closed first: SQLite keeps a log that was deleted under a database that is still there.
@@ -328,12 +360,14 @@ class AdapterRegistry:
         _make_folder(self._state_dir)
         self._connection = connect(self._path)
         self._mark.renew()
-        rows = list(self._own.values())
-        self._transact(lambda connection: connection.executemany(_PUT, rows))
+        rows = list(self._known.values())
+        # Another server may have put its entries back before, and changed some since: the latest are right.
+        self._transact(lambda: self._connection.executemany(_PUT_IF_LATEST, rows))
+        self._read()
         self._identity = file_identity(self._path)
         logger.warning(
             "the database of the state folder %s was deleted or replaced while in use; made it again with "
-            "the %d adapters that this server has registered",
+            "the %d adapters that this server knows",
             self._state_dir,
             len(rows),
         )
@@ -355,19 +389,12 @@ def read_registry(state_dir: Path) -> list[tuple[str, RegistryEntry]]:
     if not path.is_file():
         raise StorageError(f"no {DATABASE_FILE} in {state_dir}; is it the state folder of a server?")
     with translated_errors(path), closing(connect(path)) as connection:
-        rows = [_Row(*row) for row in connection.execute(_SELECT)]
-    return [(row.base_model, _entry_of(path, row)) for row in _one_of_each(rows, None)]
+        rows = [_Row(*row) for row in connection.execute(f"{_SELECT} ORDER BY base_model, name")]
+    return [(row.base_model, _entry_of(path, row)) for row in rows]
 
 
-def _one_of_each(rows: Iterable[_Row], writer: str | None) -> list[_Row]:
-    """One row for each base model and name, sorted by these.
-
-    Rows of `writer` come first; then those of the API, since a folder's are found again without the registry;
-    then the latest.
-    """
-    ranked = sorted(rows, key=lambda row: (row.writer == writer, row.origin == Origin.API, row.loaded_at_s))
-    chosen = {(row.base_model, row.name): row for row in ranked}
-    return [chosen[key] for key in sorted(chosen)]
+def _state_of(row: _Row) -> NameState:
+    return NameState(row.version, row.path, row.loaded_at_s, row.origin, row.source, row.canary, row.previous)
 
 
 def _entry_of(path: Path, row: _Row) -> RegistryEntry:
@@ -382,10 +409,6 @@ def _entry_of(path: Path, row: _Row) -> RegistryEntry:
         )
     except (ValueError, KeyError, TypeError, IndexError) as exc:
         raise StorageError(f"{path}: the entry of adapter {row.name!r} is damaged; {START_AFRESH}") from exc
-
-
-def _source_text(source: HubRepo | None) -> str | None:
-    return None if source is None else str(source)
 
 
 def _parse_source(text: str) -> HubRepo:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from loraplex.core.errors import DiskFullError, StorageError
 
-SCHEMA_VERSION: Final = 6
+SCHEMA_VERSION: Final = 7
 
 START_AFRESH: Final = (
     "stop the servers that use it, move it away together with its -wal and -shm files, "
@@ -25,6 +25,11 @@ START_AFRESH: Final = (
 
 _APPLICATION_ID: Final = 0x6C6F7078  # "lopx": tells our file from any other SQLite file
 _BUSY_TIMEOUT_S: Final = 10.0
+
+COLUMNS: Final = (
+    "base_model", "name", "version", "path", "spec", "loaded_at", "origin", "source", "canary", "previous",
+)  # fmt: skip
+_NAMES: Final = ", ".join(COLUMNS)
 
 # Not WITHOUT ROWID: SQLite's quick_check finds damage in such a table if its key is not its first columns.
 _CREATE: Final = """
@@ -37,33 +42,34 @@ CREATE TABLE adapters (
     loaded_at  REAL NOT NULL,
     origin     TEXT NOT NULL,
     source     TEXT,
-    writer     TEXT NOT NULL,
     canary     TEXT,
     previous   TEXT NOT NULL DEFAULT '[]',
-    PRIMARY KEY (base_model, name, writer)
+    PRIMARY KEY (base_model, name)
 )
 """
-# Schema 1 did not say where an entry came from; what nobody gave a folder for must not be lost.
-_ADD_ORIGIN: Final = "ALTER TABLE adapters ADD COLUMN origin TEXT NOT NULL DEFAULT 'api'"
-# Up to schema 2 all adapters were folders of the user.
-_ADD_SOURCE: Final = "ALTER TABLE adapters ADD COLUMN source TEXT"
-# Up to schema 3 an entry did not say which server wrote it; one that is not running any more, then.
-_ADD_WRITER: Final = "ALTER TABLE adapters ADD COLUMN writer TEXT NOT NULL DEFAULT ''"
-# Up to schema 4 a name had one row, whichever servers held it. SQLite cannot change a primary key in place.
-_WIDEN_KEY: Final = (
-    "ALTER TABLE adapters RENAME TO narrow",
-    _CREATE,
-    """
-    INSERT INTO adapters (base_model, name, version, path, spec, loaded_at, origin, source, writer)
-    SELECT base_model, name, version, path, spec, loaded_at, origin, source, writer FROM narrow
-    """,
-    "DROP TABLE narrow",
-)
-# Up to schema 5 a name had the version it stands for, and no other.
-_ADD_ROLLOUT: Final = (
-    "ALTER TABLE adapters ADD COLUMN canary TEXT",
-    "ALTER TABLE adapters ADD COLUMN previous TEXT NOT NULL DEFAULT '[]'",
-)
+_UPGRADES: Final[Mapping[int, Sequence[str]]] = {
+    # Schema 1 did not say where an entry came from; what nobody gave a folder for must not be lost.
+    1: ("ALTER TABLE adapters ADD COLUMN origin TEXT NOT NULL DEFAULT 'api'",),
+    # Up to schema 2 all adapters were folders of the user.
+    2: ("ALTER TABLE adapters ADD COLUMN source TEXT",),
+    # Up to schema 5 a name had the version it stands for, and no other.
+    5: (
+        "ALTER TABLE adapters ADD COLUMN canary TEXT",
+        "ALTER TABLE adapters ADD COLUMN previous TEXT NOT NULL DEFAULT '[]'",
+    ),
+    # In schemas 5 and 6 each server had a row of its own for a name (column `writer`, since 4). Of several,
+    # the last one inserted stays: one of the API, since folders are found again, and of those the latest.
+    6: (
+        "ALTER TABLE adapters RENAME TO old",
+        _CREATE,
+        f"""
+        INSERT OR REPLACE INTO adapters ({_NAMES})
+        SELECT {_NAMES} FROM old ORDER BY origin = 'api', loaded_at
+        """,
+        "DROP TABLE old",
+    ),
+}
+"""What brings each schema to the next one, where there is anything to do."""
 
 
 @contextmanager
@@ -120,18 +126,10 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     if version == 0:
         connection.execute(_CREATE)
         connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-    if version == 1:
-        connection.execute(_ADD_ORIGIN)
-    if version in (1, 2):
-        connection.execute(_ADD_SOURCE)
-    if version in (1, 2, 3):
-        connection.execute(_ADD_WRITER)
-    if version in (1, 2, 3, 4):
-        for statement in _WIDEN_KEY:
-            connection.execute(statement)
-    if version == 5:
-        for statement in _ADD_ROLLOUT:
-            connection.execute(statement)
+    else:
+        for each in range(version, SCHEMA_VERSION):
+            for statement in _UPGRADES.get(each, ()):
+                connection.execute(statement)
     if version < SCHEMA_VERSION:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute("COMMIT")

@@ -7,7 +7,8 @@ A change of a name is one assignment, after the new version was staged and the r
 disk. A version that lost its last name is retired: once its last lease is gone the engine forgets it.
 
 Other servers may change names in the same registry. What they change is served here in the same way, staged
-before it is in use (`follow`), and every change that is asked for here begins with what they made of a name.
+before it is in use, and every change that is asked for here begins with what they made of a name
+(`registry_follower`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -25,10 +26,9 @@ from weakref import WeakValueDictionary
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, other_base_warning
 from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
-from loraplex.adapters.registry import Origin, RegistryEntry
+from loraplex.adapters.registry import AdapterRegistry, Origin
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
-    AdapterConflictError,
     AdapterFormatError,
     EngineDeadError,
     InvalidRequestError,
@@ -41,9 +41,9 @@ from loraplex.engine.interface import AsyncEngine
 from loraplex.server.adapter_files import AdapterFiles, ReadAdapter
 from loraplex.server.errors import BusyError, NotServedError
 from loraplex.server.hub_adapters import HubAdapters
-from loraplex.server.registered_names import RegisteredNames, read_registered
+from loraplex.server.registered_names import RegisteredNames
+from loraplex.server.registry_follower import RegistryFollower
 from loraplex.server.served_adapter import ServedAdapter
-from loraplex.server.shared_registry import SharedRegistry
 from loraplex.server.version_use import Lease, VersionUse
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class AdapterService:
         *,
         base_model: str,
         engine: AsyncEngine,
-        registry: SharedRegistry,
+        registry: AdapterRegistry,
         shape: ModelShape,
         allowed: AllowedPaths,
         hub: HubAdapters | None = None,
@@ -90,23 +90,26 @@ class AdapterService:
             known_as=base_names(base_model) if known_as is None else known_as,
         )
         self.registered = RegisteredNames(registry)
+        self.follower = RegistryFollower(self.registered, self.files, self)
         self.on_dropped: Callable[[str], None] = lambda name: None
         self._engine = engine
         self._stages_new = stages_new
         self._served: dict[str, ServedAdapter] = {}
-        self._changing: set[str] = set()
-        self._following: dict[str, asyncio.Event] = {}  # names that other servers changed, until followed
         self._uses: dict[str, VersionUse] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._retirements: set[asyncio.Task[None]] = set()
 
     @property
-    def registry(self) -> SharedRegistry:
+    def registry(self) -> AdapterRegistry:
         return self.registered.registry
 
     def served(self) -> list[ServedAdapter]:
         """All adapters, by name."""
         return [self._served[name] for name in sorted(self._served)]
+
+    def get(self, name: str) -> ServedAdapter | None:
+        """The adapter of that name; None if it is not served."""
+        return self._served.get(name)
 
     def version_of(self, name: str) -> str | None:
         """The version that an adapter's name stands for now; None if it is not served."""
@@ -156,7 +159,7 @@ class AdapterService:
         answers that share of its requests. On any error everything is as it was.
         """
         self.check_name(name)
-        async with self._change(name):
+        async with self.follower.change(name):
             before = self._served.get(name)
             self._check_load(name, before, replace=replace, canary_share=canary_share)
             found = await self.files.read(path)
@@ -175,7 +178,7 @@ class AdapterService:
 
     async def promote(self, name: str, *, on_staged: OnStaged = lambda version: None) -> ServedAdapter:
         """Let a name stand for its canary, which answers all requests from now on."""
-        async with self._change(name):
+        async with self.follower.change(name):
             before = self._find_served(name)
             after = before.promoted()
             assert before.canary is not None, "one without was refused"
@@ -184,7 +187,7 @@ class AdapterService:
 
     async def abort(self, name: str) -> ServedAdapter:
         """End the trial of a name's canary; its requests in flight finish on it."""
-        async with self._change(name):
+        async with self.follower.change(name):
             after = self._find_served(name).aborted()
             await self.registered.put(after, None)
             return self._point(after)
@@ -194,7 +197,7 @@ class AdapterService:
     ) -> ServedAdapter:
         """Let a name stand for the version before the present one, or for the earlier one that is given by
         the beginning of its hash. Its files are read again, and must be the same."""
-        async with self._change(name):
+        async with self.follower.change(name):
             before = self._find_served(name)
             found = await self.files.read_again(before.find_previous(version))
             after = before.rolled_back_to(found)
@@ -209,7 +212,7 @@ class AdapterService:
         `on_removed` is called when the name is free, before its requests in flight ended. Returns whether
         they ended in time; if not they still finish, and the engine forgets the version after them.
         """
-        async with self._change(name, catches_up=False):
+        async with self.follower.change(name, catches_up=False):
             was_registered = await self.registered.remove(name)
             adapter = self._served.pop(name, None)
             if adapter is None and not was_registered:
@@ -217,21 +220,18 @@ class AdapterService:
             on_removed()
         return adapter is None or await self._drain(adapter.versions, drain_timeout_s)
 
-    async def follow(self, name: str) -> bool:
-        """Serve a name as the registry has it, which another server may have changed: staged first, as by a
-        load here. What cannot be done is logged, and leaves what was served.
+    async def serve_registered(self, after: ServedAdapter, needed: Sequence[ReadAdapter]) -> None:
+        """Serve a name as it is registered by another server (see `FollowedNames`)."""
+        await self._move(self.get(after.name), after, needed, lambda version: None, _registered_already)
 
-        Returns False if the name is being changed here just now: ask again.
-        """
-        if name in self._changing:
+    def drop(self, name: str) -> bool:
+        """Serve a name no longer that another server has unloaded (see `FollowedNames`)."""
+        adapter = self._served.pop(name, None)
+        if adapter is None:
             return False
-        followed = self._following[name] = asyncio.Event()
-        try:
-            with self._claim(name):
-                await self._catch_up(name)
-        finally:
-            del self._following[name]
-            followed.set()
+        for version in adapter.versions:
+            self._retire_if_unused(version)
+        self.on_dropped(name)
         return True
 
     async def adopt(self, adapter: ServedAdapter) -> None:
@@ -283,49 +283,6 @@ class AdapterService:
                     self._retire_if_unused(version)
                 raise
             return self._point(after)
-
-    async def _catch_up(self, name: str) -> None:
-        """Serve a name as the registry has it, if that is not what it had before."""
-        found = await asyncio.to_thread(self.registry.look_up, name)
-        state, entry = (None, None) if found is None else found
-        if self.registered.is_followed(name, state):
-            return
-        try:
-            if entry is None:
-                self._drop(name)
-            else:
-                await self._serve_registered(entry)
-        except LoraplexError as error:
-            served = self.version_of(name)
-            self.registered.could_not_follow(name, state, served=served, reason=error)
-        else:
-            self.registered.acted_on(name, state)
-
-    async def _serve_registered(self, entry: RegistryEntry) -> None:
-        """Serve a name as another server has registered it. Raises what is in the way."""
-        self.check_name(entry.name)
-        before = self._served.get(entry.name)
-        found = await read_registered(self.files, entry, before)
-        if found is None:
-            return
-        after, needed = found
-        await self._move(before, after, needed, lambda version: None, _registered_already)
-        logger.info(
-            "adapter %r is version %s now, instead of %s%s: another server on the state folder changed it",
-            after.name,
-            after.version[:12],
-            "none" if before is None else before.version[:12],
-            "" if after.canary is None else f", with {after.canary.version[:12]} on trial",
-        )
-
-    def _drop(self, name: str) -> None:
-        """Serve a name no longer that another server has unloaded; its requests in flight finish."""
-        adapter = self._served.pop(name, None)
-        if adapter is not None:
-            for version in adapter.versions:
-                self._retire_if_unused(version)
-            self.on_dropped(name)
-            logger.info("adapter %r was unloaded through another server on the state folder", name)
 
     async def _stage(self, before: ServedAdapter | None, name: str, spec: AdapterSpec) -> None:
         """Raises what is in the way of a version, with what is served instead in its words."""
@@ -388,28 +345,6 @@ class AdapterService:
     def _lock(self, version: str) -> asyncio.Lock:
         """Adding and removing one version take turns; other versions are not held up."""
         return self._locks.setdefault(version, asyncio.Lock())
-
-    @asynccontextmanager
-    async def _change(self, name: str, *, catches_up: bool = True) -> AsyncIterator[None]:
-        """Change a name that nobody else here changes, as other servers have left it if `catches_up`."""
-        while (followed := self._following.get(name)) is not None:
-            await followed.wait()
-        with self._claim(name):
-            if catches_up:
-                await self._catch_up(name)
-            yield
-
-    @contextmanager
-    def _claim(self, name: str) -> Iterator[None]:
-        if name in self._changing:
-            raise AdapterConflictError(
-                f"the adapter {name!r} is being changed by another call right now; wait until that is done"
-            )
-        self._changing.add(name)
-        try:
-            yield
-        finally:
-            self._changing.discard(name)
 
     def _unknown(self, model: str) -> UnknownModelError:
         shown = model if len(model) <= MAX_NAME_CHARS else f"{model[:MAX_NAME_CHARS]}…"

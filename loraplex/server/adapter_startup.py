@@ -26,7 +26,7 @@ from loraplex.adapters.base_name import name_adapters, other_base, other_base_wa
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.fingerprint import files_unchanged
 from loraplex.adapters.peft_reader import read_adapters
-from loraplex.adapters.registry import Origin, RegistryEntry
+from loraplex.adapters.registry import AdapterRegistry, NameState, Origin, RegistryEntry
 from loraplex.adapters.rollout import NO_OTHERS, Rollout, VersionRef, moved_on
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
@@ -42,7 +42,6 @@ from loraplex.core.hub import HubRepo
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.canary_startup import restore_canaries
 from loraplex.server.served_adapter import ServedAdapter
-from loraplex.server.shared_registry import NameState, SharedRegistry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +180,7 @@ async def start_adapters(
 
 
 def _register(
-    registry: SharedRegistry,
+    registry: AdapterRegistry,
     served: Sequence[_Served],
     rollouts: Mapping[str, Rollout],
     gone: Sequence[str],

@@ -7,7 +7,7 @@ import logging
 from typing import Final
 
 from loraplex.core.errors import StorageError
-from loraplex.server.adapter_service import AdapterService
+from loraplex.server.registry_follower import RegistryFollower
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +21,9 @@ class RegistryWatch:
     """Looks at the registry every half second. While nobody has changed anything that costs next to nothing,
     and names are compared only if somebody has."""
 
-    def __init__(self, service: AdapterService) -> None:
-        self._service = service
-        self._registered = service.registered
+    def __init__(self, follower: RegistryFollower) -> None:
+        self._follower = follower
+        self._registered = follower.registered
         self._gate = asyncio.Semaphore(_NUM_AT_ONCE)
         self._under_way: set[str] = set()
         self._is_due = True  # names may differ, whatever the registry's counter says
@@ -63,7 +63,7 @@ class RegistryWatch:
     async def _follow(self, name: str) -> None:
         try:
             async with self._gate:
-                if not await self._service.follow(name):
+                if not await self._follower.follow(name):
                     self._is_due = True
         except Exception as error:
             self._report(error)

@@ -22,7 +22,7 @@ from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, public_name
 from loraplex.adapters.discovery import discover_adapters
 from loraplex.adapters.hub import AllowedRepos
-from loraplex.adapters.registry import base_model_key
+from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.core.clock import MonotonicClock
 from loraplex.core.errors import EngineFailedError
 from loraplex.core.logs import flush_logs
@@ -54,7 +54,6 @@ from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.registry_watch import RegistryWatch
 from loraplex.server.shadow_twin import ShadowTwin
-from loraplex.server.shared_registry import SharedRegistry
 from loraplex.server.sole_engine import SoleEngine
 from loraplex.server.start_notes import context_notes, shared_state_notes, ttft_note
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
@@ -276,7 +275,7 @@ async def _start(
     base_model = options.served_model_name or public_name(options.engine.model)
     key = base_model_key(_model_identity(options.engine.model), config.shape)
     state_dir = options.state_dir or default_state_dir()
-    registry = SharedRegistry(state_dir, key)
+    registry = AdapterRegistry(state_dir, key)
     stack.callback(registry.close)
 
     client, fleet = await _engine(options, config.shape, base_model, state_dir, registry, stack)
@@ -331,7 +330,7 @@ async def _start(
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
     )
     service.on_dropped = deps.metrics.forget
-    watching = asyncio.create_task(RegistryWatch(service).run(), name="watch the registry")
+    watching = asyncio.create_task(RegistryWatch(service.follower).run(), name="watch the registry")
     stack.callback(watching.cancel)
     notes = (
         *context_notes(client.info.max_model_len, options.engine, config),
@@ -348,7 +347,7 @@ def _adapter_service(
     options: ServeOptions,
     base_model: str,
     engine: ServingEngine,
-    registry: SharedRegistry,
+    registry: AdapterRegistry,
     shape: ModelShape,
     *,
     is_fleet: bool,
@@ -371,7 +370,7 @@ async def _engine(
     shape: ModelShape,
     base_model: str,
     state_dir: Path,
-    registry: SharedRegistry,
+    registry: AdapterRegistry,
     stack: AsyncExitStack,
 ) -> tuple[ServingEngine, Fleet | None]:
     """Return what computes, not started yet: one engine process, a fleet of them, or servers elsewhere."""

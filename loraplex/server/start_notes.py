@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from loraplex.adapters.registry import AdapterRegistry
 from loraplex.engine.options import EngineOptions
 from loraplex.fleet.admission import Admitted
 from loraplex.model.config import ModelConfig
-from loraplex.server.shared_registry import SharedRegistry
 from loraplex.server.waiting import Forecaster
 
 
@@ -42,7 +42,7 @@ def ttft_note(engine: Forecaster, max_ttft_s: float | None) -> Iterator[str]:
         )
 
 
-def shared_state_notes(registry: SharedRegistry, state_dir: Path) -> Iterator[str]:
+def shared_state_notes(registry: AdapterRegistry, state_dir: Path) -> Iterator[str]:
     """Say so where another server has its adapters in the same registry, or should but has not."""
     others = registry.other_servers
     if others:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.adapters.spec import AdapterSpec, LoraModule
@@ -31,6 +33,12 @@ def make_spec(version: str, *, num_layers: int = 8) -> AdapterSpec:
     )
 
 
+def put_many(registry: AdapterRegistry, adapters: Sequence[tuple[str, AdapterSpec]], **options: Any) -> None:
+    """Register adapters in one transaction, whatever their names stood for."""
+    now = registry.put_unless_changed(adapters, seen=registry.states(), **options)
+    assert now.keys() == {name for name, _ in adapters}
+
+
 def main() -> None:
     state_dir, max_file_bytes = Path(sys.argv[1]), int(sys.argv[2])
     registry = AdapterRegistry(state_dir, BASE_MODEL)
@@ -38,7 +46,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
     for number in count():
         try:
-            registry.put_many([(f"a{number}-{part}", make_spec(f"v{number}")) for part in range(3)])
+            put_many(registry, [(f"a{number}-{part}", make_spec(f"v{number}")) for part in range(3)])
         except StorageError as exc:
             print("StorageError", exc, flush=True)
             return

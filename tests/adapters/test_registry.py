@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import registry_writer
 from adapter_factory import SHAPE, write_adapter
-from registry_writer import BASE_MODEL, make_spec
+from registry_writer import BASE_MODEL, make_spec, put_many
 
 import loraplex
 from loraplex.adapters.fingerprint import files_unchanged
@@ -20,11 +20,11 @@ from loraplex.adapters.registry import (
     DATABASE_FILE,
     AdapterRegistry,
     Origin,
-    Removal,
     base_model_key,
     read_registry,
 )
 from loraplex.adapters.rollout import NO_OTHERS, Canary, Rollout, VersionRef
+from loraplex.adapters.spec_json import spec_to_json
 from loraplex.core.errors import InvalidRequestError, StorageError
 from loraplex.core.hub import HubRepo
 
@@ -74,7 +74,7 @@ def test_a_real_spec_comes_back_equal_and_is_known_to_be_unchanged(tmp_path: Pat
 
 def test_put_moves_a_name_to_a_new_version(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
-        registry.put_many([("b", make_spec("v1")), ("a", make_spec("v1"))])
+        put_many(registry, [("b", make_spec("v1")), ("a", make_spec("v1"))])
         registry.put("a", make_spec("v2"))
         assert [(entry.name, entry.spec.version) for entry in registry.all()] == [("a", "v2"), ("b", "v1")]
 
@@ -82,23 +82,23 @@ def test_put_moves_a_name_to_a_new_version(tmp_path: Path) -> None:
 def test_remove_forgets_a_name(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
         registry.put("a", make_spec("v1"))
-        assert registry.remove("a") == Removal(was_there=True, held_by=None)
-        assert registry.remove("a") == Removal(was_there=False, held_by=None)
+        assert registry.remove("a")
+        assert not registry.remove("a")
         assert registry.names() == []
 
 
 def test_many_names_are_removed_at_once(tmp_path: Path) -> None:
     with opened(tmp_path) as registry, opened(tmp_path, "other") as other:
-        registry.put_many([(name, make_spec("v1")) for name in "abc"])
+        put_many(registry, [(name, make_spec("v1")) for name in "abc"])
         other.put("a", make_spec("v1"))
-        registry.remove_many(["a", "c", "nobody"])
+        assert registry.remove_unless_shared(["a", "c", "nobody"]) == ["a", "c", "nobody"]
         assert (registry.names(), other.names()) == (["b"], ["a"])
 
 
 def test_an_entry_knows_where_it_came_from(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
         registry.put("a", make_spec("v1"))
-        registry.put_many([("b", make_spec("v1")), ("c", make_spec("v1"))], origin=Origin.FOLDER)
+        put_many(registry, [("b", make_spec("v1")), ("c", make_spec("v1"))], origin=Origin.FOLDER)
         registry.put("c", make_spec("v1"))
         assert {entry.name: entry.origin for entry in registry.all()} == {
             "a": Origin.API,
@@ -113,48 +113,86 @@ ROLLOUT = Rollout(
     previous=(VersionRef(version="v0", path=Path("/adapters/zero")),),
 )
 
-# The columns that each schema added; the first had those before them.
-OLD_COLUMNS = ("origin", "source", "writer")
+# The columns that each schema added, from the second on; the first had those before them.
+ADDED_COLUMNS = (("origin",), ("source",), ("writer",), (), ("canary", "previous"))
 
 
-@pytest.mark.parametrize("schema", [1, 2, 3, 4])
-def test_an_older_database_is_brought_up_to_date_with_all_its_entries(tmp_path: Path, schema: int) -> None:
-    repo = HubRepo(repo_id="org/pirate", revision="0" * 40)
-    with opened(tmp_path) as registry:
-        registry.put("a", make_spec("v1"))
-        registry.put("b", make_spec("v2"), origin=Origin.FOLDER)
-        registry.put("c", make_spec("v3"), source=repo)
-        columns = ["base_model", "name", "version", "path", "spec", "loaded_at", *OLD_COLUMNS[: schema - 1]]
-        registry._connection.executescript(
+def make_older(state_dir: Path, schema: int) -> None:
+    """Bring a database back to an older schema, in which one server that has ended wrote all entries."""
+    columns = ["base_model", "name", "version", "path", "spec", "loaded_at"]
+    columns += [column for added in ADDED_COLUMNS[: schema - 1] for column in added]
+    key = "base_model, name" if schema < 5 else "base_model, name, writer"
+    found = ", ".join("'1-a'" if column == "writer" else column for column in columns)
+    with closing(sqlite3.connect(state_dir / DATABASE_FILE)) as connection:
+        connection.executescript(
             f"""
-            CREATE TABLE old ({", ".join(columns)}, PRIMARY KEY (base_model, name)) WITHOUT ROWID;
-            INSERT INTO old SELECT {", ".join(columns)} FROM adapters;
+            CREATE TABLE old ({", ".join(columns)}, PRIMARY KEY ({key}));
+            INSERT INTO old SELECT {found} FROM adapters;
             DROP TABLE adapters;
             ALTER TABLE old RENAME TO adapters;
             PRAGMA user_version = {schema};
             """
         )
+
+
+@pytest.mark.parametrize("schema", [1, 2, 3, 4, 5, 6])
+def test_an_older_database_is_brought_up_to_date_with_all_its_entries(tmp_path: Path, schema: int) -> None:
+    repo = HubRepo(repo_id="org/pirate", revision="0" * 40)
+    with opened(tmp_path) as registry:
+        registry.put("a", make_spec("v1"))
+        registry.put("b", make_spec("v2"), origin=Origin.FOLDER)
+        registry.put("c", make_spec("v3"), source=repo, rollout=ROLLOUT)
+    make_older(tmp_path, schema)
     for _ in range(2):
         with opened(tmp_path) as registry:
+            assert versions(registry) == {"a": "v1", "b": "v2", "c": "v3"}
             found = {entry.name: entry for entry in registry.all()}
-            assert {name: entry.spec.version for name, entry in found.items()} == {
-                "a": "v1",
-                "b": "v2",
-                "c": "v3",
-            }
             assert found["b"].origin is (Origin.API if schema == 1 else Origin.FOLDER)
             assert found["c"].source == (repo if schema >= 3 else None)
-            assert all(map(registry.holds, "abc"))
+            assert found["c"].rollout == (ROLLOUT if schema >= 6 else NO_OTHERS)
+            registry.put("d", make_spec("v4"), rollout=ROLLOUT)
             with opened(tmp_path) as second:
-                second.put("a", make_spec("v1"))
-                assert second.remove("a").held_by == os.getpid()
+                assert second.remove("d")
+
+
+@pytest.mark.parametrize("schema", [5, 6])
+def test_of_the_rows_that_several_servers_had_of_a_name_the_latest_of_the_api_stays(
+    tmp_path: Path, schema: int
+) -> None:
+    rows = [
+        ("1-a", "v1", "api", 1.0),
+        ("2-b", "v3", "api", 3.0),
+        ("3-c", "v2", "api", 2.0),
+        ("4-d", "v4", "folder", 4.0),
+    ]
+    with opened(tmp_path) as registry:
+        registry.put("a", make_spec("v0"))
+        registry.put("b", make_spec("v0"))
+    make_older(tmp_path, schema)
+    with closing(sqlite3.connect(tmp_path / DATABASE_FILE)) as connection:
+        for writer, version, origin, loaded_at_s in rows:
+            connection.execute("CREATE TEMP TABLE one AS SELECT * FROM adapters WHERE name = 'a' LIMIT 1")
+            connection.execute(
+                "UPDATE one SET writer = ?, spec = ?, origin = ?, loaded_at = ?",
+                (writer, spec_to_json(make_spec(version)), origin, loaded_at_s),
+            )
+            connection.execute("INSERT OR REPLACE INTO adapters SELECT * FROM one")
+            connection.execute("DROP TABLE one")
+        connection.commit()
+    assert [(entry.name, entry.spec.version) for _, entry in read_registry(tmp_path)] == [
+        ("a", "v3"),
+        ("b", "v0"),
+    ]
+    with opened(tmp_path) as registry:
+        assert registry.remove("a")
+        assert registry.names() == ["b"]
 
 
 def test_the_repository_of_an_adapter_is_kept_with_its_commit(tmp_path: Path) -> None:
     repo = HubRepo(repo_id="org/pirate", revision="0" * 40)
     with opened(tmp_path) as registry:
         registry.put("a", make_spec("v1"), source=repo)
-        registry.put_many([("b", make_spec("v1")), ("c", make_spec("v1"))], sources={"c": repo})
+        put_many(registry, [("b", make_spec("v1")), ("c", make_spec("v1"))], sources={"c": repo})
     with opened(tmp_path) as registry:
         assert {entry.name: entry.source for entry in registry.all()} == {"a": repo, "b": None, "c": repo}
         registry.put("a", make_spec("v2"))
@@ -164,33 +202,10 @@ def test_the_repository_of_an_adapter_is_kept_with_its_commit(tmp_path: Path) ->
             registry.all()
 
 
-def test_a_database_without_other_versions_is_brought_up_to_date(tmp_path: Path) -> None:
-    with opened(tmp_path) as registry:
-        registry.put_many([("a", make_spec("v1")), ("b", make_spec("v2"))])
-        registry._connection.executescript(
-            """
-            ALTER TABLE adapters DROP COLUMN canary;
-            ALTER TABLE adapters DROP COLUMN previous;
-            PRAGMA user_version = 5;
-            """
-        )
-    for _ in range(2):
-        with opened(tmp_path) as registry:
-            assert [(entry.name, entry.rollout) for entry in registry.all()] == [
-                ("a", NO_OTHERS),
-                ("b", NO_OTHERS),
-            ]
-            registry.put("c", make_spec("v3"), rollout=ROLLOUT)
-            entry = registry.get("c")
-            assert entry is not None
-            assert entry.rollout == ROLLOUT
-            registry.remove("c")
-
-
 def test_the_other_versions_of_a_name_are_kept_with_it(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
         registry.put("a", make_spec("v1"), rollout=ROLLOUT)
-        registry.put_many([("b", make_spec("v1")), ("c", make_spec("v1"))], rollouts={"c": ROLLOUT})
+        put_many(registry, [("b", make_spec("v1")), ("c", make_spec("v1"))], rollouts={"c": ROLLOUT})
     with opened(tmp_path) as registry:
         assert {entry.name: entry.rollout for entry in registry.all()} == {
             "a": ROLLOUT,
@@ -217,7 +232,7 @@ def test_a_deleted_database_is_made_again_with_the_other_versions(tmp_path: Path
 def test_one_bad_name_leaves_out_all(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
         with pytest.raises(InvalidRequestError):
-            registry.put_many([("a", make_spec("v1")), ("b/c", make_spec("v1"))])
+            put_many(registry, [("a", make_spec("v1")), ("b/c", make_spec("v1"))])
         assert registry.names() == []
 
 
@@ -289,7 +304,7 @@ def test_a_full_disk_changes_nothing_and_says_so(tmp_path: Path) -> None:
         [num_pages] = registry._connection.execute("PRAGMA page_count").fetchone()
         registry._connection.execute(f"PRAGMA max_page_count = {num_pages + 2}")
         with pytest.raises(StorageError, match="the disk is full, nothing was changed"):
-            registry.put_many([(f"a{n}", make_spec("v", num_layers=64)) for n in range(50)])
+            put_many(registry, [(f"a{n}", make_spec("v", num_layers=64)) for n in range(50)])
         assert registry.names() == ["before"]
         registry.put("small", make_spec("v"))
         assert registry.names() == ["before", "small"]
@@ -340,7 +355,7 @@ def test_a_file_that_is_no_database_is_explained(tmp_path: Path) -> None:
 
 def test_a_damaged_database_is_found_when_it_is_opened(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
-        registry.put_many([(f"a{n}", make_spec("v")) for n in range(200)])
+        put_many(registry, [(f"a{n}", make_spec("v")) for n in range(200)])
     with (tmp_path / DATABASE_FILE).open("r+b") as file:
         file.seek(4096 * 3)
         file.write(b"\xa5" * 8192)
@@ -358,8 +373,8 @@ def test_a_damaged_entry_is_explained(tmp_path: Path) -> None:
 
 def test_the_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as registry:
-        registry._connection.execute("PRAGMA user_version = 7")
-    with pytest.raises(StorageError, match=r"newer version \(schema 7, this one knows 6\)"):
+        registry._connection.execute("PRAGMA user_version = 8")
+    with pytest.raises(StorageError, match=r"newer version \(schema 8, this one knows 7\)"):
         AdapterRegistry(tmp_path, BASE_MODEL)
 
 

@@ -6,14 +6,14 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from registry_writer import BASE_MODEL, make_spec
-from test_registry import opened, start_writer, versions, without_privileges
+from test_registry import ROLLOUT, opened, start_writer, versions, without_privileges
 
-from loraplex.adapters.registry import DATABASE_FILE, AdapterRegistry, Origin, Removal, read_registry
+from loraplex.adapters.registry import DATABASE_FILE, AdapterRegistry, Origin, read_registry
 from loraplex.adapters.server_mark import MARKS_FOLDER
 from loraplex.core.errors import StorageError
 
@@ -65,7 +65,7 @@ def test_a_folder_deleted_while_in_use_is_made_again(
         assert any("deleted or replaced while in use" in message for message in caplog.messages)
         assert names_on_disk(state) == {"before", "after"}
         with quiet(caplog):
-            assert registry.remove("before").was_there
+            assert registry.remove("before")
     assert names_on_disk(state) == {"after"}
 
 
@@ -121,60 +121,60 @@ def test_two_servers_that_lose_their_folder_put_everything_back(tmp_path: Path) 
         assert one.other_servers == two.other_servers == [os.getpid()]
 
 
-def test_neither_of_two_servers_removes_what_the_other_wrote(tmp_path: Path) -> None:
-    with opened(tmp_path) as one, opened(tmp_path) as two:
-        one.put("a", make_spec("v1"))
-        two.put("b", make_spec("v1"))
-        assert two.remove("a") == Removal(was_there=False, held_by=os.getpid())
-        assert one.remove_many(["a", "b"]) == {
-            "a": Removal(was_there=True, held_by=None),
-            "b": Removal(was_there=False, held_by=os.getpid()),
-        }
-        assert versions(one) == {"b": "v1"}
+def test_a_server_that_finds_its_lost_folder_made_again_takes_nothing_back(tmp_path: Path) -> None:
+    clock = iter(range(1000))
+    with (
+        closing(AdapterRegistry(tmp_path, BASE_MODEL, wall_clock_s=lambda: next(clock))) as one,
+        closing(AdapterRegistry(tmp_path, BASE_MODEL, wall_clock_s=lambda: next(clock))) as two,
+    ):
+        one.put("kept", make_spec("v1"))
+        one.put("moved", make_spec("v1"))
+        for name in two.states():  # as a server that follows does
+            two.look_up(name)
+        shutil.rmtree(tmp_path)
+        one.put("moved", make_spec("v2"))
+        assert two.has_changed()
+        assert versions(one) == versions(two) == {"kept": "v1", "moved": "v2"}
 
 
-def test_neither_of_two_servers_overwrites_what_the_other_wrote(tmp_path: Path) -> None:
-    with opened(tmp_path) as one, opened(tmp_path) as two:
-        one.put("a", make_spec("v1"))
-        with pytest.raises(StorageError, match=rf"process {os.getpid()}\).*--state-dir of its own"):
-            two.put("a", make_spec("v2"))
-        blocked = two.put_many([("a", make_spec("v2")), ("b", make_spec("v2"))], origin=Origin.FOLDER)
-        assert blocked == {"a": os.getpid()}
-        assert versions(one) == {"a": "v1", "b": "v2"}
-        one.put("a", make_spec("v3"))
-        assert versions(two) == {"a": "v3", "b": "v2"}
-
-
-@pytest.mark.parametrize("first_unloads", [True, False])
-@pytest.mark.parametrize("origins", [(Origin.API, Origin.API), (Origin.API, Origin.FOLDER)])
-def test_what_two_servers_loaded_stays_for_the_one_that_did_not_unload_it(
-    tmp_path: Path, first_unloads: bool, origins: tuple[Origin, Origin]
-) -> None:
-    with ExitStack() as stack:
-        one, two = (stack.enter_context(opened(tmp_path)) for _ in range(2))
-        one.put("a", make_spec("v1"), origin=origins[0])
-        two.put("a", make_spec("v1"), origin=origins[1])
-        leaving, staying = (one, two) if first_unloads else (two, one)
-        assert leaving.remove("a") == Removal(was_there=True, held_by=os.getpid())
-        leaving.close()
-        entry = staying.get("a")
-        assert entry is not None
-        assert entry.origin is origins[1 if first_unloads else 0]
-    with opened(tmp_path) as restarted:
-        assert restarted.all() == [entry]
-        assert restarted.remove("a") == Removal(was_there=True, held_by=None)
-        assert restarted.names() == []
-
-
-def test_each_server_sees_its_own_entry_of_a_name(tmp_path: Path) -> None:
+def test_a_name_is_what_the_last_server_made_of_it(tmp_path: Path) -> None:
     with opened(tmp_path) as one, opened(tmp_path) as two:
         one.put("a", make_spec("v1"), origin=Origin.FOLDER)
-        two.put("a", make_spec("v1"), origin=Origin.API)
-        origins = [entry.origin for registry in (one, two) for entry in registry.all()]
-        assert origins == [Origin.FOLDER, Origin.API]
-        assert one.names() == two.names() == ["a"]
-    [(_, entry)] = read_registry(tmp_path)
-    assert entry.origin is Origin.API, "what was loaded by hand is not known from anywhere else"
+        two.put("a", make_spec("v2"))
+        assert versions(one) == versions(two) == {"a": "v2"}
+        assert one.all() == two.all()
+        assert one.remove("a")
+        assert not two.remove("a")
+        assert one.names() == two.names() == []
+
+
+def test_of_two_changes_at_once_one_is_done_and_the_other_learns_of_it(tmp_path: Path) -> None:
+    clock = iter(range(1000))
+    with (
+        closing(AdapterRegistry(tmp_path, BASE_MODEL, wall_clock_s=lambda: next(clock))) as one,
+        closing(AdapterRegistry(tmp_path, BASE_MODEL, wall_clock_s=lambda: next(clock))) as two,
+    ):
+        one.put("a", make_spec("v1"))
+        one.put("b", make_spec("v1"))
+        seen = two.states()
+        one.put("a", make_spec("v2"))
+        now = two.put_unless_changed([("a", make_spec("v3")), ("b", make_spec("v3"))], seen=seen)
+        assert now.keys() == {"b"}
+        assert two.states() == one.states() == {"a": one.states()["a"], **now}
+        assert versions(one) == {"a": "v2", "b": "v3"}
+        assert two.put_unless_changed([("c", make_spec("v1"))], seen={}).keys() == {"c"}
+        assert one.put_unless_changed([("c", make_spec("v2"))], seen={}) == {}
+        assert one.put_unless_changed([("c", make_spec("v1"))], seen={}).keys() == {"c"}, "that is what it is"
+
+
+def test_beside_another_server_nothing_is_forgotten_at_a_start(tmp_path: Path) -> None:
+    with opened(tmp_path) as one:
+        one.put("a", make_spec("v1"), origin=Origin.FOLDER)
+        with opened(tmp_path) as two:
+            assert two.remove_unless_shared(["a"]) == ()
+            assert versions(two) == {"a": "v1"}
+        assert one.remove_unless_shared(["a"]) == ["a"]
+        assert one.names() == []
 
 
 def test_a_server_of_another_user_is_not_taken_for_dead(open_folder: Path) -> None:
@@ -189,27 +189,37 @@ def test_a_server_of_another_user_is_not_taken_for_dead(open_folder: Path) -> No
             mark.chmod(mode)
             with without_privileges(), opened(open_folder) as mine:
                 assert mine.other_servers == [os.getpid()]
-                assert mine.remove("a") == Removal(was_there=False, held_by=os.getpid())
-                with pytest.raises(StorageError, match="registered 'a' as another version"):
-                    mine.put("a", make_spec("v2"))
+                assert mine.remove_unless_shared(["a"]) == ()
 
 
-def test_the_entries_of_a_server_that_ended_are_inherited(tmp_path: Path) -> None:
+def test_a_server_that_was_killed_does_not_count(tmp_path: Path) -> None:
     with start_writer(tmp_path) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()
-        with opened(tmp_path) as early:
-            assert early.other_servers == [writer.pid]
-            assert not early.remove("a0-0").was_there
+        with opened(tmp_path) as registry:
+            assert registry.other_servers == [writer.pid]
+            assert registry.remove_unless_shared(["a0-0"]) == ()
             writer.kill()
             writer.wait()
-            assert early.other_servers == []
-            with opened(tmp_path) as heir:
-                assert not early.remove("a0-0").was_there
-                assert heir.remove("a0-0").was_there
-            assert early.remove("a0-1").was_there
-    with opened(tmp_path) as registry:
-        registry.put("a0-2", make_spec("other"))
+            assert registry.other_servers == []
+            assert registry.remove_unless_shared(["a0-0"]) == ["a0-0"]
+            assert {"a0-1", "a0-2"} <= set(registry.names())
+
+
+def test_only_changes_by_others_count_as_such(tmp_path: Path) -> None:
+    with opened(tmp_path) as one, opened(tmp_path) as two:
+        for registry in (one, two):
+            assert registry.has_changed()
+            assert not registry.has_changed()
+        one.put("a", make_spec("v1"), rollout=ROLLOUT)
+        assert not one.has_changed()
+        assert two.has_changed()
+        assert not two.has_changed()
+        with opened(tmp_path):
+            pass
+        assert not two.has_changed(), "a server that only starts changes nothing"
+        found = [two.has_version(version) for version in ("v1", "v9", "v0", "other")]
+        assert found == [True, True, False, False], "a previous version is not in use"
 
 
 def test_servers_of_other_base_models_do_not_count(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from serving_fakes import FakeEngine, Script, make_spec, says, tiny_tokenizer
 
 from loraplex.adapters.allowed_paths import AllowedPaths
+from loraplex.adapters.registry import AdapterRegistry
 from loraplex.adapters.spec import CONFIG_FILE, WEIGHTS_FILE
 from loraplex.core.clock import Clock, ManualClock, MonotonicClock
 from loraplex.core.request import EngineRequest
@@ -35,7 +36,6 @@ from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.hub_adapters import HubAdapters
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.served_adapter import ServedAdapter
-from loraplex.server.shared_registry import SharedRegistry
 from loraplex.server.waiting import Forecaster, WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
 
@@ -104,7 +104,7 @@ def make_server(
     service = AdapterService(
         base_model=base_model,
         engine=engine,
-        registry=SharedRegistry(tmp_path / "state", base_model),
+        registry=AdapterRegistry(tmp_path / "state", base_model),
         shape=SHAPE,
         allowed=AllowedPaths(allowed or []),
         hub=hub,

@@ -301,7 +301,7 @@ def test_two_changes_of_one_name_at_once_conflict(api: Api, folder: Path) -> Non
         engine.add_gate = asyncio.Event()
         body = {"lora_name": "new", "lora_path": str(folder / "one")}
         first = asyncio.create_task(api.send("POST", "/v1/load_lora_adapter", json=body))
-        while "new" not in api.served.service._changing:
+        while not api.served.service.follower.is_changing("new"):
             await asyncio.sleep(0)
         second = await api.send("POST", "/v1/load_lora_adapter", json=body)
         other = asyncio.create_task(

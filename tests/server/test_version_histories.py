@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.registry import AdapterRegistry
 from loraplex.adapters.rollout import MAX_PREVIOUS, takes_canary
 from loraplex.adapters.spec import WEIGHTS_FILE, AdapterSpec
 from loraplex.core.errors import AdapterError, UserError
@@ -29,7 +30,6 @@ from loraplex.engine.start import build_core
 from loraplex.model.config import load_config
 from loraplex.server.adapter_service import AdapterService
 from loraplex.server.adapter_startup import start_adapters
-from loraplex.server.shared_registry import SharedRegistry
 from loraplex.server.version_use import Lease
 
 NUM_VERSIONS = 4
@@ -141,7 +141,7 @@ class World:
         return AdapterService(
             base_model="base",
             engine=self._engine,
-            registry=SharedRegistry(self._root / "state", "base"),
+            registry=AdapterRegistry(self._root / "state", "base"),
             shape=load_config(self._model_folder).shape,
             allowed=AllowedPaths([self._adapters]),
         )
@@ -347,7 +347,7 @@ def test_files_that_change_between_their_check_and_their_read_fail_the_stage(
     engine = Meddler(build_core(options))
 
     async def scenario() -> None:
-        registry = SharedRegistry(tmp_path / "state", "base")
+        registry = AdapterRegistry(tmp_path / "state", "base")
         service = AdapterService(
             base_model="base",
             engine=engine,

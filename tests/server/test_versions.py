@@ -302,7 +302,7 @@ def test_of_two_changes_at_once_one_is_told(api: Api, folder: Path, second: str)
         body = {"lora_name": "bot", "lora_path": str(folder / "v1")}
         share = {**body, "canary_share": 0.7}
         first = asyncio.create_task(api.send("POST", "/v1/load_lora_adapter", json=share))
-        while not api.served.service._changing:
+        while not api.served.service.follower.is_changing("bot"):
             await asyncio.sleep(0)
         fields = {**body, "load_inplace": True} if second == "load" else {"lora_name": "bot"}
         answer = await api.send("POST", f"/v1/{second}_lora_adapter", json=fields)

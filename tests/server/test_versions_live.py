@@ -104,7 +104,7 @@ class Server:
 def started(folder: Path, state: Path, command: str) -> Iterator[tuple[subprocess.Popen[str], Server]]:
     options = ["--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(state)]
     if command == "fleet serve":
-        options += ["--replicas", "2"]
+        options += ["--replicas", "2", "--routing", "round-robin"]  # by which every replica has every adapter
     with serving(folder, *options, command=command) as (process, url, _):
         yield process, Server(url)
 

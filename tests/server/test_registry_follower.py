@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from adapter_calls import load, unload
 from server_fixtures import Api, write_adapter
 from test_versions import HEADER, ask, change, info, message, registered, shown
 
+from loraplex.adapters.registry import AdapterRegistry
 from loraplex.core.errors import AdapterError
 from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
 from loraplex.server.registry_watch import RegistryWatch
-from loraplex.server.shared_registry import SharedRegistry
 from loraplex.server.start_notes import shared_state_notes
 
 
@@ -46,7 +45,7 @@ def follow(api: Api, *, again: bool = False) -> None:
     async def look() -> None:
         names = service.registered.changed_elsewhere(service.registry.states())
         for name in {*names, *(service.registered.lagging() if again else ())}:
-            assert await service.follow(name)
+            assert await service.follower.follow(name)
         assert service.registered.changed_elsewhere(service.registry.states()) == []
         await asyncio.gather(*service._retirements)
 
@@ -89,7 +88,7 @@ def test_a_reload_is_staged_before_it_is_followed(
         lease.release()
 
     two.served.service.registry.states()
-    two.run(two.served.service.follow("bot"))
+    two.run(two.served.service.follower.follow("bot"))
     assert served_meanwhile == [(new, old)]
     assert ask(two).headers[HEADER] == new
     assert old in two.served.engine.adapters, "a request in flight keeps the version it began with"
@@ -315,7 +314,7 @@ def test_the_watch_follows_and_looks_no_further_while_nothing_changes(
         await pause(0)
 
     async def scenario() -> None:
-        watching = asyncio.create_task(RegistryWatch(service).run())
+        watching = asyncio.create_task(RegistryWatch(service.follower).run())
         await looked.wait()
         before = num_reads
         for _ in range(20):
@@ -336,35 +335,12 @@ def test_the_watch_follows_and_looks_no_further_while_nothing_changes(
     two.run(scenario())
 
 
-@pytest.fixture
-def registries(tmp_path: Path) -> Iterator[tuple[SharedRegistry, SharedRegistry]]:
-    state = tmp_path / "state"
-    with closing(SharedRegistry(state, "base")) as one, closing(SharedRegistry(state, "base")) as two:
-        yield one, two
-
-
-def test_only_changes_by_others_count_as_such(
-    registries: tuple[SharedRegistry, SharedRegistry], fronts: tuple[Api, Api]
-) -> None:
-    one, two = registries
-    spec = fronts[0].served.service.find("bot").spec  # type: ignore[union-attr]
-    for registry in registries:
-        assert registry.has_changed()
-        assert not registry.has_changed()
-    one.put("a", spec)
-    assert not one.has_changed()
-    assert two.has_changed()
-    assert not two.has_changed()
-    assert (one.has_version(spec.version), two.has_version("other")) == (True, False)
-    assert one.other_servers == [os.getpid()] * 3
-
-
 def test_a_base_model_that_is_given_by_another_name_is_said(tmp_path: Path) -> None:
     def notes(base_model: str) -> list[str]:
-        with closing(SharedRegistry(tmp_path, base_model)) as registry:
+        with closing(AdapterRegistry(tmp_path, base_model)) as registry:
             return list(shared_state_notes(registry, tmp_path))
 
-    with closing(SharedRegistry(tmp_path, "/models/m@shape")):
+    with closing(AdapterRegistry(tmp_path, "/models/m@shape")):
         [note] = notes("/models/m@shape")
         assert f"another server (process {os.getpid()}) uses the state folder" in note
         [note] = notes("org/m@shape")
@@ -389,7 +365,7 @@ def test_a_damaged_entry_is_said_once_and_the_others_are_followed(
         await pause(0)
 
     async def scenario() -> None:
-        watching = asyncio.create_task(RegistryWatch(two.served.service).run())
+        watching = asyncio.create_task(RegistryWatch(two.served.service.follower).run())
         while two.served.service.version_of("fine") is None or num_looks < 50:
             await pause(0)
         watching.cancel()
@@ -398,23 +374,3 @@ def test_a_damaged_entry_is_said_once_and_the_others_are_followed(
     two.run(scenario())
     assert sum("the entry of adapter 'broken' is damaged" in text for text in caplog.messages) == 1
     assert two.served.service.version_of("broken") is None
-
-
-def test_a_lost_folder_comes_back_with_the_latest_of_all_names(
-    registries: tuple[SharedRegistry, SharedRegistry], tmp_path: Path, folder: Path, fronts: tuple[Api, Api]
-) -> None:
-    one, two = registries
-    specs = [fronts[0].run(fronts[0].served.service.files.read(str(folder / f"v{n}"))).spec for n in (0, 1)]
-    one.put("kept", specs[0])
-    one.put("moved", specs[0])
-    for name in two.states():  # as a server that follows does
-        two.look_up(name)
-    (tmp_path / "state").rename(tmp_path / "lost")
-    shutil.rmtree(tmp_path / "lost")
-    one.put("moved", specs[1])
-    assert two.has_changed()
-    for registry in registries:
-        assert {name: state.version for name, state in registry.states().items() if name != "bot"} == {
-            "kept": specs[0].version,
-            "moved": specs[1].version,
-        }
