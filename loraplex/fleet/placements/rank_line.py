@@ -7,7 +7,7 @@ share of its time. That share is as small as it can be. An adapter at a cut is s
 one that needs more than a replica has several to itself.
 
 No piece takes much more than a sixth of all adapters' bytes, however little its adapters are asked for, so
-that no host has to hold nearly everything.
+that no host has to hold nearly everything; fleets of two or three replicas need not care.
 
 Among adapters of one rank the line keeps the order of the plan before: when demand drifts, cuts shift a
 little, and only what lies between an old and a new cut moves. The adapters that are asked for most get one
@@ -40,6 +40,8 @@ _ON_ONE: Final = 0.175
 """The most bytes on one replica, over those of all adapters: a burst brings it others for a while."""
 _OVER_EVEN: Final = 1.1
 """Where there are few replicas, the most bytes on one of them over an even share."""
+_FEW: Final = 4
+"""With fewer replicas than this, one of them may hold whatever its load leaves it."""
 _SPARE_PART: Final = 0.1
 """The part of its demand that is expected there, over the smallest part of its other replicas."""
 _BISECTIONS: Final = 60
@@ -94,7 +96,7 @@ class _Line:
         self.sizes = sizes
         self._byte_ends = np.cumsum(sizes)
         # With room for one that is on both sides of a cut.
-        share = max(_ON_ONE, _OVER_EVEN / num_replicas)
+        share = max(_ON_ONE, _OVER_EVEN / num_replicas) if num_replicas >= _FEW else 1.0
         self.most_bytes = share * float(self._byte_ends[-1]) + float(sizes.max())
         # Without padding an adapter takes its own share of a replica, whichever others are there.
         self.amounts = demand if padded else demand / points
