@@ -397,7 +397,7 @@ class AdapterService:
 
 
 async def _registered_already() -> None:
-    """Of a change that another server has registered, there is nothing to register."""
+    """Register nothing: the server that made the change has registered it."""
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:

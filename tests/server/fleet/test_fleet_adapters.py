@@ -162,6 +162,7 @@ def test_a_replica_that_does_not_say_what_it_holds_delays_nobody() -> None:
             made[0].answers.clear()
             before = made[1].num_asked
             await until(lambda: made[1].num_asked > before)
+            assert made[0].healthy, "it serves, and is only slow to say what it holds"
             made[0].answers.set()
 
     run(scenario())
