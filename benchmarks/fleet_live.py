@@ -5,9 +5,10 @@
 One engine is profiled with one thread. Then a fleet of three such replicas serves a workload in real time,
 and the twin simulates the same workload on the profile, under the same policy. Each replica has memory for a
 third of the adapters. All together leave the two cores of a small machine time: an engine that waits for a
-core is nothing that a profile knows of. The first part of a workload fills the replicas' memory and does not
-count. `--tiny` tries the script itself in a minute, with costs that are guessed, and writes nothing unless
---out says where.
+core is nothing that a profile knows of. A shared machine is faster in one minute than in the next: the twin's
+steps are scaled by one factor, such that the mean gap between tokens is the fleet's. The first part of a
+workload fills the replicas' memory and does not count. `--tiny` tries the script itself in a minute, with
+costs that are guessed, and writes nothing unless --out says where.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,6 +63,8 @@ NUM_ADAPTERS: Final = 24
 HOST_MIB: Final = 28
 """Memory of each replica for adapters, which take about 82 MiB in all."""
 KV_MIB: Final = 256
+_ROUNDS: Final = 4
+"""Of simulations until the gaps are alike."""
 _LOADS: Final = re.compile(r'^loraplex:replica_adapter_loads_total\{replica="(\d+)"\} (\d+)', re.MULTILINE)
 
 
@@ -95,17 +99,20 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What is compared. `shares`: of the requests, by replica."""
+    """What is compared, and the gap between tokens, which the twin's steps are scaled by. `shares`: of the
+    requests, by replica."""
 
     adapter_loads: int
     shares: Sequence[float]
     ttft_mean_s: float
+    gap_mean_s: float
 
     def document(self) -> dict[str, Any]:
         return {
             "adapter_loads": self.adapter_loads,
             "shares": [round(share, 4) for share in self.shares],
             "ttft_mean_ms": round(1e3 * self.ttft_mean_s, 2),
+            "gap_mean_ms": round(1e3 * self.gap_mean_s, 2),
         }
 
 
@@ -132,12 +139,23 @@ class Setting:
     def program(self) -> str:
         return str(Path(sys.executable).with_name("loraplex"))
 
-    def profile(self, repeats: int) -> CostModel:
+    @property
+    def profiles(self) -> Path:
+        """Where engines find theirs."""
+        return self.scratch / "home" / ".cache" / "loraplex" / "profiles"
+
+    def given(self, path: Path) -> CostModel:
+        """Use a profile that was measured before."""
+        self.profiles.mkdir(parents=True)
+        shutil.copy(path, self.profiles)
+        return read_profile(path)
+
+    def measured(self, repeats: int) -> CostModel:
         """Measure what an engine with one thread costs."""
         command = (self.program, "profile", "--model", str(self.served.base), "--device", "cpu")
         options = ("--dtype", "float32", "--threads", "1", "--repeats", str(repeats))
         subprocess.run([*command, *options], env={**os.environ, **self.env}, check=True, stdout=2)
-        (path,) = self.scratch.glob("home/.cache/loraplex/profiles/*.json")
+        (path,) = self.profiles.glob("*.json")
         return read_profile(path)
 
     def fleet(self, policy: Policy, name: str) -> ServerCommand:
@@ -202,6 +220,7 @@ async def _serve(server: RunningServer, traffic: Traffic, workload: Sequence[Wor
         adapter_loads=_loads(server) - loads,
         shares=[each / sum(sent) for each in sent],
         ttft_mean_s=fmean(map(_ttft_s, records)),
+        gap_mean_s=fmean(gap_s for each in records for gap_s in np.diff(each.token_times_s)),
     )
 
 
@@ -243,12 +262,31 @@ def simulate(
     num_first = sum(each.arrival_s < traffic.counted_from_s for each in workload)
     whole = FleetRuns(profile, workload, options).run(policy)
     first = FleetRuns(profile, workload[:num_first], options).run(policy)
-    chosen = whole.chosen[num_first:]
+    chosen, counted = whole.chosen[num_first:], whole.all.requests[num_first:]
+    gaps = [
+        (each.finish_s - each.first_token_s, each.request.output_tokens - 1)
+        for each in counted
+        if each.first_token_s is not None and each.finish_s is not None
+    ]
     return Figures(
         adapter_loads=whole.all.num_loads - first.all.num_loads,
         shares=[chosen.count(number) / len(chosen) for number in range(NUM_REPLICAS)],
-        ttft_mean_s=fmean(each.ttft_s for each in whole.all.requests[num_first:] if each.ttft_s is not None),
+        ttft_mean_s=fmean(each.ttft_s for each in counted if each.ttft_s is not None),
+        gap_mean_s=sum(seconds for seconds, _ in gaps) / sum(count for _, count in gaps),
     )
+
+
+def at_the_speed_of(
+    live: Figures, profile: CostModel, traffic: Traffic, policy: Policy, workload: Sequence[WorkloadRequest]
+) -> tuple[float, Figures]:
+    """Simulate with steps of such a length that the mean gap between tokens is the fleet's. Return the factor
+    as well."""
+    factor = 1.0
+    for _ in range(_ROUNDS):
+        scaled = replace(profile, corrections=replace(profile.corrections, step=factor))
+        twin = simulate(scaled, traffic, policy, workload)
+        factor *= live.gap_mean_s / twin.gap_mean_s
+    return factor, twin
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -261,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--repeats", type=int, default=3, help="measurements of each kind for the profile (3)"
     )
     parser.add_argument("--work-dir", type=Path, default=Path("build/benchmarks"), help="the checkpoint")
+    parser.add_argument("--profile", type=Path, help="of such an engine, measured before")
     parser.add_argument("--tiny", action="store_true", help="tries the script")
     parser.add_argument("--out", type=Path, help=f"default: results/{FILE}, nothing if --tiny")
     args = parser.parse_args(argv)
@@ -275,18 +314,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             traffic=traffic,
             env={"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")},
         )
-        profile = guessed(setting) if args.tiny else setting.profile(args.repeats)
+        if args.tiny:
+            profile = guessed(setting)
+        else:
+            profile = setting.measured(args.repeats) if args.profile is None else setting.given(args.profile)
         for seed in range(args.seeds):
             workload = traffic.workload(seed)
             for name in args.policies.split(","):
                 policy = Policy.of_name(name)
                 live = serve(setting, policy, f"{policy.routing}-{seed}", workload)
-                twin = simulate(profile, traffic, policy, workload)
+                factor, twin = at_the_speed_of(live, profile, traffic, policy, workload)
                 results.append(
                     {
                         "policy": name,
                         "seed": seed,
                         "requests": len(workload),
+                        "step_factor": round(factor, 3),
                         "live": live.document(),
                         "twin": twin.document(),
                         "differences": differences(live, twin),

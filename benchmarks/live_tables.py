@@ -140,10 +140,16 @@ def live_table(result: Result) -> str:
                 f"{live['adapter_loads']} / {twin['adapter_loads']} ({off['adapter_loads']:+.0%})",
                 f"{_shares(live['shares'])} / {_shares(twin['shares'])} ({100 * off['share']:.1f} points)",
                 f"{live['ttft_mean_ms']:.0f} / {twin['ttft_mean_ms']:.0f} ms ({off['ttft_mean']:+.0%})",
+                f"{each['step_factor']:.2f}x",
             )
         )
-    lines.append(("wanted", "10%", "5 points", "15%"))
-    heads = ("adapter loads, live / twin", "shares of requests, live / twin", "mean TTFT, live / twin")
+    lines.append(("wanted", "10%", "5 points", "15%", ""))
+    heads = (
+        "adapter loads, live / twin",
+        "shares of requests, live / twin",
+        "mean TTFT, live / twin",
+        "steps, live / profile",
+    )
     return table(("policy", *heads), lines)
 
 

@@ -213,12 +213,15 @@ class BackendAdapters:
     async def _load(self, spec: AdapterSpec) -> None:
         path = str(spec.path.absolute()) if self._seen_path is None else self._seen_path(spec)
         await self._check_files(spec)
-        # loraplex compares what it has; vLLM would read all of it again, so it is first asked without.
-        body = {"lora_name": adapter_name(spec.version), "lora_path": path}
-        in_place = body | {"load_inplace": True}
-        answer = await self._post("load", in_place if self.kind is BackendKind.LORAPLEX else body)
-        if _says_loaded(answer):  # by an earlier front, and perhaps from a folder that is gone
-            answer = await self._post("load", in_place)
+        body: dict[str, object] = {"lora_name": adapter_name(spec.version), "lora_path": path}
+        if self.kind is BackendKind.LORAPLEX:
+            body["load_inplace"] = True  # it compares what it has
+        answer = await self._post("load", body)
+        if _says_loaded(answer):
+            # By an earlier front, and perhaps from a folder that is gone. Not with load_inplace: vLLM reads
+            # an adapter that was loaded so from its files in every step that uses it.
+            await self._unload(spec.version)
+            answer = await self._post("load", body)
         if answer.status != 200 and not _says_loaded(answer):
             raise self._refusal(answer, spec, path)
         try:

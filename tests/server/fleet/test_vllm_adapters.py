@@ -85,6 +85,8 @@ def test_an_adapter_that_is_loaded_already_is_read_again_and_no_error(tmp_path: 
             server.adapters[adapter_name(spec.version)] = "/a/folder/that/is/gone"
             await replica.add_adapter(spec)
             assert server.adapters == {adapter_name(spec.version): str(tmp_path / "one")}
+            # With it vLLM would read the files in every step.
+            assert not any("load_inplace" in body for body in server.bodies("/load_lora_adapter"))
 
     run(scenario())
 
