@@ -55,10 +55,9 @@ class RowsLaunch:
     def for_segments(cls, num_segments: int) -> RowsLaunch:
         """Few segments are cut finer, or they would not fill the device. Many fill it with few programs each,
         and those beyond an adapter's rank would take longer to come and go than the others to read."""
-        rank_programs = max(_MIN_RANK_PROGRAMS, min(_RANK_PROGRAMS, _SHRINK_PROGRAMS // num_segments))
-        if num_segments > FEW_SEGMENTS:
-            return cls(rank_programs=rank_programs)
-        return cls(expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
+        if num_segments <= FEW_SEGMENTS:
+            return cls(expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
+        return cls(rank_programs=max(_MIN_RANK_PROGRAMS, min(_RANK_PROGRAMS, _SHRINK_PROGRAMS // num_segments)))
 
 
 @Kernel
