@@ -44,7 +44,7 @@ class StepWork:
         if num_tokens <= most or most == 0:
             return min(num_tokens, most)
         cost = self.cost(start, num_tokens)
-        part = self.tokens_within(cost / ceil(cost / budget), start)
+        part = self.tokens_within(max(cost / ceil(cost / budget), 1), start)
         return min(-(-part // _PART_TOKENS) * _PART_TOKENS, most)
 
     def prefill_budget(self, decode_cost: float) -> float:

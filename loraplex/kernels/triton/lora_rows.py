@@ -57,7 +57,8 @@ class RowsLaunch:
         and those beyond an adapter's rank would take longer to come and go than the others to read."""
         if num_segments <= FEW_SEGMENTS:
             return cls(expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
-        return cls(rank_programs=max(_MIN_RANK_PROGRAMS, min(_RANK_PROGRAMS, _SHRINK_PROGRAMS // num_segments)))
+        wanted = _SHRINK_PROGRAMS // num_segments
+        return cls(rank_programs=max(_MIN_RANK_PROGRAMS, min(_RANK_PROGRAMS, wanted)))
 
 
 @Kernel

@@ -122,10 +122,9 @@ def _prefill_kernel(
     prefix = context - span_len
 
     rows_M, dims_D = first + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
-    q_MD = qkv.load([span_start + first, head * HEAD_DIM])
-    if HEAD_DIM < BLOCK_D:
-        q_MD = tl.where((dims_D < HEAD_DIM)[None, :], q_MD, 0.0)
-    limits_M = prefix + rows_M
+    inside_MD = (rows_M < span_len)[:, None] & (dims_D < HEAD_DIM)[None, :]
+    q_MD = tl.where(inside_MD, qkv.load([span_start + first, head * HEAD_DIM]), 0.0)
+    limits_M = tl.minimum(prefix + rows_M, context - 1)
     peaks_M = tl.full([TILE], float("-inf"), tl.float32)
     totals_M = tl.zeros([TILE], tl.float32)
     sums_MD = tl.zeros([TILE, BLOCK_D], tl.float32)
@@ -174,6 +173,5 @@ def _prefill_kernel(
             peaks_M, totals_M, sums_MD = weigh(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale)
 
     at_MD = (span_start + rows_M).to(tl.int64)[:, None] * stride_out + head * HEAD_DIM + dims_D[None, :]
-    inside_MD = (rows_M < span_len)[:, None] & (dims_D < HEAD_DIM)[None, :]
     result_MD = (sums_MD / totals_M[:, None]).to(out.dtype.element_ty)
     tl.store(out + at_MD, result_MD, mask=inside_MD)
