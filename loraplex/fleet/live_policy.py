@@ -74,6 +74,7 @@ def _planner(
         num_replicas=view.load.num_replicas,
         period_s=math.inf if named.is_static else period_s,
         device_bytes=device_bytes,
+        num_slots=view.load.num_slots,
     )
 
 
@@ -90,5 +91,6 @@ class _ByPresentCosts:
             operating_points={},
             token_rates=token_rates(self.view.costs, problem.adapters.ranks.tolist()),
             padded=self.pads,
+            has_slots=problem.num_slots is not None,
         )
         return self.named.make(context).place(problem)

@@ -157,6 +157,9 @@ class FleetLoad:
             [math.inf if each.max_adapters is None else each.max_adapters for each in limits]
         )
         self.accepts = np.ones(num_replicas, np.bool_)
+        slots = [each.max_adapters for each in limits if each.max_adapters is not None]
+        # The least of all replicas; None if any of them takes any number.
+        self.num_slots: Final = min(slots) if len(slots) == num_replicas else None
         self.answers: Final = AnswerLength() if answers is None else answers
         # One table of all columns, so that one operation changes all of them.
         self._table: FloatArray = np.zeros((len(RequestSets._fields), 2, num_replicas))

@@ -20,6 +20,7 @@ from loraplex.fleet.placements.loraserve import LoRAServePlacement
 from loraplex.fleet.placements.placement import Placement
 from loraplex.fleet.placements.random_placement import RandomPlacement
 from loraplex.fleet.placements.rank_line import RankLinePlacement
+from loraplex.fleet.placements.slot_packing import SlotPackingPlacement
 from loraplex.fleet.routers.named import ROUTERS
 
 AUTO: Final = "auto"
@@ -31,11 +32,12 @@ EVERYWHERE: Final = "everywhere"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementContext:
     """The figures that some placements need. `operating_points`: tokens/s that one replica sustains, by
-    rank. `token_rates`: roughly the same (`token_rates`)."""
+    rank. `token_rates`: roughly the same (`token_rates`). `has_slots`: engines have slots for adapters."""
 
     operating_points: Mapping[int, float]
     token_rates: Mapping[int, float]
     padded: bool
+    has_slots: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,8 @@ def _loraserve(context: PlacementContext) -> Placement:
 
 def _auto(context: PlacementContext) -> Placement:
     rates, padded = context.token_rates, context.padded
+    if context.has_slots:
+        return _steady(SlotPackingPlacement(), rates, padded=padded)
     return _steady(RankLinePlacement(token_rates=rates, padded=padded), rates, padded=padded)
 
 

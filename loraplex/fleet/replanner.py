@@ -47,6 +47,7 @@ class Replanner:
         period_s: float = PERIOD_S,
         host_bytes: int | None = None,
         device_bytes: int | None = None,
+        num_slots: int | None = None,
         seed: int = 0,
         known_demand: Callable[[float], FloatArray] | None = None,
     ) -> None:
@@ -62,6 +63,7 @@ class Replanner:
         self._serving: tuple[int, ...] = tuple(range(num_replicas))
         self._host_bytes = host_bytes
         self._device_bytes = device_bytes
+        self._num_slots = num_slots
         self._seed = seed
         self._known_demand = known_demand
         self._tokens: FloatArray = np.zeros(len(adapters))
@@ -160,6 +162,7 @@ class Replanner:
             demand=demand,
             host_bytes=self._host_bytes,
             device_bytes=self._device_bytes,
+            num_slots=self._num_slots,
             previous=previous,
             seed=self._seed,
         )
@@ -201,4 +204,6 @@ class Replanner:
         """Return the tokens/s of each adapter by the periods that are over."""
         if not self._rates:
             return np.ones(len(self._adapters))
-        return extrapolated_demand(np.stack(self._rates))
+        rates = np.stack(self._rates)
+        # What a slot is worth shows over all of them; one period more or less would move adapters about.
+        return extrapolated_demand(rates) if self._num_slots is None else rates.mean(axis=0)

@@ -153,6 +153,7 @@ class FleetRuns:
             operating_points=self._operating_points() if named.needs_points else {},
             token_rates=token_rates(self._has.costs, self._has.adapters.ranks.tolist()),
             padded=self._has.pads,
+            has_slots=self._has.limits.max_adapters is not None,
         )
         return Replanner(
             named.make(context),
@@ -161,6 +162,7 @@ class FleetRuns:
             period_s=math.inf if named.is_static else self._options.period_s,
             host_bytes=self._host_bytes,
             device_bytes=self._has.device_bytes,
+            num_slots=self._has.limits.max_adapters,
             seed=seed,
             known_demand=self._known_demand(workload) if policy.knows_future else None,
         )

@@ -11,9 +11,9 @@ from hypothesis import given
 from placement_problems import POINTS, num_moves, problem_of, problems
 
 from loraplex.core.errors import UserError
+from loraplex.fleet.placements.least_moves import least_moves
 from loraplex.fleet.placements.loraserve import (
     LoRAServePlacement,
-    least_moves,
     pack_ranks,
     place_leftovers,
     replicas_by_rank,
@@ -123,7 +123,7 @@ def test_step_5_moves_the_fewest_bytes_not_the_fewest_adapters() -> None:
     problem = problem_of(
         ranks=[8] * 3, num_bytes=[1, 1, 10], demand=[1.0] * 3, num_replicas=2, previous=previous
     )
-    assert least_moves([{0: 1.0}, {0: 1.0}, {0: 1.0}], problem) == [1, 0]
+    assert least_moves([{0: 1.0}, {0: 1.0}, {0: 1.0}], problem.adapters.num_bytes, problem) == [1, 0]
 
 
 def fetched_bytes(
@@ -145,7 +145,7 @@ def test_no_numbering_of_the_replicas_moves_less(problem: PlacementProblem) -> N
     contents = [
         dict(zip(*each, strict=True)) for each in zip(unnumbered.replicas, unnumbered.shares, strict=True)
     ]
-    chosen = least_moves(contents, problem)
+    chosen = least_moves(contents, problem.adapters.num_bytes, problem)
     orders = permutations(range(problem.num_replicas))
     least = min(fetched_bytes(contents, list(order), problem) for order in orders)
     assert problem.previous is None or fetched_bytes(contents, chosen, problem) == least

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from loraplex.core.errors import UserError
 from loraplex.fleet.placements.placement import Placement, PlacementProblem
+from loraplex.fleet.placements.slot_packing import expected_loads
 from loraplex.fleet.placements.utilisation import utilisation_by_replica
 from loraplex.fleet.plan import Plan
+
+_SAVED_LOADS: Final = 0.05
+"""Of all requests, those that need no load by the fresh plan alone, for which adapters are moved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,8 +21,9 @@ class HysteresisPlacement:
     """Places again each period, but moves only what pays.
 
     The measure is the predicted utilisation of the busiest replica. The previous plan stays while that is at
-    most `1 + margin` times what the fresh plan would give, and while it fits the hosts. Adapters that the
-    previous plan lacks get the places of the fresh one."""
+    most `1 + margin` times what the fresh plan would give, and while it fits the hosts. Where engines have
+    slots, it also stays only while not many more requests have to wait for a load. Adapters that the previous
+    plan lacks get the places of the fresh one."""
 
     placement: Placement
     margin: float = 0.1
@@ -39,6 +45,10 @@ class HysteresisPlacement:
         kept = _completed(problem.previous, fresh)
         if not _fits(kept, problem):
             return fresh
+        if problem.num_slots is not None:
+            saved = expected_loads(kept, problem) - expected_loads(fresh, problem)
+            if saved > _SAVED_LOADS:
+                return fresh
         most_used = self._busiest(fresh, problem) * (1 + self.margin)
         return kept if self._busiest(kept, problem) <= most_used else fresh
 

@@ -14,8 +14,8 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 
 from loraplex.core.arrays import FloatArray, IntArray
-from loraplex.fleet.placements.assignment import least_cost_assignment
 from loraplex.fleet.placements.host_memory import within_host_memory
+from loraplex.fleet.placements.least_moves import least_moves
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.placements.rank_bins import RankBins
 from loraplex.fleet.placements.utilisation import operating_point_of_each
@@ -47,7 +47,8 @@ class LoRAServePlacement:
         budgets = replicas_by_rank(used_by_rank, problem.num_replicas)
         leftovers = pack_ranks(bins, budgets, problem.adapters.ranks, demand)
         place_leftovers(bins, leftovers, problem.adapters.ranks)
-        replica_of_bin = least_moves(bins.tokens_per_s, problem)
+        # Step 5: as few bytes as possible have to be fetched.
+        replica_of_bin = least_moves(bins.tokens_per_s, problem.adapters.num_bytes, problem)
         plan = routing_shares(bins, replica_of_bin, problem)
         return within_host_memory(plan, problem)
 
@@ -152,25 +153,6 @@ def _bring_to_top(queue: list[tuple[int, float, int]], bins: RankBins, rank: int
     queue[place] = (-rank, bins.used_with(index, rank), index)
     heapify(queue)
     return True
-
-
-def least_moves(tokens_per_s: list[dict[int, float]], problem: PlacementProblem) -> list[int]:
-    """Step 5: return the replica that each bin becomes, such that the fewest bytes have to be fetched."""
-    num_replicas = problem.num_replicas
-    if problem.previous is None:
-        return list(range(num_replicas))
-    copies = problem.previous.copies()
-    was_held = np.zeros((len(problem.adapters), num_replicas), dtype=bool)
-    was_held[copies.adapters, copies.replicas] = True
-    contents: list[list[int]] = [[] for _ in range(num_replicas)]
-    for adapter, by_bin in enumerate(tokens_per_s):
-        for index in by_bin:
-            contents[index].append(adapter)
-    held_bytes = [problem.adapters.num_bytes[adapters] @ was_held[adapters] for adapters in contents]
-    # Bytes to fetch are those of the bin less those held. The former are the same whatever a bin becomes, so
-    # that the latter alone decide.
-    replica_of_bin: list[int] = least_cost_assignment(-np.array(held_bytes)).tolist()
-    return replica_of_bin
 
 
 def routing_shares(bins: RankBins, replica_of_bin: list[int], problem: PlacementProblem) -> Plan:

@@ -26,6 +26,8 @@ class PlacementProblem:
     """The memory for adapters on the host of each replica; None if it is unlimited."""
     device_bytes: int | None = None
     """The memory for adapters and KV cache on the device of each replica; None if it is unlimited."""
+    num_slots: int | None = None
+    """The adapters that each replica has slots for; None if adapters take memory by their size."""
     previous: Plan | None = None
     """The plan of the period before. It may lack the adapters that were added since."""
     seed: int = 0

@@ -7,9 +7,10 @@ its adapter. A replica that would break the SLO is chosen only if all would, and
 the request, as its KV memory is taken, only if all have to.
 
 Of those that cost little more than the cheapest, one that has the adapter on its device is taken, then one
-that has it in host memory, then one that the plan names for it; but none whose steps are near the SLO. So a
-plan says where adapters live, and a request leaves home only if that pays: adapters are rarely loaded, and a
-burst still has all replicas to go to.
+that has it in host memory, then one that the plan names for it; but none whose steps are near the SLO. Where
+engines have slots, those that the plan names come first: each slot is meant for somebody. So a plan says
+where adapters live, and a request leaves home only if that pays: adapters are rarely loaded, and a burst
+still has all replicas to go to.
 
 Prompts are spread in time: of replicas that are about as good, one with the fewest prompts waiting is taken,
 then the one picked longest ago.
@@ -107,7 +108,10 @@ def _homes(request: RoutedRequest, view: FleetView) -> Iterator[Collection[int]]
     adapter = request.adapter
     if adapter is None:
         return
-    yield view.tiers.on_device(adapter)
+    on_device = view.tiers.on_device(adapter)
+    if view.plan is not None and view.load.num_slots is not None:
+        yield [home for home in view.plan.replicas[adapter] if home in on_device]
+    yield on_device
     yield view.tiers.on_host(adapter)
     if view.plan is not None:
         yield view.plan.replicas[adapter]
