@@ -1,10 +1,10 @@
 """Every published figure of the GPU engine: decode, prompts alone, serving, many registered adapters,
-kernels, attention by the order of contexts, cold starts, what padding to the largest rank of a batch would
-cost, what sets of requests cost by the ranks of their adapters, and what a step costs the host by the context
-of its requests.
+kernels, attention by the order of contexts and of prompts beside others', cold starts, what padding to the
+largest rank of a batch would cost, what sets of requests cost by the ranks of their adapters, and what a step
+costs the host by the context of its requests.
 
-    python -m benchmarks.gpu_engine decode prompts serve registered kernels attention cold padded sets \\
-        padded_sets tables --workloads DIR
+    python -m benchmarks.gpu_engine decode prompts serve registered kernels attention prompt_attention cold \\
+        padded sets padded_sets tables --workloads DIR
 
 Writes results/gpu_engine.json; sections that are not named keep what they hold. Each section runs in a
 process of its own, so that none finds memory or compiled kernels of another in its way. Needs one GPU of
@@ -193,6 +193,12 @@ def attention(workloads: Path) -> list[dict[str, Any]]:
     return measure_order(SHAPE)
 
 
+def prompt_attention(workloads: Path) -> list[dict[str, Any]]:
+    from benchmarks.prompt_attention import measure_prompts
+
+    return measure_prompts((SHAPE, GQA_SHAPE))
+
+
 def cold(workloads: Path) -> dict[str, Any]:
     """Measure from the start of a process to its first token."""
     found: dict[str, Any] = in_process(_cold, time.time())
@@ -284,6 +290,7 @@ SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
     "registered": registered,
     "kernels": kernels,
     "attention": attention,
+    "prompt_attention": prompt_attention,
     "cold": cold,
     "padded": padded,
     "sets": sets,
