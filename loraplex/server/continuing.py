@@ -51,6 +51,7 @@ async def continuing(
     give: GiveToEngine,
     *,
     max_deaths: int,
+    max_in_all: int | None = None,
     engines: str,
     continued: Counter[Continued] | None = None,
     tells_why: tuple[type[EngineDeadError], ...] = (),
@@ -58,11 +59,14 @@ async def continuing(
     """The outputs of a request, whichever engines they come from: each token once.
 
     It goes on elsewhere when its engine dies or hands it over, until `max_deaths` have died with it: it may
-    be what they die of. `engines`: what they are called then. `continued`: counts how often that happens.
+    be what they die of. `max_in_all`: then only those count that died one after the other without a token of
+    it in between, as whatever they die of would come again at once; but so many in all are enough.
+    `engines`: what they are called then. `continued`: counts how often that happens.
     `tells_why`: errors of engines that are well, which are raised as they are in the end.
     """
-    answer, num_deaths = AnswerSoFar(request), 0
+    answer, num_deaths, num_in_all = AnswerSoFar(request), 0, 0
     while True:
+        num_tokens = answer.num_tokens
         attempt = await give(answer.attempt())
         try:
             async with attempt as (outputs, saw):
@@ -75,13 +79,16 @@ async def continuing(
             raise
         except EngineDeadError as error:
             is_death = not isinstance(error, RequestMovedError)
+            if max_in_all is not None and answer.num_tokens > num_tokens:
+                num_deaths = 0
             num_deaths += is_death
+            num_in_all += is_death
             end = answer.missing_end()
-            if end is None and is_death and num_deaths == max_deaths:
-                if num_deaths == 1 or isinstance(error, tells_why):
+            if end is None and is_death and (num_deaths == max_deaths or num_in_all == max_in_all):
+                if num_in_all == 1 or isinstance(error, tells_why):
                     raise
                 raise EngineDeadError(
-                    f"{num_deaths} {engines} died one after the other while they had this request; it may be "
+                    f"{num_in_all} {engines} died one after the other while they had this request; it may be "
                     "the reason, so it is not sent to another one"
                 ) from error
             where = f"after {answer.num_tokens} tokens" if answer.num_tokens else "from the beginning"

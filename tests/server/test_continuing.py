@@ -227,6 +227,34 @@ def test_a_request_with_which_too_many_engines_die_is_given_up(fates: list[Fate]
     assert len(engine.attempts) == MAX_DEATHS
 
 
+def test_who_dies_after_a_token_is_not_held_against_a_request_but_many_are() -> None:
+    request = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(max_tokens=100))
+    num_given = 0
+
+    async def read(tokens: list[int]) -> list[int]:
+        """`tokens`: that each engine makes before it dies."""
+        nonlocal num_given
+        num_given, left = 0, iter(tokens)
+
+        async def give(attempt: EngineRequest) -> Serving:
+            async def outputs() -> Outputs:
+                for _ in range(next(left)):
+                    yield EngineOutput(request_id=attempt.request_id, token_ids=(1,))
+                raise EngineDeadError("killed")
+
+            nonlocal num_given
+            num_given += 1
+            return serving(outputs(), ignore)
+
+        told = continuing(request, give, max_deaths=3, max_in_all=6, engines="engines")
+        return [token async for output in told for token in output.token_ids]
+
+    for tokens, expected in (([4, 0, 0], 3), ([0, 4, 0, 4, 0, 0], 6), ([1] * 9, 6)):
+        with pytest.raises(EngineDeadError, match=f"{expected} engines died"):
+            asyncio.run(read(tokens))
+        assert num_given == expected
+
+
 def test_every_attempt_has_an_id_of_its_own_and_what_was_told_before() -> None:
     engine = Perilous([Fate(0, "kill"), Fate(3, "move"), Fate(2, "kill")])
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=1)

@@ -27,7 +27,9 @@ from loraplex.server.replica import Continuation
 logger = logging.getLogger(__name__)
 
 _MAX_DEATHS: Final = 3
-"""As many replicas may die with a request before it is given up: it may be what they die of."""
+"""As many replicas may die with a request, without a token of it in between, before it is given up: it may be
+what they die of."""
+_MAX_DEATHS_IN_ALL: Final = 10
 _BUSY_S: Final = 0.5
 """After so long, another replica is asked to go on with a request that one had no room for."""
 _MAX_RESAMPLED: Final = 4096
@@ -81,6 +83,7 @@ class FleetRequests:
             request,
             give,
             max_deaths=_MAX_DEATHS,
+            max_in_all=_MAX_DEATHS_IN_ALL,
             engines="replicas",
             continued=self.continued,
             tells_why=(AdapterMissingError,),
