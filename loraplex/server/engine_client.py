@@ -67,7 +67,7 @@ class ClientOptions:
     stats_timeout_s: float = 2.0
     stop_grace_s: float = 10.0
     silent_s: float = 1.0
-    lost_s: float = 7.0
+    lost_s: float = 5.0
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     env: Mapping[str, str] = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from loraplex.engine.peers import ComesLaterError, SlabKey
 from loraplex.server.engine_sockets import Context, CurveKeys
 from loraplex.server.pool.messages import Holder, SlabState
 from loraplex.server.pool.offers import Offers
-from loraplex.server.pool.slab_client import CopyError, Link, SlabCopy, WrongBytesError
+from loraplex.server.pool.slab_client import CopyError, Link, NoAnswerError, SlabCopy, WrongBytesError
 
 if TYPE_CHECKING:
     from loraplex.engine.peers import SlabBytes
@@ -32,6 +32,8 @@ _MAX_KNOWN: Final = 10_000
 _WAIT_S: Final = {SlabState.COMES: 10.0, SlabState.ABSENT: 2.0}
 """How long a replica is waited for that is reading the slab, and one that has requests for it but has not
 begun. Longer than a step takes, and short enough where two replicas wait for each other."""
+_SILENT_S: Final = 10.0
+"""A replica that answered nothing is not asked for so long: each adapter would wait for it again."""
 _ABANDONED_S: Final = 60.0
 """A search that waits for one replica for so long is gone on with by nobody: its adapter is not wanted any
 more."""
@@ -67,6 +69,7 @@ class ReplicaPool:
         self._lock = threading.Lock()  # for what is below
         self._holders: dict[str, Sequence[Holder]] = {}  # by version
         self._searches: dict[SlabKey, _Search] = {}  # that go on later
+        self._silent_since_s: dict[str, float] = {}  # by address
         self._num_copying = 0
         self._num_failures = 0
 
@@ -152,10 +155,15 @@ class ReplicaPool:
         copy = SlabCopy(key, target, on_first=lambda: self._offers.comes(key))
         while search.holders and not copy.is_late:
             num_done, holder = copy.num_done, search.holders[0]
+            if self._is_silent(holder):
+                search.next()
+                continue
             try:
                 state = copy.go_on(self._link(search))
             except CopyError as error:
                 self._failed(key, holder, error)
+                if isinstance(error, NoAnswerError) and copy.num_done == num_done:
+                    self._silent_since_s[holder.address] = time.monotonic()
                 search.hang_up()
                 if isinstance(error, WrongBytesError):
                     copy.restart()
@@ -174,6 +182,13 @@ class ReplicaPool:
             search.next()
         search.hang_up()
         return None
+
+    def _is_silent(self, holder: Holder) -> bool:
+        since_s = self._silent_since_s.get(holder.address)
+        if since_s is not None and time.monotonic() - since_s >= _SILENT_S:
+            self._silent_since_s.pop(holder.address, None)
+            return False
+        return since_s is not None
 
     def _set_aside(self, key: SlabKey, search: _Search) -> None:
         """Keep a search that goes on later, and close those that were abandoned."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from loraplex.engine.peers import SlabBytes
 
 _PIECES_AHEAD: Final = 4
-_STALL_S: Final = 2.0
+_STALL_S: Final = 1.0
 """A replica that answers nothing for so long is given up."""
 _LEAST_S: Final = 5.0
 _LEAST_BYTES_PER_S: Final = 10e6
@@ -36,6 +36,10 @@ _HASH_AGAIN_S: Final = 0.005
 
 class CopyError(Exception):
     """A copy came to nothing. The message says what was wrong with the replica it came from."""
+
+
+class NoAnswerError(CopyError):
+    """The replica answers nothing."""
 
 
 class WrongBytesError(CopyError):
@@ -61,7 +65,7 @@ class Link:
     def answer(self) -> tuple[Answer, memoryview]:
         """Return the next answer and its bytes. Raises CopyError if none comes, or one without sense."""
         if not self._socket.poll(int(self._stall_s * 1000)):
-            raise CopyError(f"it did not answer for {self._stall_s:g} s")
+            raise NoAnswerError(f"it did not answer for {self._stall_s:g} s")
         frames = self._socket.recv_multipart(copy=False)
         try:
             answer = decode_answer(frames[0].buffer)

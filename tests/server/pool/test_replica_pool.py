@@ -222,6 +222,28 @@ def test_a_holder_that_sends_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPa
         assert len(slow.begins) < 5, "it was asked again"
 
 
+def test_a_holder_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, source = CurveKeys.make(), slab()
+    other = KEY._replace(version="another")
+    with zmq.Context() as context, joined(2, keys) as ((first, address), (second, _)):
+        silent = context.socket(zmq.ROUTER)  # takes whatever comes, and says nothing
+        silent.linger = 0
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        for key in (KEY, other):
+            first.offer(key, source, None)
+            second.locate(key.version, [Holder(f"tcp://127.0.0.1:{port}"), Holder(address)])
+        found = [np.zeros(NUM_BYTES, dtype=np.uint8) for _ in range(3)]
+        second.fetch(KEY, found[0])
+        assert second.num_failures == 1
+        second.fetch(other, found[1])
+        assert second.num_failures == 1, "it was not asked again"
+        monkeypatch.setattr(replica_pool, "_SILENT_S", 0.0)
+        second.fetch(KEY, found[2])
+        assert second.num_failures == 2
+        assert all(np.array_equal(each, source) for each in found)
+        silent.close()
+
+
 def test_who_has_another_key_gets_nothing() -> None:
     with joined(1) as ((first, address),), joined(1) as ((stranger, _),):
         first.offer(KEY, slab(), None)
