@@ -62,10 +62,8 @@ def measure_prefill(engine: Engine, load: Load, repeats: int) -> Distribution:
     times_ms: list[float] = []
     with quiet_collector():
         for repeat in range(repeats + 1):
-            requests = _requests(load, output_tokens=1, seed=repeat)
             started = time.perf_counter()
-            for request in requests:
-                engine.add_request(request)
+            _add_all(engine, load, output_tokens=1, seed=repeat)
             run_dry(engine)
             times_ms += [(time.perf_counter() - started) * 1e3] if repeat > 0 else []
     distribution = Distribution.of(times_ms)
@@ -127,8 +125,7 @@ def bring_in(engine: Engine, versions: Sequence[str], vocab_size: int) -> None:
 
 
 def _decode_gaps(engine: Engine, load: Load, seed: int) -> list[float]:
-    for request in _requests(load, load.output_tokens, seed):
-        engine.add_request(request)
+    _add_all(engine, load, load.output_tokens, seed)
     full: list[float] = []
     while engine.has_work():
         outputs = engine.step()
@@ -137,13 +134,11 @@ def _decode_gaps(engine: Engine, load: Load, seed: int) -> list[float]:
     return [(later - sooner) * 1e3 for sooner, later in pairwise(full)][_SETTLE_STEPS:]
 
 
-def _requests(load: Load, output_tokens: int, seed: int) -> list[EngineRequest]:
-    found = []
+def _add_all(engine: Engine, load: Load, output_tokens: int, seed: int) -> None:
     for index in range(load.batch):
         version = load.adapters[index % len(load.adapters)] if load.adapters else None
         prompt = _prompt(load.prompt_tokens, load.vocab_size, f"{load.seed} {seed} {index}")
-        found.append(_request(f"{seed}-{index}", prompt, output_tokens, version))
-    return found
+        engine.add_request(_request(f"{seed}-{index}", prompt, output_tokens, version))
 
 
 def first_token_ms(
