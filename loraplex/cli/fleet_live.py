@@ -94,6 +94,11 @@ def serve(
         raise typer.BadParameter(
             "Ray places replicas that are started, backends run already; give one of both", param_hint="--ray"
         )
+    if backend_max_adapters is not None and not backend:
+        raise typer.BadParameter(
+            "it is about servers that run already; name them with --backend, or leave it out",
+            param_hint="--backend-max-adapters",
+        )
     backends = Backends(
         urls=tuple(backend or ()),
         api_key=backend_key,

@@ -376,16 +376,20 @@ class EngineClient:
 
     async def _restart(self, reason: str) -> EngineHandle:
         """A new child that is ready; EngineDeadError when the policy has seen enough crashes."""
+        died_s = self._clock.now_s()
         delay_s = self._crashes.crashed(while_starting=False)
         while delay_s is not None:
             logger.error("%s died (%s); starting it again in %.2f s", self._name, reason, delay_s)
             await asyncio.sleep(delay_s)
             self._num_restarts += 1
             try:
-                return await self._start_child()
+                child = await self._start_child()
             except LoraplexError as error:
                 reason = str(error)
                 delay_s = self._crashes.crashed(while_starting=True)
+            else:
+                logger.info("%s serves again, %.1f s after it died", self._name, self._clock.now_s() - died_s)
+                return child
         raise EngineDeadError(f"{self._name} died too often and is not started again ({reason})")
 
     async def _ready_child(self) -> EngineHandle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import tempfile
@@ -292,7 +293,9 @@ def test_the_sockets_are_private_and_leave_nothing_behind(monkeypatch: pytest.Mo
         run(scenario(Path(base)))
 
 
-def test_the_log_names_the_process_that_died(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_process_that_died_and_serves_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "loraplex")
+
     async def scenario() -> None:
         options = ClientOptions(restart=QUICK, env=CHILD_ENV)
         client = EngineClient(FakeOptions(), factory=FACTORY, options=options, name="the engine of replica 7")
@@ -307,6 +310,7 @@ def test_the_log_names_the_process_that_died(caplog: pytest.LogCaptureFixture) -
 
     run(scenario())
     assert "the engine of replica 7 died (killed by SIGKILL" in caplog.text
+    assert "the engine of replica 7 serves again, " in caplog.text
 
 
 def test_a_client_that_was_not_started_says_so() -> None:

@@ -151,8 +151,8 @@ class Members:
         if takers and takers.issubset(numbers):
             last = ", ".join(map(str, numbers))
             raise InvalidRequestError(
-                f"replica {last} is the last one that takes requests; undrain another one first, or wait "
-                "until one is back",
+                f"replica {last} is the last one that takes requests; let another one take them again first "
+                "(loraplex fleet drain N --undo), or wait until one is back",
                 param="replica",
             )
 

@@ -40,3 +40,5 @@ def test_bad_backends_are_refused_in_words(folder: Path, single: str, tmp_path: 
     assert "serves the base model 'tiny'" in refused("--backend", single)
     assert "is given twice with --backend" in refused("--backend", single, "--backend", f"{single}/")
     assert "give one of both" in refused("--backend", single, "--replicas", "2")
+    told = " ".join(refused("--replicas", "1", "--backend-max-adapters", "4").split())
+    assert "name them with --backend, or leave it out" in told
