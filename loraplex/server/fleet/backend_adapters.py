@@ -26,6 +26,7 @@ from loraplex.core.errors import (
     EngineDeadError,
     LoraplexError,
     PathNotAllowedError,
+    RequestMovedError,
     UnknownModelError,
 )
 from loraplex.server.engine_status import SHUTTING_DOWN
@@ -80,9 +81,10 @@ class BackendAdapters:
         # By version and folder, as any of them may be gone later.
         self._wanted: dict[str, dict[Path, AdapterSpec]] = {}
         self._loaded: set[str] = set()
+        self._loaded_here: set[str] = set()  # by this front, at any time
         self._unwanted: set[str] = set()  # not unloaded yet, as the server was away
         self._changes: dict[str, _Change] = {}
-        self._end_reason = EngineDeadError("")  # why changes under way were ended
+        self._end_reason: EngineDeadError = RequestMovedError("")  # why changes under way were ended
 
     def note(self, spec: AdapterSpec) -> None:
         """Have the server know a version when it is there again."""
@@ -108,7 +110,8 @@ class BackendAdapters:
 
     def give_up(self, reason: str) -> None:
         """The server is away: end what is under way with EngineDeadError, and doubt all that it has."""
-        self._end_reason = EngineDeadError(reason)
+        # A request that waits for its adapter was not sent there yet: the server did not go away by it.
+        self._end_reason = RequestMovedError(reason)
         self._loaded.clear()
         for change in self._changes.values():
             change.task.cancel()
@@ -191,6 +194,7 @@ class BackendAdapters:
         if not is_load:
             if version not in self._wanted:  # else it was added again meanwhile
                 self._loaded.discard(version)
+                self._loaded_here.discard(version)
                 if not await asyncio.to_thread(self._is_registered, version):
                     await self._unload(version)
                 self._unwanted.discard(version)
@@ -217,13 +221,15 @@ class BackendAdapters:
         if self.kind is BackendKind.LORAPLEX:
             body["load_inplace"] = True  # it compares what it has
         answer = await self._post("load", body)
-        if _says_loaded(answer):
+        if _says_loaded(answer) and spec.version not in self._loaded_here:
             # By an earlier front, and perhaps from a folder that is gone. Not with load_inplace: vLLM reads
-            # an adapter that was loaded so from its files in every step that uses it.
+            # an adapter that was loaded so from its files in every step that uses it. And only once: two
+            # fronts would else take it from each other again and again.
             await self._unload(spec.version)
             answer = await self._post("load", body)
         if answer.status != 200 and not _says_loaded(answer):
             raise self._refusal(answer, spec, path)
+        self._loaded_here.add(spec.version)
         try:
             self._check_version(answer, spec, path)
             await self._check_files(spec)

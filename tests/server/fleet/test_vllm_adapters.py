@@ -85,6 +85,10 @@ def test_an_adapter_that_is_loaded_already_is_read_again_and_no_error(tmp_path: 
             server.adapters[adapter_name(spec.version)] = "/a/folder/that/is/gone"
             await replica.add_adapter(spec)
             assert server.adapters == {adapter_name(spec.version): str(tmp_path / "one")}
+            # As after a request that another front's change has come in the way of: that front has it there.
+            replica._adapters.doubt(spec.version)
+            await replica._adapters.load(spec.version)
+            assert len(server.bodies("/unload_lora_adapter")) == 2  # the first is the probe
             # With it vLLM would read the files in every step.
             assert not any("load_inplace" in body for body in server.bodies("/load_lora_adapter"))
 
