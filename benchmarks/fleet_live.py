@@ -63,7 +63,7 @@ NUM_ADAPTERS: Final = 24
 HOST_MIB: Final = 28
 """Memory of each replica for adapters, which take about 82 MiB in all."""
 KV_MIB: Final = 256
-_ROUNDS: Final = 4
+_ROUNDS: Final = 3
 """Of simulations until the gaps are alike."""
 _LOADS: Final = re.compile(r'^loraplex:replica_adapter_loads_total\{replica="(\d+)"\} (\d+)', re.MULTILINE)
 
@@ -281,11 +281,11 @@ def at_the_speed_of(
 ) -> tuple[float, Figures]:
     """Simulate with steps of such a length that the mean gap between tokens is the fleet's. Return the factor
     as well."""
-    factor = 1.0
+    factor, twin = 1.0, simulate(profile, traffic, policy, workload)
     for _ in range(_ROUNDS):
+        factor *= live.gap_mean_s / twin.gap_mean_s
         scaled = replace(profile, corrections=replace(profile.corrections, step=factor))
         twin = simulate(scaled, traffic, policy, workload)
-        factor *= live.gap_mean_s / twin.gap_mean_s
     return factor, twin
 
 

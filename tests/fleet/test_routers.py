@@ -12,6 +12,7 @@ from fleet_views import (
     ELSEWHERE_S,
     HOST_S,
     MEAN_TOKENS,
+    RANKS,
     REQUESTS,
     Fleet,
     candidates_of,
@@ -114,7 +115,8 @@ def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: Rout
     )
     chosen = AutoRouter().choose(request, fleet.view)
     planned = frozenset() if plan is None or adapter is None else frozenset(plan.replicas[adapter])
-    for homes in (on_device, on_host, planned):
+    # These engines have slots, and each is meant for somebody.
+    for homes in (planned & on_device, on_device, on_host, planned):
         if surely_near & homes:
             assert chosen in near & homes
             fewest = min(len(fleet.queue(each)) for each in surely_near & homes)
@@ -127,6 +129,18 @@ def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: Rout
     ]
     assert allowed[chosen] <= min(allowed.values()) * 1.1 * (1 + 1e-9)
     assert len(fleet.queue(chosen)) <= min(len(fleet.queue(each)) for each in surely_similar)
+
+
+@pytest.mark.parametrize(("max_adapters", "expected"), [(2, {2}), (None, {0, 2})])
+def test_auto_leaves_slots_to_those_that_the_plan_means_them_for(
+    max_adapters: int | None, expected: set[int]
+) -> None:
+    limits = ReplicaLimits(max_running=8, kv_tokens=4096, max_adapters=max_adapters)
+    plan = Plan.of_homes(np.full(len(RANKS), 2))
+    fleet, router = fleet_of(3, limits=[limits] * 3, plan=plan), AutoRouter()
+    for replica in (0, 2):
+        fleet.view.tiers.loaded(replica, 1)
+    assert {router.choose(request_of(1), fleet.view) for _ in range(4)} == expected
 
 
 def test_auto_takes_turns_where_replicas_are_about_as_good() -> None:

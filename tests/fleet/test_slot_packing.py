@@ -14,6 +14,8 @@ from loraplex.fleet.placements.hysteresis import HysteresisPlacement
 from loraplex.fleet.placements.placement import PlacementProblem
 from loraplex.fleet.placements.slot_packing import SlotPackingPlacement, expected_loads
 from loraplex.fleet.plan import Plan
+from loraplex.fleet.policy import PLACEMENTS, PlacementContext
+from loraplex.fleet.replanner import Replanner
 
 
 def problem(
@@ -107,6 +109,34 @@ def test_a_plan_is_kept_until_a_fresh_one_saves_loads() -> None:
     assert saving != apart, "as busy as before, with half the loads"
     drifted = [*zipf(23), 0.05]
     assert placement.place(problem(drifted, 3, 4, previous=saving)) is saving
+
+
+@pytest.mark.parametrize("num_slots", [None, 4])
+def test_popularity_is_the_mean_of_the_periods_where_there_are_slots(num_slots: int | None) -> None:
+    asked: list[list[float]] = []
+
+    class Seen:
+        def place(self, problem: PlacementProblem) -> Plan:
+            asked.append(problem.demand.tolist())
+            assert problem.num_slots == num_slots
+            return Plan.of_homes(np.zeros(2, dtype=np.int64))
+
+    table = AdapterTable.of(ranks=[8, 8], num_bytes=[1000, 1000])
+    planner = Replanner(Seen(), adapters=table, num_replicas=2, num_slots=num_slots)
+    plan = planner.place(None, since_s=0.0, now_s=0.0)
+    for period, tokens in enumerate((60, 120)):
+        planner.count(0, tokens)
+        plan = planner.place(plan, since_s=60.0 * period, now_s=60.0 * (period + 1))
+    trend, mean = 3.0, 1.5
+    assert asked[-1] == pytest.approx([trend if num_slots is None else mean, 0.0])
+
+
+def test_auto_packs_slots_where_there_are_any() -> None:
+    context = PlacementContext(operating_points={}, token_rates={8: 100.0}, padded=True, has_slots=True)
+    named = PLACEMENTS["auto"]
+    assert named is not None
+    wanted = problem(zipf(24), 3, 4)
+    assert named.make(context).place(wanted) == SlotPackingPlacement().place(wanted)
 
 
 def test_a_fresh_plan_moves_as_few_as_it_can() -> None:

@@ -163,7 +163,8 @@ class ReplicaPool:
             except CopyError as error:
                 self._failed(key, holder, error)
                 if isinstance(error, NoAnswerError) and copy.num_done == num_done:
-                    self._silent_since_s[holder.address] = time.monotonic()
+                    with self._lock:
+                        self._silent_since_s[holder.address] = time.monotonic()
                 search.hang_up()
                 if isinstance(error, WrongBytesError):
                     copy.restart()
@@ -184,11 +185,11 @@ class ReplicaPool:
         return None
 
     def _is_silent(self, holder: Holder) -> bool:
-        since_s = self._silent_since_s.get(holder.address)
-        if since_s is not None and time.monotonic() - since_s >= _SILENT_S:
-            self._silent_since_s.pop(holder.address, None)
-            return False
-        return since_s is not None
+        asked_s = time.monotonic() - _SILENT_S
+        with self._lock:
+            for address in [each for each, since_s in self._silent_since_s.items() if since_s <= asked_s]:
+                del self._silent_since_s[address]
+            return holder.address in self._silent_since_s
 
     def _set_aside(self, key: SlabKey, search: _Search) -> None:
         """Keep a search that goes on later, and close those that were abandoned."""
