@@ -14,6 +14,7 @@ from loraplex.core.errors import (
     AdapterError,
     EngineClosedError,
     EngineDeadError,
+    RequestMovedError,
     UnknownModelError,
 )
 from loraplex.core.request import FinishReason
@@ -74,6 +75,22 @@ def test_one_load_however_many_ask(tmp_path: Path) -> None:
             await asyncio.gather(*adding[:-1])
             assert (await answering).finish_reason is FinishReason.LENGTH
             assert len(server.bodies("/load_lora_adapter")) == 2
+
+    run(scenario())
+
+
+def test_a_request_that_waits_for_its_adapter_is_not_what_a_server_died_of(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        spec = spec_in(tmp_path / "one")
+        async with VllmDialect() as server, started(server.url) as replica:
+            server.does.load_gate = asyncio.Event()
+            replica._adapters.note(spec)
+            waiting = asyncio.create_task(replica._adapters.load(spec.version))
+            await until(lambda: len(server.bodies("/load_lora_adapter")) == 2)  # the first is the probe
+            replica._adapters.give_up("it is away")
+            with pytest.raises(RequestMovedError, match="it is away"):
+                await waiting
+            server.does.load_gate.set()
 
     run(scenario())
 
