@@ -1,9 +1,10 @@
-"""Every published figure of the GPU engine: decode, serving, many registered adapters, kernels, attention by
-the order of contexts, cold starts, what padding to the largest rank of a batch would cost, what sets of
-requests cost by the ranks of their adapters, and what a step costs the host by the context of its requests.
+"""Every published figure of the GPU engine: decode, prompts alone, serving, many registered adapters,
+kernels, attention by the order of contexts and of prompts beside others', cold starts, what padding to the
+largest rank of a batch would cost, what sets of requests cost by the ranks of their adapters, and what a step
+costs the host by the context of its requests.
 
-    python -m benchmarks.gpu_engine decode serve registered kernels attention cold padded sets padded_sets \\
-        tables --workloads DIR
+    python -m benchmarks.gpu_engine decode prompts serve registered kernels attention prompt_attention cold \\
+        padded sets padded_sets tables --workloads DIR
 
 Writes results/gpu_engine.json; sections that are not named keep what they hold. Each section runs in a
 process of its own, so that none finds memory or compiled kernels of another in its way. Needs one GPU of
@@ -29,21 +30,33 @@ from loraplex.perf.cost_model import KernelKind
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE: Final = "llama-2-7b"
+GQA_SHAPE: Final = "llama-3-8b"
+"""With four query heads to a key head."""
 VOCAB_SIZE: Final = 32000
 PROMPT_TOKENS, OUTPUT_TOKENS, REPEATS = 128, 256, 2
 QKV, ALL = "q,k,v", "all"
 
-DECODE: Final = (
-    # name, batch, distinct adapters, rank, modules
-    ("base, batch 1", 1, 0, 64, QKV),
-    ("base, batch 32", 32, 0, 64, QKV),
-    ("base, batch 64", 64, 0, 64, QKV),
-    ("32 distinct, rank 64", 32, 32, 64, QKV),
-    ("64 distinct, rank 64", 64, 64, 64, QKV),
-    ("32 distinct, rank 8", 32, 32, 8, QKV),
-    ("32 on one, rank 64", 32, 1, 64, QKV),
-    ("32 distinct, rank 64, all seven linears", 32, 32, 64, ALL),
-)
+DECODE: Final = {
+    # shape -> name, batch, distinct adapters, rank, modules
+    SHAPE: (
+        ("base, batch 1", 1, 0, 64, QKV),
+        ("base, batch 32", 32, 0, 64, QKV),
+        ("base, batch 64", 64, 0, 64, QKV),
+        ("base, batch 256", 256, 0, 64, QKV),
+        ("32 distinct, rank 64", 32, 32, 64, QKV),
+        ("64 distinct, rank 64", 64, 64, 64, QKV),
+        ("32 distinct, rank 8", 32, 32, 8, QKV),
+        ("32 on one, rank 64", 32, 1, 64, QKV),
+        ("32 distinct, rank 64, all seven linears", 32, 32, 64, ALL),
+    ),
+    GQA_SHAPE: (
+        ("base, batch 32", 32, 0, 64, QKV),
+        ("base, batch 256", 256, 0, 64, QKV),
+        ("256 distinct, rank 16, all seven linears", 256, 256, 16, ALL),
+    ),
+}
+PROMPTS: Final = {SHAPE: (512, 1000, 2048, 3800), GQA_SHAPE: (512, 2048, 3800, 8000)}
+PROMPT_REPEATS: Final = 10
 SERVE: Final = (
     # workload, adapters, ranks
     ("poisson-9rps-30s", 0, (64,)),
@@ -64,11 +77,15 @@ PADDED: Final = (
 
 
 def decode(workloads: Path) -> list[dict[str, Any]]:
+    return [row for shape in DECODE for row in in_process(_decode, shape)]
+
+
+def _decode(shape: str) -> list[dict[str, Any]]:
     from loraplex.bench.engine_scenarios import Load, measure_decode
 
-    engine, found = build(), []
-    for name, batch, num_adapters, rank, modules in DECODE:
-        versions = register(engine, f"{rank}-{modules}", num_adapters, (rank,), modules)
+    engine, found = build(shape), []
+    for name, batch, num_adapters, rank, modules in DECODE[shape]:
+        versions = register(engine, f"{rank}-{modules}", num_adapters, (rank,), modules, shape=shape)
         load = Load(
             batch=batch,
             prompt_tokens=PROMPT_TOKENS,
@@ -77,8 +94,35 @@ def decode(workloads: Path) -> list[dict[str, Any]]:
             vocab_size=VOCAB_SIZE,
         )
         itl = measure_decode(engine, load, REPEATS)
-        print(f"{name}: {itl.mean:.2f} ms", flush=True)
-        found.append({"name": name, "batch": batch, "itl_ms": rounded(itl)})
+        print(f"{shape}, {name}: {itl.mean:.2f} ms", flush=True)
+        found.append({"shape": shape, "name": name, "batch": batch, "itl_ms": rounded(itl)})
+    return found
+
+
+def prompts(workloads: Path) -> list[dict[str, Any]]:
+    """Measure the time to the first token of a prompt that has the engine to itself, nothing of it cached."""
+    return [row for shape in PROMPTS for row in in_process(_prompts, shape)]
+
+
+def _prompts(shape: str) -> list[dict[str, Any]]:
+    from loraplex.bench.engine_scenarios import Load, measure_prefill
+
+    engine, found = build(shape), []
+    adapter = register(engine, "one", 1, (64,), QKV, shape=shape)
+    for num_tokens in PROMPTS[shape]:
+        row: dict[str, Any] = {"shape": shape, "prompt_tokens": num_tokens}
+        for key, versions in (("ttft_ms", ()), ("adapter_ttft_ms", adapter)):
+            load = Load(
+                batch=1,
+                prompt_tokens=num_tokens,
+                output_tokens=1,
+                adapters=versions,
+                vocab_size=VOCAB_SIZE,
+                seed=num_tokens,
+            )
+            row[key] = rounded(measure_prefill(engine, load, PROMPT_REPEATS))
+        print(row, flush=True)
+        found.append(row)
     return found
 
 
@@ -149,6 +193,12 @@ def attention(workloads: Path) -> list[dict[str, Any]]:
     return measure_order(SHAPE)
 
 
+def prompt_attention(workloads: Path) -> list[dict[str, Any]]:
+    from benchmarks.prompt_attention import measure_prompts
+
+    return measure_prompts((SHAPE, GQA_SHAPE))
+
+
 def cold(workloads: Path) -> dict[str, Any]:
     """Measure from the start of a process to its first token."""
     found: dict[str, Any] = in_process(_cold, time.time())
@@ -183,7 +233,7 @@ def padded(workloads: Path) -> list[dict[str, Any]]:
 
     found: list[dict[str, Any]] = [{"name": name} for name, _, _ in PADDED]
     for padded_to, key in ((None, "itl_ms"), (64, "padded_itl_ms")):
-        engine = build(padded_to)
+        engine = build(padded_to=padded_to)
         small = register(engine, "small", 32, (8,), QKV)
         large = register(engine, "large", 32, (64,), QKV)
         for row, (name, num_small, num_large) in zip(found, PADDED, strict=True):
@@ -214,7 +264,7 @@ def _measure_sets(kernels: KernelKind) -> dict[str, Any]:
     from benchmarks import set_sweep
 
     is_padded = kernels is KernelKind.PADDED
-    engine = build(max(set_sweep.RANKS) if is_padded else None)
+    engine = build(padded_to=max(set_sweep.RANKS) if is_padded else None)
     by_rank = {
         rank: register(engine, f"rank-{rank}", count, (rank,), QKV, staged=False, prepared=False)
         for rank, count in (set_sweep.PADDED_ADAPTERS if is_padded else set_sweep.ADAPTERS).items()
@@ -235,10 +285,12 @@ def tables(workloads: Path) -> list[dict[str, Any]]:
 
 SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
     "decode": decode,
+    "prompts": prompts,
     "serve": serve,
     "registered": registered,
     "kernels": kernels,
     "attention": attention,
+    "prompt_attention": prompt_attention,
     "cold": cold,
     "padded": padded,
     "sets": sets,
@@ -247,13 +299,13 @@ SECTIONS: Final[dict[str, Callable[[Path], Any]]] = {
 }
 
 
-def build(padded_to: int | None = None) -> Engine:
+def build(shape: str = SHAPE, *, padded_to: int | None = None) -> Engine:
     import torch
 
     from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine
 
     return build_random_engine(
-        RandomEngineOptions(shape=SHAPE, device="cuda", dtype=torch.bfloat16, padded_to=padded_to)
+        RandomEngineOptions(shape=shape, device="cuda", dtype=torch.bfloat16, padded_to=padded_to)
     )
 
 
@@ -264,12 +316,13 @@ def register(
     ranks: Sequence[int],
     modules: str,
     *,
+    shape: str = SHAPE,
     staged: bool = True,
     prepared: bool = True,
 ) -> tuple[str, ...]:
     from loraplex.bench import random_engine
 
-    specs = random_engine.random_specs(name, SHAPE, num_adapters=count, ranks=ranks, modules=modules)
+    specs = random_engine.random_specs(name, shape, num_adapters=count, ranks=ranks, modules=modules)
     return random_engine.register(engine, specs, staged=staged, prepared=prepared)
 
 
@@ -307,7 +360,7 @@ def main() -> None:
         started = time.perf_counter()
         # These start processes of their own, which a worker may not.
         section = SECTIONS[name]
-        starts_own = name in ("serve", "cold")
+        starts_own = name in ("decode", "prompts", "serve", "cold")
         found = section(args.workloads) if starts_own else in_process(section, args.workloads)
         document[name] = in_process(here) | {
             "sources": sources.fingerprints("gpu_engine.json", name),

@@ -31,6 +31,7 @@ def machine_note(result: Result) -> str:
 def decode_table(result: Result) -> str:
     lines = [
         (
+            row.get("shape", result["decode"]["shape"]),
             row["name"],
             f"{row['itl_ms']['mean']:.2f}",
             f"{row['itl_ms']['p50']:.2f}",
@@ -38,7 +39,20 @@ def decode_table(result: Result) -> str:
         )
         for row in result["decode"]["results"]
     ]
-    return table(("decode", "ITL mean, ms", "p50", "p99"), lines)
+    return table(("shape", "decode", "ITL mean, ms", "p50", "p99"), lines)
+
+
+def prompts_table(result: Result) -> str:
+    """Show prompts that have the engine to themselves."""
+    lines = []
+    for row in result["prompts"]["results"]:
+        figures = [
+            f"{row[key]['p50']:.1f} ({1e3 * row[key]['p50'] / row['prompt_tokens']:.1f})"
+            for key in ("ttft_ms", "adapter_ttft_ms")
+        ]
+        lines.append((row["shape"], f"{row['prompt_tokens']:,}", *figures))
+    heads = ("TTFT, ms (us a token)", "with an adapter of rank 64 on q, k, v")
+    return table(("shape", "prompt tokens", *heads), lines)
 
 
 def serve_table(result: Result) -> str:

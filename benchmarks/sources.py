@@ -99,6 +99,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "gpu_engine.json": {
         "kernels": ("loraplex/kernels", "loraplex/bench/kernel_scenarios.py"),
         "attention": ("loraplex/kernels",),
+        "prompt_attention": ("loraplex/kernels",),
         "*": _TIMED_ENGINE,
     },
     "gpu_cold.json": {"*": (*_TIMED_ENGINE, "loraplex/bench/cold_scenarios.py")},

@@ -152,6 +152,8 @@ class FakeEngine:
             num_kv_blocks=100,
             num_kv_blocks_used=25,
             host_adapter_budget_bytes=1 << 20,
+            predicted_step_s=0.9,
+            measured_step_s=1.2,
             adapters=tuple(
                 AdapterStats(version=v, tier="host", num_bytes=4096, in_flight=0, loads=1)
                 for v in self.adapters

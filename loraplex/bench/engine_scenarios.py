@@ -62,8 +62,10 @@ def measure_prefill(engine: Engine, load: Load, repeats: int) -> Distribution:
     times_ms: list[float] = []
     with quiet_collector():
         for repeat in range(repeats + 1):
+            requests = _requests(load, output_tokens=1, seed=repeat)
             started = time.perf_counter()
-            _add_all(engine, load, output_tokens=1, seed=repeat)
+            for request in requests:
+                engine.add_request(request)
             run_dry(engine)
             times_ms += [(time.perf_counter() - started) * 1e3] if repeat > 0 else []
     distribution = Distribution.of(times_ms)
@@ -125,7 +127,8 @@ def bring_in(engine: Engine, versions: Sequence[str], vocab_size: int) -> None:
 
 
 def _decode_gaps(engine: Engine, load: Load, seed: int) -> list[float]:
-    _add_all(engine, load, load.output_tokens, seed)
+    for request in _requests(load, load.output_tokens, seed):
+        engine.add_request(request)
     full: list[float] = []
     while engine.has_work():
         outputs = engine.step()
@@ -134,11 +137,13 @@ def _decode_gaps(engine: Engine, load: Load, seed: int) -> list[float]:
     return [(later - sooner) * 1e3 for sooner, later in pairwise(full)][_SETTLE_STEPS:]
 
 
-def _add_all(engine: Engine, load: Load, output_tokens: int, seed: int) -> None:
+def _requests(load: Load, output_tokens: int, seed: int) -> list[EngineRequest]:
+    found = []
     for index in range(load.batch):
         version = load.adapters[index % len(load.adapters)] if load.adapters else None
         prompt = _prompt(load.prompt_tokens, load.vocab_size, f"{load.seed} {seed} {index}")
-        engine.add_request(_request(f"{seed}-{index}", prompt, output_tokens, version))
+        found.append(_request(f"{seed}-{index}", prompt, output_tokens, version))
+    return found
 
 
 def first_token_ms(

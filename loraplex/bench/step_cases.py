@@ -31,6 +31,8 @@ JOINED_SHOTS: Final = 3
 _STEPS_A_SHOT: Final = 3
 """Where the engine runs ahead: one without prompts, the one that they join, and one that is under way by the
 time that one lands."""
+_ROWS_BEYOND_GRAPHS: Final = (1280, 1536, 2048)
+"""Of steps that a GPU runs kernel by kernel."""
 _SLOWEST_PREFILL: Final = 512
 """Prompt tokens that a step reads at the least while others decode: the first must not end before the last
 has begun."""
@@ -102,13 +104,12 @@ class CaseLimits:
 
     @property
     def prompts(self) -> tuple[int, ...]:
-        """Rows of steps with prompts. On a GPU the most that each size of graph takes, where there is always
-        a row more. On a CPU nothing round: lengths that fill blocks and tiles are some per cent faster than
-        all others."""
+        """Rows of steps with prompts. On a GPU the most that each size of graph takes, and more. On a CPU
+        nothing round: lengths that fill blocks and tiles are some per cent faster than all others."""
         if self.on_gpu:
             from loraplex.engine.cuda.step_sizes import MIXED_ROWS
 
-            return tuple(rows - 1 for rows in MIXED_ROWS if rows <= 2048)
+            return (*MIXED_ROWS, *_ROWS_BEYOND_GRAPHS)
         return (5, 9, 18, 33, 47, 65, 99, 131, 197, 259, 389, 509)
 
     @property

@@ -20,7 +20,9 @@ class AdapterStats:
 class EngineStats:
     """Engine gauges and counters. Where there is no GPU, adapters in host memory are ready for use, and the
     device's figures are 0; with one, KV blocks and adapters share `device_arena_bytes`. `adapter_file_reads`:
-    how often weights files were opened; `adapter_fetches`: adapters that were copied from other replicas."""
+    how often weights files were opened; `adapter_fetches`: adapters that were copied from other replicas.
+    `predicted_step_s`, `measured_step_s`: seconds of about the last thousand steps, by the cost model and in
+    truth, and so for copies of adapters to the device; 0 where nothing is predicted."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -38,4 +40,8 @@ class EngineStats:
     adapter_fetches: int = 0
     adapter_bytes_fetched: int = 0
     adapter_fetch_failures: int = 0
+    predicted_step_s: float = 0.0
+    measured_step_s: float = 0.0
+    predicted_copy_s: float = 0.0
+    measured_copy_s: float = 0.0
     adapters: tuple[AdapterStats, ...] = field(default=())

@@ -18,6 +18,7 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineOutput, EngineRequest, TokenLogprob
 from loraplex.core.stats import EngineStats
 from loraplex.engine.executor import Executor, Flight, LoadOrder, StepResult
+from loraplex.perf.cost_model import CostKind
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
@@ -61,6 +62,7 @@ class Engine:
         self.step_work = config.work
         self._residency = memory.residency
         self._scheduler = Scheduler(config, memory, costs)
+        self._costs = costs
         self._executor = executor
         self._load_deadline_s = load_deadline_s
         self._max_pause_s = max_pause_s
@@ -175,8 +177,18 @@ class Engine:
 
     def stats(self) -> EngineStats:
         counts = self._executor.read_counts
+        stats = self._scheduler.stats(self._num_steps)
+        if self._costs is not None:
+            step, copy = self._costs.lately(CostKind.STEP), self._costs.lately(CostKind.COPY)
+            stats = replace(
+                stats,
+                predicted_step_s=step.predicted_s,
+                measured_step_s=step.measured_s,
+                predicted_copy_s=copy.predicted_s,
+                measured_copy_s=copy.measured_s,
+            )
         return replace(
-            self._scheduler.stats(self._num_steps),
+            stats,
             adapter_file_reads=counts.num_file_reads,
             adapter_fetches=counts.num_fetches,
             adapter_bytes_fetched=counts.num_bytes_fetched,

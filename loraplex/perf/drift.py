@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import exp, log
-from typing import Final
+from typing import Final, NamedTuple
 
 from loraplex.perf.cost_model import CostKind, CostModel
 
 _MAX_RATIO: Final = 4.0
 """A single pause, of a collector or of the machine, counts as no more than this."""
 _MAX_CORRECTION: Final = 1000.0
+_FADING: Final = 0.999
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,13 @@ class DriftConfig:
         assert 0 < self.smoothing <= 1
         assert self.bound > 1
         assert self.patience >= 1
+
+
+class PredictedAndMeasured(NamedTuple):
+    """Seconds of the same steps or copies."""
+
+    predicted_s: float
+    measured_s: float
 
 
 @dataclass(slots=True)
@@ -48,6 +56,7 @@ class DriftWatch:
         self._config = config or DriftConfig()
         self._model = model
         self._watches = {kind: _Watch() for kind in CostKind}
+        self._lately = dict.fromkeys(CostKind, PredictedAndMeasured(0.0, 0.0))
 
     @property
     def model(self) -> CostModel:
@@ -57,6 +66,10 @@ class DriftWatch:
         """Of measured to predicted seconds, lately; 1.0 before anything was measured."""
         return exp(self._watches[kind].mean_log_ratio)
 
+    def lately(self, kind: CostKind) -> PredictedAndMeasured:
+        """Return the seconds of about the last thousand, the older the less."""
+        return self._lately[kind]
+
     def observe(self, kind: CostKind, *, predicted_s: float, measured_s: float) -> bool:
         """True if the model was corrected because of it. `predicted_s` is the current model's word.
 
@@ -64,6 +77,10 @@ class DriftWatch:
         """
         if predicted_s <= 0 or measured_s <= 0:
             return False
+        before = self._lately[kind]
+        self._lately[kind] = PredictedAndMeasured(
+            _FADING * before.predicted_s + predicted_s, _FADING * before.measured_s + measured_s
+        )
         watch, config = self._watches[kind], self._config
         log_ratio = max(min(log(measured_s / predicted_s), log(_MAX_RATIO)), -log(_MAX_RATIO))
         watch.num_seen += 1

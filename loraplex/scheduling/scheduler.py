@@ -144,13 +144,24 @@ class Scheduler:
 
     def _plan(self, chunks: list[Chunk], preempted: Iterable[Sequence] = ()) -> StepPlan:
         """Return what was decided, which is counted on from now on."""
+        versions = {chunk.adapter for chunk in chunks}
+        return self._decided(tuple(chunks), versions, list(map(self._advance, chunks)), preempted)
+
+    def _decided(
+        self,
+        chunks: tuple[Chunk, ...],
+        versions: set[str | None],
+        under_way: list[ChunkUnderWay],
+        preempted: Iterable[Sequence],
+    ) -> StepPlan:
+        """`versions`: the adapters of the chunks, with None for the base model alone."""
         if chunks:
             self._memory.step_decided()
             self.adapters.step_decided(chunks)
-            self._under_way.append(list(map(self._advance, chunks)))
-        orders = self.adapters.take_orders({chunk.adapter for chunk in chunks}, self._waiting)
+            self._under_way.append(under_way)
+        orders = self.adapters.take_orders(versions, self._waiting)
         return StepPlan(
-            chunks=tuple(chunks),
+            chunks=chunks,
             adapter_evictions=tuple(self._residency.take_evictions()),
             moves=tuple(self._memory.take_moves()),
             adapter_reads=orders.reads,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
+from typing import Final
 
 PREFILL_SHARE = 0.25
 """Of every step, kept for prompts however much decoding there is, so that new requests are not starved."""
+_PART_TOKENS: Final = 64
+"""Parts of a prompt are multiples of this, as the tiles of kernels are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +37,15 @@ class StepWork:
         return max(1, int(solution + 1e-9))
 
     def chunk(self, num_tokens: int, start: int, budget: float) -> int:
-        """Of so many tokens from `start` on, those within the budget."""
-        return min(num_tokens, self.tokens_within(budget, start))
+        """Of so many tokens from `start` on, those to compute next: all that are within the budget, or one of
+        as few equal parts as fit. A step for the few that a full one leaves costs far more than their share.
+        """
+        most = self.tokens_within(budget, start)
+        if num_tokens <= most or most == 0:
+            return min(num_tokens, most)
+        cost = self.cost(start, num_tokens)
+        part = self.tokens_within(max(cost / ceil(cost / budget), 1), start)
+        return min(-(-part // _PART_TOKENS) * _PART_TOKENS, most)
 
     def prefill_budget(self, decode_cost: float) -> float:
         """What a step has for prompts beside its decoding, which always runs."""

@@ -127,6 +127,16 @@ class _Page:
             yield self._counter(f"loraplex:adapter_{name}", text, value)
         yield self._gauge("loraplex:device_adapter_bytes", "GPU memory held by adapter weights", num_bytes)
         yield self._gauge("loraplex:device_arena_bytes", "GPU memory that adapters and KV share", arena)
+        for name, predicted_s, measured_s in (
+            ("step", stats.predicted_step_s, stats.measured_step_s),
+            ("copy", stats.predicted_copy_s, stats.measured_copy_s),
+        ):
+            if measured_s > 0:
+                yield self._gauge(
+                    f"loraplex:{name}_time_predicted_over_measured",
+                    f"What the cost model predicts of a {name} over what it takes, lately",
+                    predicted_s / measured_s,
+                )
 
     def _requests(self) -> Iterator[Metric]:
         counts = self._metrics

@@ -14,8 +14,7 @@ from operator import attrgetter
 from typing import Any, cast, overload
 
 from loraplex.perf.step_cost import StepFeatures
-from loraplex.scheduling.leaping import ANY_TOKEN
-from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
+from loraplex.scheduling.plan import Chunk, StepPlan
 from loraplex.scheduling.sequence import ChunkUnderWay, Sequence
 from loraplex.twin.twin_scheduler import Landing, TwinScheduler
 
@@ -113,22 +112,8 @@ class QuickScheduler(TwinScheduler):
         self._memory.step_landed()
         self.adapters.step_landed()
         self._under_way.popleft()
-        limit, ids = self._config.max_model_len, self._sequences.ids
-        updates: list[TokenUpdate] = []
-        num_tokens = 0
-        for sequence in self._sampling.popleft():
-            if sequence.request_id not in ids:
-                continue
-            num_tokens += 1
-            sequence.num_unknown -= 1
-            token_ids, max_tokens = sequence.token_ids, sequence.request.params.max_tokens
-            length = len(token_ids) + 1
-            num_output = length - sequence.num_prompt
-            if num_output == 1 or length >= limit or (max_tokens is not None and num_output >= max_tokens):
-                updates.append(self._accept(sequence, ANY_TOKEN))
-            else:
-                token_ids.append(ANY_TOKEN)
-        return Landing(updates, num_tokens)
+        ids = self._sequences.ids
+        return self._give_tokens(s for s in self._sampling.popleft() if s.request_id in ids)
 
     def check_integrity(self) -> None:
         kept = self._under_way
@@ -201,24 +186,10 @@ class QuickScheduler(TwinScheduler):
             step.sampling.append(sequence)
 
     def _plan_of(self, step: StepChunks, preempted: Many[Sequence]) -> StepPlan:
-        versions: set[str | None] = set()
         if step:
-            versions = step.versions
-            self._memory.step_decided()
-            self.adapters.step_decided(step)
-            self._under_way.append([])
             self._sampling.append(step.sampling)
-        orders = self.adapters.take_orders(versions, self._waiting)
-        return StepPlan(
-            chunks=cast("tuple[Chunk, ...]", step),  # as good as one: it is looked at and not changed
-            adapter_evictions=tuple(self._residency.take_evictions()),
-            moves=tuple(self._memory.take_moves()),
-            adapter_reads=orders.reads,
-            adapter_loads=orders.loads,
-            waits_for=orders.waits_for,
-            stalls=orders.stalls,
-            preempted=tuple(sequence.request_id for sequence in preempted),
-        )
+        chunks = cast("tuple[Chunk, ...]", step)  # as good as one: it is looked at and not changed
+        return self._decided(chunks, step.versions, [], preempted)
 
 
 def _has_all(sequence: Sequence, length: int, max_model_len: int) -> bool:

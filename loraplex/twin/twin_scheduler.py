@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from loraplex.scheduling.leaping import ANY_TOKEN, LeapingScheduler
 from loraplex.scheduling.plan import StepPlan, TokenUpdate
+from loraplex.scheduling.sequence import Sequence
 
 
 class Landing(NamedTuple):
@@ -18,13 +20,14 @@ class Landing(NamedTuple):
 
 class TwinScheduler(LeapingScheduler):
     def land(self, plan: StepPlan) -> Landing:
-        """Do what `update` does with a token that ends nobody. Most requests of a step are in the middle of
-        their answers: nothing can be seen of these, and they are given their token right here."""
+        """Do what `update` does with a token that ends nobody."""
         self._memory.step_landed()
         self.adapters.step_landed()
-        publishes, limit, find = self._pool.keeps_contents, self._config.max_model_len, self._sequences.get
-        updates: list[TokenUpdate] = []
-        num_tokens = 0
+        return self._give_tokens(self._sampled(plan))
+
+    def _sampled(self, plan: StepPlan) -> Iterator[Sequence]:
+        """Requests that get a token from the oldest step under way, after their blocks have contents."""
+        publishes, find = self._pool.keeps_contents, self._sequences.get
         for chunk, (sequence, num_resets, samples) in zip(
             plan.chunks, self._under_way.popleft(), strict=True
         ):
@@ -32,8 +35,16 @@ class TwinScheduler(LeapingScheduler):
                 continue
             if publishes and sequence.num_resets == num_resets:
                 self._publish(sequence, chunk.end)
-            if not samples:
-                continue
+            if samples:
+                yield sequence
+
+    def _give_tokens(self, sampled: Iterable[Sequence]) -> Landing:
+        """Most requests of a step are in the middle of their answers: nothing can be seen of these, and they
+        are given their token right here."""
+        limit = self._config.max_model_len
+        updates: list[TokenUpdate] = []
+        num_tokens = 0
+        for sequence in sampled:
             num_tokens += 1
             sequence.num_unknown -= 1
             token_ids, max_tokens = sequence.token_ids, sequence.request.params.max_tokens

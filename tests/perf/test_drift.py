@@ -33,6 +33,16 @@ def test_a_lasting_change_is_learnt(factor: float) -> None:
     assert watch.model.step == model.step, "what was measured is kept beside its correction"
 
 
+def test_what_was_predicted_and_measured_lately_is_kept() -> None:
+    model = h200_model()
+    watch = DriftWatch(model)
+    assert watch.lately(CostKind.STEP) == (0.0, 0.0)
+    watch_steps(watch, [1.1 * model.step_s(STEP)] * 5000 + [0.9 * model.step_s(STEP)] * 5000)
+    predicted_s, measured_s = watch.lately(CostKind.STEP)
+    assert measured_s / predicted_s == pytest.approx(0.9, rel=0.01), "what was long ago has faded"
+    assert predicted_s == pytest.approx(1000 * model.step_s(STEP), rel=0.01)
+
+
 def test_what_is_within_the_bound_is_left_alone() -> None:
     model, noise = h200_model(), noisy(0.2)
     watch = DriftWatch(model)

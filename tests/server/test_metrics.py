@@ -63,6 +63,8 @@ def test_the_page_shows_the_engine(api: Api) -> None:
     assert page["vllm:kv_cache_usage_perc"] == 0.25
     assert page["vllm:cache_config_info[100]"] == 1
     assert page["loraplex:host_adapter_budget_bytes"] == 1 << 20
+    assert page["loraplex:step_time_predicted_over_measured"] == pytest.approx(0.75)
+    assert "loraplex:copy_time_predicted_over_measured" not in page  # there was none
     for name in (
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total",
         "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "loraplex:host_adapter_bytes",

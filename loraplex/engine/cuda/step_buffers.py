@@ -3,7 +3,8 @@
 A graph is captured over the views of one block, and replayed after the next step's block was copied into
 it; a step that runs without a graph gets a block of its own size. Rows beyond those of the step are padding:
 they read and write the scratch block and the scratch seat, have no context and no adapter, and what comes
-of them is not looked at. Padding decodes and logit rows stand for the last row, which is padding then.
+of them is not looked at. Padding decodes and spans have no context, and padding logit rows, which stand for
+the first row, have the scratch seat.
 """
 
 from __future__ import annotations
@@ -99,8 +100,6 @@ class HostBlock:
         self._views["slots"][:] = scratch_slot
         self._views["token_seats"][:] = SCRATCH_SEAT
         self._views["logit_seats"][:] = SCRATCH_SEAT
-        self._views["decode_rows"][:] = sizes.rows - 1
-        self._views["logit_rows"][:] = sizes.rows - 1
 
     def __setitem__(self, field: str, values: npt.ArrayLike) -> None:
         """Write the first entries of a field; what is behind them stays padding."""

@@ -25,9 +25,10 @@ COARSE_DECODE_ROWS: Final = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Those of them that an engine starts with."""
 FEWEST_DECODE_ROWS: Final = (8, 16, 32, 64, 128, 256)
 """Those of graphs for what may come and is not known yet."""
-MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560)
-"""Rows of graphs with prompts."""
-FEWEST_MIXED_ROWS: Final = (64, 128, 256, 512, 1024, 2560)
+MIXED_ROWS: Final = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
+"""Rows of graphs with prompts. Larger steps compute for longer than it takes to launch them kernel by kernel,
+which needs no padding."""
+FEWEST_MIXED_ROWS: Final = (64, 128, 256, 512, 1024)
 """Those of graphs for what may come and is not known yet."""
 COARSE_ABOVE: Final = 640
 """Graphs with more rows are for many prompts or long ones, whatever else is in the step."""
@@ -49,8 +50,7 @@ def graph_sizes(built: BuiltBatch, max_blocks: int, num_layers: int) -> StepSize
     if num_spans == 0:
         rows = _round_up(num_rows, DECODE_ROWS)
         return None if rows is None else decode_sizes(rows, table_width)
-    # One row more than there are, so that the last one is padding.
-    rows = _round_up(num_rows + 1, MIXED_ROWS)
+    rows = _round_up(num_rows, MIXED_ROWS)
     decodes = _round_up(batch.decode_rows_D.shape[0], MIXED_DECODES)
     spans = _round_up(num_spans, MIXED_SPANS)
     if rows is None or decodes is None or spans is None:

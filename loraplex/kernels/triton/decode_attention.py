@@ -78,7 +78,7 @@ def decode_attention(
 ) -> None:
     """Attention of rows `rows_D` over their contexts, which include themselves.
 
-    A context of 0 (a padding row) is not read at all and leaves zeros. One split needs no scratch.
+    For a context of 0 (padding) nothing is read or written. One split needs no scratch.
     """
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
     num_rows, num_heads = contexts_D.shape[0], out_TO.shape[1] // head_dim
@@ -116,8 +116,8 @@ def decode_attention(
         PAGE_SIZE=page_size,
         BLOCK_M=max(triton.next_power_of_2(group), MIN_DOT),
         **constants,
+        STAGES=_NUM_STAGES,
         num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
     )
     if num_splits > 1:
         _combine_kernel[(num_rows, num_heads)](
@@ -163,6 +163,7 @@ def _decode_kernel(
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -172,7 +173,7 @@ def _decode_kernel(
     split_tokens = _split_tokens(context, TILE, NUM_SPLITS)
     begin = split * split_tokens
     end = tl.minimum(begin + split_tokens, context)
-    if NUM_SPLITS > 1 and begin >= end:
+    if begin >= end:
         return
     row = tl.load(rows + index).to(tl.int64)
 
@@ -201,10 +202,10 @@ def _decode_kernel(
         TILE=TILE,
         BLOCK_D=BLOCK_D,
         MASKED=True,
+        STAGES=STAGES,
     )
     if NUM_SPLITS == 1:
-        # No key, no total: a padding row, whose sums are zeros.
-        result_MD = sums_MD / tl.where(totals_M > 0, totals_M, 1.0)[:, None]
+        result_MD = sums_MD / totals_M[:, None]
         tl.store(out + row * stride_out + at_MD, result_MD.to(out.dtype.element_ty), mask=inside_MD)
     else:
         num_heads = tl.num_programs(0) * GROUP
@@ -228,9 +229,11 @@ def _combine_kernel(
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """One row and query head: the splits' values, weighed. Zeros where the context is empty."""
+    """One row and query head: the splits' values, weighed."""
     index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context = tl.load(contexts + index).to(tl.int32)
+    if context == 0:
+        return
     row = tl.load(rows + index).to(tl.int64)
     splits_S = tl.arange(0, NUM_SPLITS)
     dims_D = tl.arange(0, BLOCK_D)
@@ -241,9 +244,7 @@ def _combine_kernel(
     weights_S = tl.load(weights + parts_S, mask=used_S, other=float("-inf"))
     at_SD = (parts_S * HEAD_DIM)[:, None] + dims_D[None, :]
     values_SD = tl.load(values + at_SD, mask=used_S[:, None] & inside_D[None, :], other=0.0)
-    peak = tl.maximum(tl.max(weights_S, axis=0), -1.0e30)
-    weights_S = tl.exp2(weights_S - peak)
-    total = tl.sum(weights_S, axis=0)
-    result_D = tl.sum(values_SD * weights_S[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    weights_S = tl.exp2(weights_S - tl.max(weights_S, axis=0))
+    result_D = tl.sum(values_SD * weights_S[:, None], axis=0) / tl.sum(weights_S, axis=0)
     at_D = row * stride_out + head * HEAD_DIM + dims_D
     tl.store(out + at_D, result_D.to(out.dtype.element_ty), mask=inside_D)

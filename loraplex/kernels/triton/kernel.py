@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from triton.errors import TritonError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loraplex.core.errors import KernelError
 
@@ -99,6 +100,9 @@ class Kernel:
         but for those that the kernel says not to look at."""
         seen: list[Any] = [self]
         for parameter, value in zip(self._jitted.params, args, strict=False):
+            if isinstance(value, TensorDescriptor):
+                seen.append((value.base.dtype, *value.block_shape))
+                continue
             is_tensor = isinstance(value, torch.Tensor)
             number = value.data_ptr() if is_tensor else value
             traits: list[Any] = [value.dtype if is_tensor else type(value)]
@@ -127,6 +131,8 @@ class Kernel:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tiles {tuple(value.block_shape)} of {_shown(value.base)}"
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return str(value)

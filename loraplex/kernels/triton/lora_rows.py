@@ -33,6 +33,9 @@ from loraplex.kernels.triton.lora_entries import (
 )
 
 FEW_SEGMENTS: Final = 8
+_RANK_PROGRAMS: Final = 96
+_SHRINK_PROGRAMS: Final = 1024
+_MIN_RANK_PROGRAMS: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,18 +45,20 @@ class RowsLaunch:
     shrink_block_r: int = 2
     shrink_block_k: int = 2048
     shrink_warps: int = 2
-    rank_programs: int = 96
+    rank_programs: int = _RANK_PROGRAMS
     expand_block_n: int = 1024
-    expand_block_r: int = 8
+    expand_block_r: int = 4
     expand_warps: int = 4
-    expand_stages: int = 2
+    expand_stages: int = 3
 
     @classmethod
     def for_segments(cls, num_segments: int) -> RowsLaunch:
-        """Few segments are cut finer, or they would not fill the device."""
-        if num_segments > FEW_SEGMENTS:
-            return cls()
-        return cls(expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
+        """Few segments are cut finer, or they would not fill the device. Many fill it with few programs each,
+        and those beyond an adapter's rank would take longer to come and go than the others to read."""
+        if num_segments <= FEW_SEGMENTS:
+            return cls(expand_block_n=64, expand_block_r=64, expand_warps=2, expand_stages=1)
+        wanted = _SHRINK_PROGRAMS // num_segments
+        return cls(rank_programs=max(_MIN_RANK_PROGRAMS, min(_RANK_PROGRAMS, wanted)))
 
 
 @Kernel

@@ -1,7 +1,6 @@
 """What decode and prefill attention share: the walk of a tile of query rows over a paged context.
 
-The query heads that share a KV head are rows of the same tile, so each key and value is read once for all
-of them. Scores are taken to base 2, the base of the hardware's exponential, and summed in float32.
+Scores are taken to base 2, the base of the hardware's exponential, and summed in float32.
 
 Shapes, in all attention kernels: M rows of a query tile, L tokens of a key tile, D head size padded to a
 power of two. Caches are (num_blocks, num_kv_heads, block_size, head_dim), strided at will but for the last
@@ -70,6 +69,7 @@ def attend(
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Walk over the keys [begin, end): running peak, total of weights, and weighted sums of values.
 
@@ -79,7 +79,7 @@ def attend(
     dims_D = tl.arange(0, BLOCK_D)
     tokens_L = begin + tl.arange(0, TILE)
     blocks_L = tl.load(table + tokens_L // PAGE_SIZE, mask=tokens_L < end, other=0)
-    for start in tl.range(begin, end, TILE):
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
         tokens_L = tl.multiple_of(start, TILE) + tl.arange(0, TILE)
         at_L = blocks_L.to(tl.int64) * stride_block + tokens_L % PAGE_SIZE * stride_token
         at_LD = at_L[:, None] + dims_D[None, :]
@@ -96,11 +96,17 @@ def attend(
         scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision="ieee")
         if MASKED:
             scores_ML = tl.where(tokens_L[None, :] <= limits_M[:, None], scores_ML, float("-inf"))
-        new_peaks_M = tl.maximum(peaks_M, tl.max(scores_ML, axis=1) * scale)
-        weights_ML = tl.exp2(scores_ML * scale - new_peaks_M[:, None])
-        rescale_M = tl.exp2(peaks_M - new_peaks_M)
-        totals_M = totals_M * rescale_M + tl.sum(weights_ML, axis=1)
-        sums_MD = sums_MD * rescale_M[:, None]
-        sums_MD = tl.dot(weights_ML.to(v_LD.dtype), v_LD, sums_MD, input_precision="ieee")
-        peaks_M = new_peaks_M
+        peaks_M, totals_M, sums_MD = weigh(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale)
     return peaks_M, totals_M, sums_MD
+
+
+@triton.jit
+def weigh(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale):
+    """Add a tile's values to the sums, weighted by the scores."""
+    new_peaks_M = tl.maximum(peaks_M, tl.max(scores_ML, axis=1) * scale)
+    weights_ML = tl.exp2(scores_ML * scale - new_peaks_M[:, None])
+    rescale_M = tl.exp2(peaks_M - new_peaks_M)
+    totals_M = totals_M * rescale_M + tl.sum(weights_ML, axis=1)
+    sums_MD = sums_MD * rescale_M[:, None]
+    sums_MD = tl.dot(weights_ML.to(v_LD.dtype), v_LD, sums_MD, input_precision="ieee")
+    return new_peaks_M, totals_M, sums_MD

@@ -1,7 +1,9 @@
 """Causal attention of spans of new rows over their paged contexts, all spans of a step in one launch.
 
-A span's keys and values are read from the cache, where they have just been written: what was cached before
-and what is new are then one context. A query tile holds all heads of a KV head for consecutive tokens.
+Keys and values that were cached before are read from their pages; those of the new rows from the stacked
+(q, k, v), where they lie in a row and the device's copy engine fetches whole tiles of them. Tiles of keys
+begin at multiples of their size in the context, wherever a span begins: what comes out does not depend on how
+much of a prompt was cached, or on how it was cut into spans.
 
 Shapes: T rows of the batch, O the columns of stacked (q, k, v) or of the query heads, S spans, B blocks of
 a table.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loraplex.kernels.triton.kernel import Kernel
 from loraplex.kernels.triton.paged_attention import (
@@ -22,15 +25,16 @@ from loraplex.kernels.triton.paged_attention import (
     padded_dim,
     score_scale,
     tile_tokens,
+    weigh,
 )
 
-# Tensor cores take 64 rows for every four warps.
-_TILE_ROWS = 128
+# Query rows and keys of a tile: as many rows as tensor cores take from four warps. float32 is multiplied
+# without tensor cores, and its sums must still fit into registers.
+_TILE_TOKENS = 64
+_FLOAT32_TILE_TOKENS = 32
 _TILE_BYTES = 64 * 128 * 2
-_NUM_WARPS = 8
+_NUM_WARPS = 4
 _NUM_STAGES = 3
-# float32 is multiplied without tensor cores, and its sums must still fit into registers.
-_FLOAT32_TILE_ROWS = 32
 
 
 def prefill_attention(
@@ -49,12 +53,13 @@ def prefill_attention(
     `max_span_len` bounds the device's `span_lens_S`; a span of length 0 costs nothing.
     """
     num_kv_heads, page_size, head_dim = k_cache.shape[1:]
-    group = out_TO.shape[1] // head_dim // num_kv_heads
+    num_heads, block_d = out_TO.shape[1] // head_dim, padded_dim(head_dim)
+    most = _FLOAT32_TILE_TOKENS if qkv_TO.dtype == torch.float32 else _TILE_TOKENS
+    tile = min(tile_tokens(_TILE_BYTES, k_cache), most)
     check_layout(qkv_TO, blocks_SB, k_cache, v_cache, out_TO)
-    tile_rows = _FLOAT32_TILE_ROWS if qkv_TO.dtype == torch.float32 else _TILE_ROWS
-    num_tiles = triton.cdiv(max_span_len * group, tile_rows)
-    _prefill_kernel[(num_kv_heads, num_tiles, contexts_S.shape[0])](
-        qkv_TO,
+    # All query heads that share keys, one after the other: the second finds them in the device's cache.
+    _prefill_kernel[(num_heads, triton.cdiv(max_span_len, tile), contexts_S.shape[0])](
+        TensorDescriptor.from_tensor(qkv_TO, [tile, block_d]),
         span_starts_S,
         span_lens_S,
         contexts_S,
@@ -62,19 +67,17 @@ def prefill_attention(
         k_cache,
         v_cache,
         out_TO,
-        qkv_TO.stride(0),
         out_TO.stride(0),
         blocks_SB.stride(0),
         *k_cache.stride()[:3],
         score_scale(head_dim),
-        GROUP=group,
+        NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
-        TILE=tile_tokens(_TILE_BYTES, k_cache),
-        BLOCK_M=tile_rows,
-        BLOCK_D=padded_dim(head_dim),
+        TILE=tile,
+        BLOCK_D=block_d,
+        STAGES=_NUM_STAGES,
         num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
     )
 
 
@@ -93,44 +96,43 @@ def _prefill_kernel(
     k_cache,
     v_cache,
     out,
-    stride_qkv,
     stride_out,
     stride_table,
     stride_block,
     stride_head,
     stride_token,
     scale,
-    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One query tile: row m of the span is query head m % GROUP of the KV head, for token m // GROUP."""
-    kv_head, span = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    """One query head of as many tokens as a tile of keys has. `qkv`: a descriptor of such tiles."""
+    head, num_heads, span = tl.program_id(0), tl.num_programs(0), tl.program_id(2).to(tl.int64)
+    kv_head = head * NUM_KV_HEADS // num_heads
     # The last tiles see most keys: started first, none of them is left to run alone at the end.
-    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE
     span_len = tl.load(span_lens + span).to(tl.int32)
-    if first_row >= span_len * GROUP:
+    if first >= span_len:
         return
     context = tl.load(contexts + span).to(tl.int32)
+    span_start = tl.load(span_starts + span).to(tl.int32)
     prefix = context - span_len
 
-    rows_M = first_row + tl.arange(0, BLOCK_M)
-    tokens_M = rows_M // GROUP
-    dims_D = tl.arange(0, BLOCK_D)
-    inside_MD = (tokens_M < span_len)[:, None] & (dims_D < HEAD_DIM)[None, :]
-    batch_rows_M = tl.load(span_starts + span).to(tl.int64) + tokens_M
-    columns_MD = ((kv_head * GROUP + rows_M % GROUP) * HEAD_DIM)[:, None] + dims_D[None, :]
-    q_MD = tl.load(qkv + (batch_rows_M * stride_qkv)[:, None] + columns_MD, mask=inside_MD, other=0.0)
+    rows_M, dims_D = first + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    inside_MD = (rows_M < span_len)[:, None] & (dims_D < HEAD_DIM)[None, :]
+    q_MD = tl.where(inside_MD, qkv.load([span_start + first, head * HEAD_DIM]), 0.0)
+    limits_M = tl.minimum(prefix + rows_M, context - 1)
+    peaks_M = tl.full([TILE], float("-inf"), tl.float32)
+    totals_M = tl.zeros([TILE], tl.float32)
+    sums_MD = tl.zeros([TILE, BLOCK_D], tl.float32)
+    seen_by_any = tl.minimum(prefix + first + TILE, context)
 
-    limits_M = prefix + tokens_M
-    peaks_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    totals_M = tl.zeros([BLOCK_M], tl.float32)
-    sums_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    seen_by_all = (prefix + first_row // GROUP + 1) // TILE * TILE
-    seen_by_any = tl.minimum(prefix + (first_row + BLOCK_M - 1) // GROUP + 1, context)
+    # From pages: whole tiles of what was cached, then the tile in which it ends.
+    cached = prefix // TILE * TILE
+    new = tl.cdiv(prefix, TILE) * TILE
     for MASKED in tl.static_range(2):
         peaks_M, totals_M, sums_MD = attend(
             q_MD,
@@ -138,8 +140,8 @@ def _prefill_kernel(
             peaks_M,
             totals_M,
             sums_MD,
-            seen_by_all if MASKED else 0,
-            seen_by_any if MASKED else seen_by_all,
+            cached if MASKED else 0,
+            tl.minimum(new, seen_by_any) if MASKED else cached,
             blocks + span * stride_table,
             k_cache + kv_head.to(tl.int64) * stride_head,
             v_cache + kv_head.to(tl.int64) * stride_head,
@@ -151,6 +153,25 @@ def _prefill_kernel(
             TILE=TILE,
             BLOCK_D=BLOCK_D,
             MASKED=MASKED,
+            STAGES=1 if MASKED else STAGES,
         )
+    # From the new rows: whole tiles that all rows of this one see, then the others.
+    seen_by_all = tl.maximum((prefix + first + 1) // TILE * TILE, new)
+    k_column = (num_heads + kv_head) * HEAD_DIM
+    for MASKED in tl.static_range(2):
+        begin, end = (seen_by_all, seen_by_any) if MASKED else (new, seen_by_all)
+        for start in tl.range(begin, end, TILE, num_stages=1 if MASKED else STAGES):
+            row = span_start + start - prefix
+            k_LD = qkv.load([row, k_column])
+            v_LD = qkv.load([row, k_column + NUM_KV_HEADS * HEAD_DIM])
+            scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision="ieee")
+            if MASKED:
+                tokens_L = start + tl.arange(0, TILE)
+                scores_ML = tl.where(tokens_L[None, :] <= limits_M[:, None], scores_ML, float("-inf"))
+                # Rows of others: a weight of zero would not undo a NaN.
+                v_LD = tl.where((tokens_L < context)[:, None], v_LD, 0.0)
+            peaks_M, totals_M, sums_MD = weigh(scores_ML, v_LD, peaks_M, totals_M, sums_MD, scale)
+
+    at_MD = (span_start + rows_M).to(tl.int64)[:, None] * stride_out + head * HEAD_DIM + dims_D[None, :]
     result_MD = (sums_MD / totals_M[:, None]).to(out.dtype.element_ty)
-    tl.store(out + (batch_rows_M * stride_out)[:, None] + columns_MD, result_MD, mask=inside_MD)
+    tl.store(out + at_MD, result_MD, mask=inside_MD)

@@ -63,6 +63,12 @@ def new_qkv(heads: Heads, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(num_rows, columns).to(DEVICE, dtype)
 
 
+def put_kv(heads: Heads, qkv: torch.Tensor, start: int, k_LND: torch.Tensor, v_LND: torch.Tensor) -> None:
+    """Write new rows' keys and values beside their queries, as the cache has them."""
+    columns = heads.num_heads * heads.head_dim
+    qkv[start : start + len(k_LND), columns:] = torch.cat((k_LND.flatten(1), v_LND.flatten(1)), dim=1)
+
+
 def attended(heads: Heads, q_TO: torch.Tensor, k_LND: torch.Tensor, v_LND: torch.Tensor) -> torch.Tensor:
     """Causal attention of the last T tokens of a context, in float64."""
     num_rows, context = q_TO.shape[0], k_LND.shape[0]
@@ -121,13 +127,14 @@ def test_decode_equals_softmax(heads: Heads, num_splits: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_padding_rows_of_decode_are_zeros(num_splits: int) -> None:
+def test_nothing_is_written_for_padding_decodes(num_splits: int) -> None:
+    """They name row 0, which is another one's."""
     contexts = [40, 0, 0]
     paged, qkv = Paged(GQA, contexts, torch.float16), new_qkv(GQA, 3, torch.float16)
     out = empty_out(GQA, 3, torch.float16)
     decode_attention(
         qkv,
-        torch.arange(3, device=DEVICE),
+        torch.zeros(3, dtype=torch.int64, device=DEVICE),
         torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
         paged.tables.int(),
         paged.k_cache,
@@ -137,7 +144,7 @@ def test_padding_rows_of_decode_are_zeros(num_splits: int) -> None:
         scratch_for(GQA),
     )
     assert_close(out[:1], attended(GQA, qkv[:1], paged.k_LND[0], paged.v_LND[0]))
-    assert (out[1:] == 0).all()
+    assert out[1:].isnan().all()
 
 
 def test_decode_of_large_scores_does_not_overflow() -> None:
@@ -154,6 +161,9 @@ def test_prefill_equals_softmax(heads: Heads, dtype: torch.dtype) -> None:
     """Spans with and without a prefix, of one row, of many, of none, and rows of others between them."""
     lens, contexts, starts = [21, 1, 70, 0, 6], [21, 145, 203, 0, 6], [0, 21, 24, 94, 94]
     paged, qkv = Paged(heads, contexts, dtype), new_qkv(heads, 101, dtype)
+    qkv[[22, 23, 100]] = math.nan
+    for start, length, k, v in zip(starts, lens, paged.k_LND, paged.v_LND, strict=True):
+        put_kv(heads, qkv, start, k[len(k) - length :], v[len(v) - length :])
     out = empty_out(heads, 101, dtype)
     prefill_attention(
         qkv,
@@ -180,12 +190,34 @@ def test_prefill_of_random_spans(trial: int) -> None:
     contexts, starts = lens + prefixes, torch.tensor([0, int(lens[0])])
     paged, num_rows = Paged(GQA, contexts.tolist(), torch.float32), int(lens.sum())
     qkv, out = new_qkv(GQA, num_rows, torch.float32), empty_out(GQA, num_rows, torch.float32)
+    for start, length, k, v in zip(starts.tolist(), lens.tolist(), paged.k_LND, paged.v_LND, strict=True):
+        put_kv(GQA, qkv, start, k[-length:], v[-length:])
     tables = (x.to(DEVICE, torch.int32) for x in (starts, lens, contexts))
     # The bound may be larger than any span.
     prefill_attention(qkv, *tables, paged.tables.int(), paged.k_cache, paged.v_cache, out, 100)
     for span, k, v in zip(out.split(lens.tolist()), paged.k_LND, paged.v_LND, strict=True):
         start = span.storage_offset() // out.shape[1]
         assert_close(span, attended(GQA, qkv[start : start + len(span)], k, v))
+
+
+@DTYPES
+def test_prefill_is_the_same_however_a_prompt_is_cut(dtype: torch.dtype) -> None:
+    """Also where a tile of keys is partly cached and partly new."""
+    context = 150
+    paged, qkv = Paged(GQA, [context], dtype), new_qkv(GQA, context, dtype)
+    put_kv(GQA, qkv, 0, paged.k_LND[0], paged.v_LND[0])
+
+    def last_rows(cached: int) -> torch.Tensor:
+        rows, out = qkv[cached:].contiguous(), empty_out(GQA, context - cached, dtype)
+        start, length, whole = torch.tensor([[0], [context - cached], [context]], device=DEVICE)
+        prefill_attention(
+            rows, start, length, whole, paged.tables, paged.k_cache, paged.v_cache, out, len(rows)
+        )
+        return out
+
+    at_once = last_rows(0)
+    for cached in (16, 64, 80, 128, 144):
+        assert torch.equal(last_rows(cached), at_once[cached:])
 
 
 def test_caches_may_be_larger_than_32_bits_of_elements() -> None:
@@ -200,6 +232,7 @@ def test_caches_may_be_larger_than_32_bits_of_elements() -> None:
     out, start, context = (empty_out(heads, 16, torch.float16), *torch.tensor([[0], [16]], device=DEVICE))
     decode_attention(qkv, start, context, tables, k_cache, v_cache, out, 1, None)
     assert_close(out[:1], attended(heads, qkv[:1], k_LND, v_LND))
+    put_kv(heads, qkv, 0, k_LND, v_LND)
     prefill_attention(qkv, start, context, context, tables, k_cache, v_cache, out, 16)
     assert_close(out, attended(heads, qkv, k_LND, v_LND))
 
