@@ -55,6 +55,18 @@ def prompts_table(result: Result) -> str:
     return table(("shape", "prompt tokens", *heads), lines)
 
 
+def prompt_attention_table(result: Result) -> str:
+    """Show the attention of a prompt's rows in one layer, by whose kernel it is."""
+    kernels = {"ours_us": "ours", "flash_us": "FlashAttention in torch", "cudnn_us": "cuDNN through torch"}
+    if any(row["vllm_us"] is not None for row in result["prompt_attention"]["results"]):
+        kernels["vllm_us"] = "FlashAttention 3 of vLLM"
+    lines = []
+    for row in result["prompt_attention"]["results"]:
+        figures = ["-" if row[key] is None else f"{row[key]:,.0f}" for key in kernels]
+        lines.append((row["shape"], f"{row['rows']:,} of {row['context']:,}", *figures))
+    return table(("shape", "rows of context", *(f"{name}, us" for name in kernels.values())), lines)
+
+
 def serve_table(result: Result) -> str:
     lines = []
     for row in result["serve"]["results"]:

@@ -94,6 +94,7 @@ TABLES: Final[dict[str, Table]] = {
     "gpu-machine": Table((GPU,), gpu_tables.machine_note),
     "gpu-decode": Table((GPU,), gpu_tables.decode_table),
     "gpu-prompts": Table((GPU,), gpu_tables.prompts_table),
+    "gpu-prompt-attention": Table((GPU,), gpu_tables.prompt_attention_table),
     "gpu-serve": Table((GPU,), gpu_tables.serve_table),
     "gpu-registered": Table((GPU,), gpu_tables.registered_table),
     "gpu-block-tables": Table((GPU,), gpu_tables.block_tables_table),
