@@ -84,5 +84,6 @@ def backend_fleet(
         period_s=period_s,
         costs=guessed_costs(shape, "cuda"),
         most=(number, why),
+        num_loads_at_once=options.num_loads_at_once,
     )
     return FleetEngine(setup, number, log)

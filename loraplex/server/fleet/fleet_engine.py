@@ -57,7 +57,8 @@ class FleetSetup:
     """How the replicas of a fleet are made. `make`: the replica of this number, not started yet. `limits`: of
     one that is ready. `period_s`: of the policy's placement. `costs`: of any of them, as a profile, where
     they do not say it themselves. `most`: how many there can be, and why (None if nothing but good sense
-    limits them). `clock`: that periods go by."""
+    limits them). `num_loads_at_once`: adapters that one which joins is given at a time. `clock`: that periods
+    go by."""
 
     make: Callable[[int], Replica]
     limits: Callable[[Ready], Limits]
@@ -65,6 +66,7 @@ class FleetSetup:
     costs: CostModel
     most: tuple[int, str] | None = None
     period_s: float = PERIOD_S
+    num_loads_at_once: int = 4
     clock: Clock = field(default_factory=MonotonicClock)
 
 
@@ -287,7 +289,7 @@ class FleetEngine:
         routing = self._routing
         assert routing is not None
         replica = self._setup.make(number)
-        joining = self._adapters.joining(replica)
+        joining = self._adapters.joining(replica, self._setup.num_loads_at_once)
         try:
             await replica.start(None, _Deferred(joining.catch_up))
             await joining.catch_up()  # with what came while it got ready

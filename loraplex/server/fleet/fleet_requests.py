@@ -103,6 +103,8 @@ class FleetRequests:
             found = self._in_flight.get(move.request_id)
             if found is None or found.replica != move.source or not accepts[move.target]:
                 continue
+            if found.request.adapter in self._members[move.target].refused:
+                continue
             has_begun = found.report.num_output or found.request.output_token_ids
             continuation = self._members[move.target].continuation(found.request)
             if has_begun and continuation is not Continuation.SAME:
@@ -156,7 +158,7 @@ class FleetRequests:
         if routing is None:
             return None
         try:
-            self._let_accept(routing, self._members.accepting())
+            self._let_accept(routing, self._members.accepting(adapter))
             return routing.forecast(adapter, prompt_tokens, admitted)
         except (EngineDeadError, UnknownModelError):
             return None  # whoever sends it will be told
@@ -167,7 +169,7 @@ class FleetRequests:
         routing = self.routing
         if routing is None:
             raise EngineDeadError("the fleet is starting; send the request again")
-        accepts = self._members.accepting()
+        accepts = self._members.accepting(request.adapter)
         target = self._targets.pop(request_id_of(request.request_id), None)
         if target is not None and accepts[target]:
             routing.route(request.request_id, request.adapter, request.num_tokens, to=target)
