@@ -23,7 +23,7 @@ from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.protocol_ipc import Ready
 
 _READY_TIMEOUT_S: Final = 60.0
-"""How long a request waits while no server of the fleet is there."""
+"""How long a request waits for a server that went away as it was sent there."""
 _MAX_RUNNING: Final = 256
 _UNKNOWN_KV_TOKENS: Final = 1 << 30
 """For servers that do not tell: their KV memory decides nothing then."""

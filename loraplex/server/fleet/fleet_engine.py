@@ -77,7 +77,7 @@ class FleetEngine:
         """`log`: where the decisions of the routing are written."""
         self._setup = setup
         self._members = Members([setup.make(number) for number in range(num_replicas)])
-        self._requests = FleetRequests(self._members)
+        self._requests = FleetRequests(self._members, setup.clock)
         self._log = log
         self._routing: LiveRouting | None = None
         self._placing: Placing | None = None

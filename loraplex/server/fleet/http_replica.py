@@ -202,9 +202,9 @@ class HttpReplica:
                     has_tokens = has_tokens or bool(output.token_ids)
                     yield output
         except UnreachableError as error:
-            # The server has never had the request, or has outlived it. Where connections break before any
-            # token, it would be sent for ever if that did not count.
-            if error.nobody_listens or (has_tokens and await self._answers()):
+            # The server has outlived the request. Where connections break before any token, it would be sent
+            # for ever if that did not count.
+            if has_tokens and await self._answers():
                 raise RequestMovedError(str(error)) from error
             raise
         finally:
