@@ -125,13 +125,13 @@ class Members:
 
         Raises InvalidRequestError for a replica that is not there, and for the last one that is not drained.
         """
-        self._check_there(number)
+        self.check_there(number)
         self._check_not_last([number])
         self._drained.add(number)
 
     def undrain(self, number: int) -> None:
         """Send a replica requests again. Raises InvalidRequestError for a replica that is not there."""
-        self._check_there(number)
+        self.check_there(number)
         self._drained.discard(number)
 
     @contextmanager
@@ -164,7 +164,8 @@ class Members:
         """Return the numbers of those that have not left and are not kept from taking requests."""
         return [number for number in self.present if number not in self._drained | self._leaving]
 
-    def _check_there(self, number: int) -> None:
+    def check_there(self, number: int) -> None:
+        """Raise InvalidRequestError for a replica that is not there, or is leaving."""
         self._check_number(number)
         if number in self._leaving or number not in self.present:
             raise InvalidRequestError(

@@ -13,7 +13,7 @@ from server_fixtures import SHAPE
 from vllm_dialect import VllmDialect, tokens_of
 
 from loraplex.core.clock import ManualClock
-from loraplex.core.errors import AdapterError
+from loraplex.core.errors import AdapterError, InvalidRequestError
 from loraplex.fleet.policy import Policy
 from loraplex.server.fleet.backend_adapters import adapter_name
 from loraplex.server.fleet.backend_errors import AdapterMissingError
@@ -157,5 +157,21 @@ def test_a_replica_that_joins_loads_several_adapters_at_a_time(tmp_path: Path) -
             two.does.load_gate.set()
             await joining
             assert set(two.adapters) == {adapter_name(spec.version) for spec in specs}
+
+    run(scenario())
+
+
+def test_a_server_that_others_started_is_not_restarted() -> None:
+    async def scenario() -> None:
+        async with VllmDialect() as one, VllmDialect() as two, fleet_of(one, two) as fleet:
+            before = fleet._members[1]
+            with pytest.raises(
+                InvalidRequestError, match=r"replica 1 is not restarted: .* restart it where it runs"
+            ):
+                await fleet.restart(1)
+            with pytest.raises(InvalidRequestError, match="there is no replica 2"):
+                await fleet.restart(2)
+            assert fleet._members[1] is before
+            assert before.healthy
 
     run(scenario())
