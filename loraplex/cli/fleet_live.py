@@ -181,7 +181,8 @@ def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
     refusals = []
     for row in rows:
         if row.get("message") and row.get("state") == "ready":  # a sentence too long for a column
-            refusals.append(f"replica {row['replica']}: {row.pop('message')}")
+            refusals.append(f"replica {row['replica']}: {row['message']}")
+            row["message"] = ""
         if row.get("drained") and row.get("state") == "ready":
             row["state"] = "drained"
     print_table(rows, _COLUMNS)

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from replicas import BASE, TINY, answer, request_for, run, spec_in, until
 from server_fixtures import SHAPE
+from typer.testing import CliRunner
 from vllm_dialect import VllmDialect, tokens_of
 
+from loraplex.cli import fleet_live
+from loraplex.cli.main import app
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import AdapterError, InvalidRequestError
 from loraplex.fleet.policy import Policy
@@ -175,3 +178,15 @@ def test_a_server_that_others_started_is_not_restarted() -> None:
             assert before.healthy
 
     run(scenario())
+
+
+def test_status_says_why_adapters_are_refused_and_which_are_not_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [{"replica": 0, "state": "ready", "message": "it refuses an adapter: open its folder"}]
+    left_out = {"left_out": [{"name": "bot", "reason": "nobody takes it"}]}
+    monkeypatch.setattr(fleet_live, "list_of", lambda *args, **options: (rows, left_out))
+    done = CliRunner().invoke(app, ["fleet", "status"], env={"COLUMNS": "60"})
+    assert done.exit_code == 0
+    assert "replica 0: it refuses an adapter: open its folder" in done.output
+    assert "adapter 'bot' is not served, and tried again: nobody takes it" in done.output
