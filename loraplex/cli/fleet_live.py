@@ -18,7 +18,7 @@ from loraplex.cli import serve_options as option
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import WITHOUT_VALUE, takes_options_of
 from loraplex.cli.serve import run_server, serve_options
-from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, rows_of
+from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, list_of, rows_of
 from loraplex.cli.table import number_column, print_table, text_column
 from loraplex.core.errors import UserError
 from loraplex.core.logs import LogFormat, LogLevel
@@ -123,7 +123,10 @@ def _ray_address(given: str) -> str | None:
 
 def status(base_url: BaseUrl = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
     """Show the replicas of a fleet that serves."""
-    _show(rows_of(base_url, _FLEET_PATH, api_key, kind="replicas"), as_json=as_json)
+    rows, answer = list_of(base_url, _FLEET_PATH, api_key, kind="replicas")
+    _show(rows, as_json=as_json)
+    for left in [] if as_json else answer.get("left_out", []):
+        typer.echo(f"adapter {left['name']!r} is not served, and tried again: {left['reason']}")
 
 
 def drain(
@@ -175,10 +178,16 @@ def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
+    refusals = []
     for row in rows:
+        if row.get("message") and row.get("state") == "ready":  # a sentence too long for a column
+            refusals.append(f"replica {row['replica']}: {row['message']}")
+            row["message"] = ""
         if row.get("drained") and row.get("state") == "ready":
             row["state"] = "drained"
     print_table(rows, _COLUMNS)
+    for line in refusals:
+        typer.echo(line)
 
 
 def explain(

@@ -42,6 +42,20 @@ def rows_of(
 
     Raises UserError if there is no such server, or it refuses.
     """
+    rows, _ = list_of(base_url, path, api_key, kind=kind, body=body, timeout_s=timeout_s)
+    return rows
+
+
+def list_of(
+    base_url: str,
+    path: str,
+    api_key: str | None,
+    *,
+    kind: str,
+    body: object = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return as `rows_of` does, and raise so, with what else the answer has beside the list."""
     url, answered = _call(base_url, path, api_key, kind=kind, body=body, timeout_s=timeout_s)
     try:
         answer = json.loads(answered)
@@ -50,7 +64,7 @@ def rows_of(
     rows = answer.get("data") if isinstance(answer, dict) else answer
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{url} answered with something else than a list of {kind}")
-    return rows
+    return rows, answer if isinstance(answer, dict) else {}
 
 
 def text_of(base_url: str, path: str, api_key: str | None, *, kind: str, body: object) -> str:

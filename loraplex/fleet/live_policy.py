@@ -91,6 +91,5 @@ class _ByPresentCosts:
             operating_points={},
             token_rates=token_rates(self.view.costs, problem.adapters.ranks.tolist()),
             padded=self.pads,
-            has_slots=problem.num_slots is not None,
         )
         return self.named.make(context).place(problem)

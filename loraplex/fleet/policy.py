@@ -17,10 +17,11 @@ from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
 from loraplex.fleet.placements.contiguous import ContiguousPlacement
 from loraplex.fleet.placements.hysteresis import HysteresisPlacement
 from loraplex.fleet.placements.loraserve import LoRAServePlacement
-from loraplex.fleet.placements.placement import Placement
+from loraplex.fleet.placements.placement import Placement, PlacementProblem
 from loraplex.fleet.placements.random_placement import RandomPlacement
 from loraplex.fleet.placements.rank_line import RankLinePlacement
 from loraplex.fleet.placements.slot_packing import SlotPackingPlacement
+from loraplex.fleet.plan import Plan
 from loraplex.fleet.routers.named import ROUTERS
 
 AUTO: Final = "auto"
@@ -32,12 +33,11 @@ EVERYWHERE: Final = "everywhere"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementContext:
     """The figures that some placements need. `operating_points`: tokens/s that one replica sustains, by
-    rank. `token_rates`: roughly the same (`token_rates`). `has_slots`: engines have slots for adapters."""
+    rank. `token_rates`: roughly the same (`token_rates`)."""
 
     operating_points: Mapping[int, float]
     token_rates: Mapping[int, float]
     padded: bool
-    has_slots: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +58,21 @@ def _loraserve(context: PlacementContext) -> Placement:
 
 def _auto(context: PlacementContext) -> Placement:
     rates, padded = context.token_rates, context.padded
-    if context.has_slots:
-        return _steady(SlotPackingPlacement(), rates, padded=padded)
-    return _steady(RankLinePlacement(token_rates=rates, padded=padded), rates, padded=padded)
+    return _BySlots(
+        packed=_steady(SlotPackingPlacement(), rates, padded=padded),
+        shared=_steady(RankLinePlacement(token_rates=rates, padded=padded), rates, padded=padded),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BySlots:
+    """`packed` where engines have slots for adapters, `shared` where they share memory."""
+
+    packed: Placement
+    shared: Placement
+
+    def place(self, problem: PlacementProblem) -> Plan:
+        return (self.shared if problem.num_slots is None else self.packed).place(problem)
 
 
 def _steady(placement: Placement, points: Mapping[int, float], *, padded: bool) -> Placement:

@@ -18,6 +18,7 @@ import difflib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -27,6 +28,7 @@ from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.base_name import base_names, other_base_warning
 from loraplex.adapters.names import MAX_NAME_CHARS, validate_adapter_name
 from loraplex.adapters.registry import AdapterRegistry, Origin
+from loraplex.adapters.rollout import Canary
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
     AdapterFormatError,
@@ -52,6 +54,18 @@ logger = logging.getLogger(__name__)
 _MAX_NAMES_COMPARED: Final = 1000
 STAGE_TIMEOUT_S: Final = 300.0
 """How long a new version may wait for its turn among the requests there are, on every replica."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """An adapter that the engine refused when the server started, and why. `canary`: what is on trial under
+    its name; `origin`: how to register it when it is served, None if the registry keeps another one."""
+
+    adapter: ServedAdapter
+    canary: Canary | None
+    origin: Origin | None
+    reason: str
+
 
 OnStaged = Callable[[str], None]
 """Called with a version that is ready, before its name moves to it."""
@@ -92,6 +106,8 @@ class AdapterService:
         self.registered = RegisteredNames(registry)
         self.follower = RegistryFollower(self.registered, self.files, self)
         self.on_dropped: Callable[[str], None] = lambda name: None
+        self.left_out: dict[str, LeftOut] = {}
+        """Names that are not served, as the engine refused their adapters at the start (`left_out`)."""
         self._engine = engine
         self._stages_new = stages_new
         self._served: dict[str, ServedAdapter] = {}
@@ -214,8 +230,9 @@ class AdapterService:
         """
         async with self.follower.change(name, catches_up=False):
             was_registered = await self.registered.remove(name)
+            was_left_out = self.left_out.pop(name, None) is not None
             adapter = self._served.pop(name, None)
-            if adapter is None and not was_registered:
+            if adapter is None and not was_registered and not was_left_out:
                 raise self._not_loaded(name)
             on_removed()
         return adapter is None or await self._drain(adapter.versions, drain_timeout_s)
@@ -226,6 +243,7 @@ class AdapterService:
 
     def drop(self, name: str) -> bool:
         """Serve a name no longer that another server has unloaded (see `FollowedNames`)."""
+        self.left_out.pop(name, None)
         adapter = self._served.pop(name, None)
         if adapter is None:
             return False
@@ -306,6 +324,7 @@ class AdapterService:
         """Let a name stand for what it is from now on, and retire what it stood for."""
         before = self._served.get(after.name)
         self._served[after.name] = after
+        self.left_out.pop(after.name, None)
         for version in set() if before is None else before.versions - after.versions:
             self._retire_if_unused(version)
         return after

@@ -39,7 +39,7 @@ from loraplex.core.errors import (
     UserError,
 )
 from loraplex.core.hub import HubRepo
-from loraplex.server.adapter_service import AdapterService
+from loraplex.server.adapter_service import AdapterService, LeftOut
 from loraplex.server.canary_startup import restore_canaries
 from loraplex.server.served_adapter import ServedAdapter
 
@@ -153,18 +153,22 @@ async def start_adapters(
     is_shared = bool(await asyncio.to_thread(lambda: registry.other_servers))
     choice = await asyncio.to_thread(_choose, service, entries, given, folders, is_shared=is_shared)
     skipped, notes = [*choice.skipped], [*choice.notes]
-    served, failed = await _serve(service, choice.first)
+    served, failed, refused = await _serve(service, choice.first)
     instead = [choice.fallback[name] for name in failed if name in choice.fallback]
-    served_instead, also_failed = await _serve(service, instead)
+    served_instead, also_failed, also_refused = await _serve(service, instead)
     for name, error in failed.items():
         if name not in choice.fallback:
-            skipped.append(f"adapter {name!r} is not served: {error}")
+            again = "; it is tried again from time to time" if name in refused else ""
+            skipped.append(f"adapter {name!r} is not served: {error}{again}")
     for name, candidate in choice.fallback.items():
         is_served = name in failed and name not in also_failed
         note = _note_on_fallback(candidate, failed.get(name), also_failed.get(name))
         (notes if is_served else skipped).append(note)
 
     all_served = [*served, *served_instead]
+    service.left_out = {
+        name: left for name, left in (also_refused | refused).items() if service.get(name) is None
+    }
     for candidate, spec in all_served:
         if change := candidate.change_note(spec):
             notes.append(change)
@@ -211,8 +215,9 @@ def _register(
 
 async def _serve(
     service: AdapterService, candidates: Sequence[_Candidate]
-) -> tuple[list[_Served], dict[str, LoraplexError]]:
-    """Fetch and read what is missing, and serve it; returns what is served, and why the others are not.
+) -> tuple[list[_Served], dict[str, LoraplexError], dict[str, LeftOut]]:
+    """Fetch and read what is missing, and serve it; returns what is served, why the others are not, and those
+    of these that the engine refused.
 
     AdapterError if one that is given by itself is among those, at once if its files are the reason.
     """
@@ -220,6 +225,7 @@ async def _serve(
     specs = await asyncio.to_thread(_read_missing, service, fetched)
     served: list[_Served] = []
     failed: dict[str, LoraplexError] = {}
+    refused: dict[str, LeftOut] = {}
     for candidate, spec in zip(fetched, specs, strict=True):
         if isinstance(spec, UserError):
             _raise_if_given(candidate, spec)
@@ -227,14 +233,21 @@ async def _serve(
     for candidate, spec in zip(fetched, specs, strict=True):
         if isinstance(spec, UserError):
             continue
+        adapter = candidate.served_as(spec)
         try:
-            await service.adopt(candidate.served_as(spec))
+            await service.adopt(adapter)
         except (UserError, CapacityError) as error:
             _raise_if_given(candidate, error)
             failed[candidate.name] = error
+            refused[candidate.name] = LeftOut(
+                adapter=adapter,
+                canary=candidate.rollout.canary,
+                origin=candidate.origin,
+                reason=str(error),
+            )
         else:
             served.append((candidate, spec))
-    return served, failed
+    return served, failed, refused
 
 
 def _raise_if_given(candidate: _Candidate, error: LoraplexError) -> None:

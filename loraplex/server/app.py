@@ -27,7 +27,9 @@ def create_app(deps: ServerDeps) -> FastAPI:
     app.include_router(utility_router(deps))
     if deps.fleet is not None:
         app.include_router(
-            fleet_router(deps.fleet, Administrators(deps.admin_keys), deps.bodies, deps.metrics.clock)
+            fleet_router(
+                deps.fleet, deps.adapters, Administrators(deps.admin_keys), deps.bodies, deps.metrics.clock
+            )
         )
     install_error_handlers(app)
     install_openapi(app)

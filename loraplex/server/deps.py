@@ -21,7 +21,8 @@ from loraplex.server.web_guard import WebAccess
 @dataclass(frozen=True, kw_only=True)
 class ServerDeps:
     """`base_root` is where the base model comes from; its served name is the adapter service's. `fleet`: None
-    if there is but one engine. `shadow_twin`: None if there is none. `continued`: how often
+    if there is but one engine. `is_ready_without_adapters`: also if all adapters were left out at the start.
+    `shadow_twin`: None if there is none. `continued`: how often
     requests outlived their engine; `is_resampled`: see ServingEngine."""
 
     text: TextEngine
@@ -37,6 +38,7 @@ class ServerDeps:
     pacer: Pacer = field(default_factory=Pacer)
     drain_timeout_s: float = 30.0
     fleet: Fleet | None = None
+    is_ready_without_adapters: bool = True
     shadow_twin: ShadowTwin | None = None
     continued: Counter[Continued] = field(default_factory=Counter)
     is_resampled: Callable[[str], bool] = lambda call_id: False

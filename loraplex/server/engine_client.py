@@ -191,6 +191,11 @@ class EngineClient:
             if not finished:
                 child.send(Cancel(request_id))
 
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """See Replica: what one engine process refuses, all do."""
+        return {}
+
     def continuation(self, request: EngineRequest) -> Continuation:
         return Continuation.SAME
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.clock import Clock
+from loraplex.server.adapter_service import AdapterService
 from loraplex.server.audit import audited_replicas
 from loraplex.server.auth import Administrators
 from loraplex.server.body import BodyReader
@@ -18,18 +19,24 @@ from loraplex.server.engine_status import Fleet
 from loraplex.server.model_routes import json_response
 from loraplex.server.openapi import operation
 from loraplex.server.requests import LeaveRequest, ReplicaRequest, ScaleRequest
-from loraplex.server.responses import ReplicaInfo, ReplicaList
+from loraplex.server.responses import LeftOutInfo, ReplicaInfo, ReplicaList
 
 _ERRORS: Final = (401, 403, 503)
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReader, clock: Clock) -> APIRouter:
+def fleet_router(
+    fleet: Fleet,
+    adapters: AdapterService,
+    administrators: Administrators,
+    bodies: BodyReader,
+    clock: Clock,
+) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/fleet", **operation(summary="List the replicas", answer=ReplicaList, errors=(401,)))
     async def replicas() -> Response:
-        return json_response(_list(fleet))
+        return json_response(_list(fleet, adapters))
 
     def add(
         path: str, summary: str, body_type: type[R], change: Callable[[R], Awaitable[None] | None]
@@ -43,7 +50,7 @@ def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReade
             with audited_replicas(request.scope, clock, **asked):
                 if (changing := change(body)) is not None:
                     await changing
-            return json_response(_list(fleet))
+            return json_response(_list(fleet, adapters))
 
     add(
         "/v1/fleet/drain",
@@ -72,8 +79,9 @@ def fleet_router(fleet: Fleet, administrators: Administrators, bodies: BodyReade
     return router
 
 
-def _list(fleet: Fleet) -> ReplicaList:
+def _list(fleet: Fleet, adapters: AdapterService) -> ReplicaList:
     return ReplicaList(
+        left_out=[LeftOutInfo(name=name, reason=left.reason) for name, left in adapters.left_out.items()],
         data=[
             ReplicaInfo(
                 replica=each.number,
@@ -90,5 +98,5 @@ def _list(fleet: Fleet) -> ReplicaList:
                 node=each.status.node,
             )
             for each in fleet.replicas
-        ]
+        ],
     )

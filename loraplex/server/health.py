@@ -2,7 +2,8 @@
 
 /health/live     200 from the first moment: the process is there, do not start another
 /health/ready    200 when requests are served at full speed; 503 with what is being done before that, and
-                 while the engine restarts. /health is the same.
+                 while the engine restarts, or while all servers of a fleet refuse all of its adapters.
+                 /health is the same.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def live_response() -> Response:
     return _json(Health(), 200)
 
 
-def ready_response(status: EngineStatus) -> Response:
+def ready_response(status: EngineStatus, why_no_adapters: str | None = None) -> Response:
+    """`why_no_adapters`: why an engine that is ready serves none of its adapters, if that is not ready."""
+    if status.state is EngineState.READY and why_no_adapters is not None:
+        return _not_ready(EngineDeadError(why_no_adapters), EngineState.STARTING, "adapters", None)
     if status.state is EngineState.READY:
         return _json(Health(), 200)
     return _not_ready(EngineDeadError(status.explain()), status.state, status.phase, status.fraction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Protocol
 
@@ -24,6 +25,12 @@ class Continuation(StrEnum):
 
 class Replica(SupervisedEngine, Protocol):
     """A SupervisedEngine with others beside it."""
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """The versions that it was asked to know and refuses, by itself and not as the others would, with the
+        reason in words. It tries them again from time to time."""
+        ...
 
     def continuation(self, request: EngineRequest) -> Continuation:
         """Tell what comes of a request that has tokens of its answer."""

@@ -204,7 +204,8 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`state`: new, starting, ready, restarting, failed or closed; `message` says why it is not ready.
+    """`state`: new, starting, ready, restarting, failed or closed; `message` says why it is not ready, or
+    which adapters it refuses.
     `placed`: how many adapters the placement gives it. `brought`: how many of them it ever brought in for a
     plan. `migrated`: how many requests ever migrated to it.
     `drained`: it is sent no more requests, by order. `pid`: of its engine process, on the machine `node` if
@@ -224,9 +225,19 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None
 
 
+class LeftOutInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that no replica took when the server started, and that is tried again."""
+
+    name: str
+    reason: str
+
+
 class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
+    """`left_out`: adapters of the registry and of folders that are not served."""
+
     object: Literal["list"] = "list"
     data: list[ReplicaInfo]
+    left_out: list[LeftOutInfo] = []
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

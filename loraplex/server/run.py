@@ -49,6 +49,7 @@ from loraplex.server.garbage import collect_while_serving, keep_all_made_until_n
 from loraplex.server.health import FrontApp
 from loraplex.server.http_protocol import BoundedHttpProtocol
 from loraplex.server.hub_adapters import HubAdapters
+from loraplex.server.left_out import keep_retrying
 from loraplex.server.listening import ListeningServer, bind, listen, loop_factory, stop_signals
 from loraplex.server.metrics import ServerMetrics
 from loraplex.server.protocol_ipc import StartProgress
@@ -325,6 +326,7 @@ async def _start(
         waiting=WaitingBook(options.waiting, clock, client),
         bodies=BodyReader(options.limits),
         fleet=fleet,
+        is_ready_without_adapters=options.backends is None,
         continued=client.continued,
         is_resampled=client.is_resampled,
         shadow_twin=await _shadow_twin(client, options.shadow_twin_s, stack),
@@ -332,6 +334,8 @@ async def _start(
     service.on_dropped = deps.metrics.forget
     watching = asyncio.create_task(RegistryWatch(service.follower).run(), name="watch the registry")
     stack.callback(watching.cancel)
+    retrying = asyncio.create_task(keep_retrying(service), name="retry adapters that were left out")
+    stack.callback(retrying.cancel)
     notes = (
         *context_notes(client.info.max_model_len, options.engine, config),
         *shared_state_notes(registry, state_dir),

@@ -77,7 +77,7 @@ async def _tokenize(prompts: PromptEncoder, body: TokenizeRequest) -> list[int]:
 
 def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
     async def ready() -> Response:
-        return ready_response(deps.engine_status())
+        return ready_response(deps.engine_status(), _why_no_adapters(deps))
 
     for path in READY_PATHS:
         summary = "Are requests served?"
@@ -111,6 +111,16 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
         # In a thread: streams go on while a page of thousands of adapters is written.
         page = await asyncio.to_thread(render_metrics, snapshot)
         return Response(page, headers={"content-type": CONTENT_TYPE})
+
+
+def _why_no_adapters(deps: ServerDeps) -> str | None:
+    """Return why none of the adapters is served, if the server is no use without them; else None. A few that
+    are refused keep nobody from the others."""
+    left_out = deps.adapters.left_out
+    if deps.is_ready_without_adapters or not left_out or deps.adapters.served():
+        return None
+    name, left = next(iter(left_out.items()))
+    return f"none of {len(left_out):,} adapters is served; {name!r}: {left.reason}"
 
 
 def _check_model(deps: ServerDeps, model: str | None) -> None:

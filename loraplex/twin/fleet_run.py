@@ -153,7 +153,6 @@ class FleetRuns:
             operating_points=self._operating_points() if named.needs_points else {},
             token_rates=token_rates(self._has.costs, self._has.adapters.ranks.tolist()),
             padded=self._has.pads,
-            has_slots=self._has.limits.max_adapters is not None,
         )
         return Replanner(
             named.make(context),

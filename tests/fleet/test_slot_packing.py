@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.placements.hysteresis import HysteresisPlacement
 from loraplex.fleet.placements.placement import PlacementProblem
+from loraplex.fleet.placements.rank_line import RankLinePlacement
 from loraplex.fleet.placements.slot_packing import SlotPackingPlacement, expected_loads
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.policy import PLACEMENTS, PlacementContext
@@ -132,11 +134,14 @@ def test_popularity_is_the_mean_of_the_periods_where_there_are_slots(num_slots: 
 
 
 def test_auto_packs_slots_where_there_are_any() -> None:
-    context = PlacementContext(operating_points={}, token_rates={8: 100.0}, padded=True, has_slots=True)
+    context = PlacementContext(operating_points={}, token_rates={8: 100.0}, padded=True)
     named = PLACEMENTS["auto"]
     assert named is not None
     wanted = problem(zipf(24), 3, 4)
     assert named.make(context).place(wanted) == SlotPackingPlacement().place(wanted)
+    shared = replace(wanted, num_slots=None)
+    rank_line = RankLinePlacement(token_rates=context.token_rates, padded=True)
+    assert named.make(context).place(shared) == rank_line.place(shared)
 
 
 def test_a_fresh_plan_moves_as_few_as_it_can() -> None:

@@ -99,6 +99,7 @@ def make_server(
     forecaster: Forecaster | None = None,
     drain_timeout_s: float = 30.0,
     is_resampled: Callable[[str], bool] = lambda call_id: False,
+    is_ready_without_adapters: bool = True,
 ) -> Served:
     engine = FakeEngine(script or says("Hello world! How are you?"))
     service = AdapterService(
@@ -126,6 +127,7 @@ def make_server(
         bodies=BodyReader(limits or BodyLimits()),
         drain_timeout_s=drain_timeout_s,
         is_resampled=is_resampled,
+        is_ready_without_adapters=is_ready_without_adapters,
     )
     return Served(app=create_app(deps), engine=engine, service=service, deps=deps)
 

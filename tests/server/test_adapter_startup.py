@@ -14,6 +14,7 @@ from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.registry import Origin
 from loraplex.core.errors import AdapterError, CapacityError
 from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
+from loraplex.server.left_out import retry_left_out
 
 
 @pytest.fixture
@@ -259,3 +260,57 @@ def test_an_adapter_that_is_given_by_itself_and_too_large_fails_the_start(
     with pytest.raises(AdapterError, match=r"--adapter one=.* 9 GiB; raise --host-adapter-memory"):
         restart(api, given=[GivenAdapter(name="one", source=folder / "one")])
     assert restart(api, folder).num_skipped == 2
+
+
+def test_what_the_engine_refuses_is_tried_again_and_served_when_it_is_taken(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = api.served.service
+    restart(api, folder)
+    load(api, "by-hand", folder / "one")
+    load(api, "by-hand", folder / "two", canary_share=0.5)
+    load(api, "given-up", folder / "one")
+    registered = {entry.name: (entry.origin, entry.rollout.canary) for entry in service.registry.all()}
+
+    async def refuse(spec: Any) -> None:
+        raise CapacityError("open the folder there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(api.served.engine, "add_adapter", refuse)
+        report = restart(api, folder)
+        assert (report.num_served, report.num_skipped) == (0, 4)
+        assert all("it is tried again from time to time" in note for note in report.notes)
+        api.run(retry_left_out(service))
+        assert {name: left.reason for name, left in service.left_out.items()} == dict.fromkeys(
+            ("by-hand", "given-up", "one", "two"), "open the folder there"
+        )
+        assert unload(api, "given-up").status_code == 200
+    api.run(retry_left_out(service))
+    assert (set(paths(api)), service.left_out) == ({"by-hand", "one", "two"}, {})
+    assert service.canary_of("by-hand") == version_of(api, "two")
+    del registered["given-up"]
+    assert registered == {
+        entry.name: (entry.origin, entry.rollout.canary) for entry in service.registry.all()
+    }
+
+
+@pytest.mark.parametrize("needs_adapters", [True, False])
+def test_a_front_is_not_ready_while_its_servers_refuse_every_adapter(
+    make_api: Callable[..., Api], folder: Path, monkeypatch: pytest.MonkeyPatch, needs_adapters: bool
+) -> None:
+    api = make_api(allowed=[folder], is_ready_without_adapters=not needs_adapters)
+
+    async def refuse(spec: Any) -> None:
+        raise AdapterError("start it with --allow-adapter-dir")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(api.served.engine, "add_adapter", refuse)
+        restart(api, folder)
+        answer = api.get("/health/ready")
+        assert answer.status_code == (503 if needs_adapters else 200)
+        if needs_adapters:
+            message = answer.json()["error"]["message"]
+            assert message == "none of 2 adapters is served; 'one': start it with --allow-adapter-dir"
+    load(api, "one", folder / "one")  # one of them is enough
+    assert api.get("/health/ready").status_code == 200
+    assert list(api.served.service.left_out) == ["two"]

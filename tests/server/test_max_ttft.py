@@ -181,6 +181,7 @@ class FakeReplica:
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)
         self.healthy = True
+        self.refused: dict[str, str] = {}
         self.status = EngineStatus(state=EngineState.READY, message="", num_restarts=0, pid=None)
 
     def continuation(self, request: EngineRequest) -> Continuation:

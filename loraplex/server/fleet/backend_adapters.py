@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -83,6 +83,8 @@ class BackendAdapters:
         self._loaded: set[str] = set()
         self._loaded_here: set[str] = set()  # by this front, at any time
         self._unwanted: set[str] = set()  # not unloaded yet, as the server was away
+        self.refused: dict[str, str] = {}
+        """The noted versions that the server did not take when it was last asked, and why."""
         self._changes: dict[str, _Change] = {}
         self._end_reason: EngineDeadError = RequestMovedError("")  # why changes under way were ended
 
@@ -91,18 +93,14 @@ class BackendAdapters:
         self._wanted.setdefault(spec.version, {})[spec.path] = spec
         self._unwanted.discard(spec.version)
 
-    def knows(self, version: str) -> bool:
-        """Return whether a version is noted."""
-        return version in self._wanted
-
-    def drop(self, version: str) -> None:
-        """Note a version no longer that the server has refused and never had."""
-        self._wanted.pop(version, None)
-
-    def forget(self, version: str) -> None:
-        """Have the server without a version when it is there again."""
-        if self._wanted.pop(version, None) is not None or version in self._loaded:
+    def forget(self, version: str) -> bool:
+        """Have the server without a version when it is there again; returns whether it may have it now."""
+        was_wanted = self._wanted.pop(version, None) is not None
+        if self.refused.pop(version, None) is not None:
+            return False
+        if was_wanted or version in self._loaded:
             self._unwanted.add(version)
+        return True
 
     def doubt(self, version: str) -> None:
         """The server turned out not to have a version: load it again before it is used."""
@@ -113,6 +111,7 @@ class BackendAdapters:
         # A request that waits for its adapter was not sent there yet: the server did not go away by it.
         self._end_reason = RequestMovedError(reason)
         self._loaded.clear()
+        self.refused.clear()  # it may come back with other options
         for change in self._changes.values():
             change.task.cancel()
         self._changes.clear()
@@ -136,11 +135,31 @@ class BackendAdapters:
     async def restore(self, served: Iterable[str]) -> None:
         """Make the server have what it should, `served` being the names of what it has.
 
-        An adapter that it refuses now is logged, and tried again when it is asked for. Raises EngineDeadError
-        if the server goes away meanwhile.
+        Adapters that it refuses now are in `refused`, and logged. Raises EngineDeadError if the server goes
+        away meanwhile.
         """
         names = set(served)
         self._loaded = {version for version in self._wanted if adapter_name(version) in names}
+        before = set(self.refused)
+        await self._load_all([version for version in self._wanted if version not in self._loaded])
+        if gone := [version for version in self.refused if version not in before]:
+            logger.warning(
+                "%d adapters are gone from %s, the first is version %s: %s",
+                *(len(gone), self._http.url, gone[0][:12], self.refused[gone[0]]),
+            )
+        for version in [version for version in self._unwanted if adapter_name(version) in names]:
+            await self.unload(version)
+        self._unwanted.clear()
+
+    async def retry(self) -> None:
+        """Ask the server once more for what it refused. Raises EngineDeadError if it goes away meanwhile."""
+        before = len(self.refused)
+        await self._load_all(list(self.refused))
+        if (taken := before - len(self.refused)) > 0:
+            logger.info("the server at %s takes %d adapters now that it refused", self._http.url, taken)
+
+    async def _load_all(self, versions: Sequence[str]) -> None:
+        """Load versions, a few at a time; those that are refused are noted as that."""
         gate = asyncio.Semaphore(self._num_at_once)
 
         async def bring(version: str) -> None:
@@ -149,17 +168,12 @@ class BackendAdapters:
                     await self.load(version)
                 except EngineDeadError:
                     raise
-                except LoraplexError as error:
-                    logger.warning("adapter %s is gone from %s: %s", version[:12], self._http.url, error)
+                except LoraplexError:
+                    pass  # `refused` has it, unless it was removed meanwhile
 
-        missing = [version for version in self._wanted if version not in self._loaded]
-        results = await asyncio.gather(*map(bring, missing), return_exceptions=True)
-        for problem in results:
+        for problem in await asyncio.gather(*map(bring, versions), return_exceptions=True):
             if isinstance(problem, BaseException):
                 raise problem
-        for version in [version for version in self._unwanted if adapter_name(version) in names]:
-            await self.unload(version)
-        self._unwanted.clear()
 
     async def close(self) -> None:
         """End what is under way with EngineClosedError."""
@@ -201,7 +215,15 @@ class BackendAdapters:
             return
         if version in self._loaded:
             return
-        await self._load_from_any(version)
+        try:
+            await self._load_from_any(version)
+        except EngineDeadError:
+            raise
+        except LoraplexError as error:
+            if version in self._wanted:
+                self.refused[version] = str(error)
+            raise
+        self.refused.pop(version, None)
         self._loaded.add(version)
 
     async def _load_from_any(self, version: str) -> None:
@@ -288,6 +310,11 @@ class BackendAdapters:
             return PathNotAllowedError(f"the server at {url}: {message}")
         if answer.status == 409:
             return AdapterConflictError(f"the server at {url}: {message}")
+        if answer.status == 404 and self.kind is BackendKind.VLLM and "lora" not in message.lower():
+            return BackendError(
+                f"the vLLM server at {url} does not load adapters while it runs ({message}); start it with "
+                "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+            )
         if answer.status == 404 or "No adapter found" in message:
             return AdapterError(
                 f"the server at {url} finds no adapter at {path}; let it see the same folders as the fleet"

@@ -14,16 +14,27 @@ from loraplex.core.errors import (
     EngineDeadError,
     InvalidRequestError,
     LoraplexError,
+    RequestMovedError,
 )
 from loraplex.server.errors import SERVER_ERROR, QueueFullError
 from loraplex.server.fleet.backend_http import Answer
 
+ENGINE_DOWN: Final = "engine_down"
+"""What loraplex answers with if its engine died, perhaps of the request."""
 _TOO_LONG: Final = ("maximum context length", "maximum model length")
 """How vLLM, which has no code for it, says that prompt and answer do not fit the context."""
 
 
 class BackendBusyError(QueueFullError, CapacityError):
     """The server takes no more requests for now (its 429)."""
+
+
+class UnavailableError(EngineDeadError):
+    """The server, or a gateway before it, takes no requests for now: it starts, or shuts down."""
+
+
+class NotAcceptedError(RequestMovedError):
+    """The server went away before it had begun to answer the request, which says nothing about that."""
 
 
 class AdapterMissingError(EngineDeadError):
@@ -56,6 +67,8 @@ def error_detail(answer: Answer) -> ErrorDetail:
 def request_error(answer: Answer, url: str) -> LoraplexError:
     """The error of a generation request that was answered with another status than 200."""
     detail, status = error_detail(answer), answer.status
+    if status in (502, 503, 504) and detail.code != ENGINE_DOWN:
+        return UnavailableError(f"the server at {url} is not ready (HTTP {status}: {detail.message})")
     if status >= 500:
         return EngineDeadError(f"the server at {url} failed (HTTP {status}: {detail.message})")
     if status in (401, 403):
@@ -84,7 +97,7 @@ def stream_error(detail: ErrorDetail, url: str) -> LoraplexError:
             return LoraplexError(detail.message)
         case ErrorDetail(code=int() as status) if status < 500:
             return _refusal(detail)
-        case ErrorDetail(code=str() as code) if code not in ("engine_down", "starting"):
+        case ErrorDetail(code=str() as code) if code not in (ENGINE_DOWN, "starting"):
             return _refusal(detail)
         case _:
             return EngineDeadError(f"the server at {url} failed ({detail.message})")

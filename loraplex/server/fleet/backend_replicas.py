@@ -23,7 +23,11 @@ from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.protocol_ipc import Ready
 
 _READY_TIMEOUT_S: Final = 60.0
-"""How long a request waits while no server of the fleet is there."""
+"""How long a request waits for a server that went away as it was sent there."""
+_NO_RESTART: Final = (
+    "it is a server that the fleet did not start; restart it where it runs, and it is used again when it is "
+    "back (`loraplex fleet drain N --move` before that lets the others go on with its requests)"
+)
 _MAX_RUNNING: Final = 256
 _UNKNOWN_KV_TOKENS: Final = 1 << 30
 """For servers that do not tell: their KV memory decides nothing then."""
@@ -84,5 +88,7 @@ def backend_fleet(
         period_s=period_s,
         costs=guessed_costs(shape, "cuda"),
         most=(number, why),
+        no_restart=_NO_RESTART,
+        num_loads_at_once=options.num_loads_at_once,
     )
     return FleetEngine(setup, number, log)

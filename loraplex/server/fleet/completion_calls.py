@@ -8,11 +8,22 @@ from typing import Any, Final
 
 import aiohttp
 
-from loraplex.core.errors import EngineDeadError, LoraplexError, RequestMovedError, UnknownModelError
+from loraplex.core.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    LoraplexError,
+    RequestMovedError,
+    UnknownModelError,
+)
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.server.fleet.backend_adapters import BackendAdapters
-from loraplex.server.fleet.backend_errors import AdapterMissingError, request_error
-from loraplex.server.fleet.backend_http import Answer, BackendHttp
+from loraplex.server.fleet.backend_errors import (
+    AdapterMissingError,
+    NotAcceptedError,
+    UnavailableError,
+    request_error,
+)
+from loraplex.server.fleet.backend_http import Answer, BackendHttp, UnreachableError
 from loraplex.server.fleet.completion_stream import CompletionReader, failed_output
 from loraplex.server.fleet.liveness import Liveness
 from loraplex.server.request_log import VERSION_HEADER
@@ -46,10 +57,12 @@ class CompletionCalls:
             reader.set_exception(reason)
 
     async def run(self, request: EngineRequest, body: dict[str, Any]) -> AsyncGenerator[EngineOutput, None]:
-        """The outputs of one request; see AsyncEngine.generate."""
-        era = self._liveness.era
+        """The outputs of one request; see AsyncEngine.generate. Raises NotAcceptedError if the server goes
+        away before it has begun to answer."""
+        era, has_begun = self._liveness.era, False
         try:
             response = await self._open(request, body, era)
+            has_begun = True
             try:
                 self._readers[request.request_id] = response.content
                 with self._liveness.reading(response.content, era):
@@ -64,11 +77,14 @@ class CompletionCalls:
                 # Hands the connection back for the next request if all of it was read, else it is closed,
                 # which cancels the request there.
                 (response.release if response.content.at_eof() else response.close)()
-        except (RequestMovedError, AdapterMissingError):
+        except (RequestMovedError, AdapterMissingError, EngineClosedError):
             raise
         except EngineDeadError as error:
-            if era == self._liveness.era:  # else this is known
+            is_known = era != self._liveness.era
+            if not is_known:
                 self._on_trouble(error)
+            if not has_begun and (is_known or isinstance(error, (UnreachableError, UnavailableError))):
+                raise NotAcceptedError(str(error)) from error
             raise
 
     async def _open(self, request: EngineRequest, body: dict[str, Any], era: int) -> aiohttp.ClientResponse:

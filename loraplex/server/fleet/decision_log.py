@@ -16,8 +16,9 @@ from typing import Final
 
 import msgspec
 
+from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.errors import UserError
-from loraplex.server.fleet.routing_events import RoutingEvent, decode_event, encode_event
+from loraplex.server.fleet.routing_events import RoutingEvent, Sent, Ticked, decode_event, encode_event
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +28,16 @@ _MAX_EVENTS: Final = 200_000
 _MAX_FILES: Final = 8
 """That are kept in all, of this server and of others on the same state folder."""
 
+_RETRY_S: Final = 30.0
+"""How long nothing is written after a write that failed."""
+
 
 class DecisionLog:
     """Events on their way to a file. Recording takes no I/O; what was recorded is taken, and written by any
     thread."""
 
-    def __init__(self, state_dir: Path, max_events: int = _MAX_EVENTS) -> None:
+    def __init__(self, state_dir: Path, max_events: int = _MAX_EVENTS, *, clock: Clock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
         self._folder = state_dir / FOLDER
         self._max_events = max_events
         # Two servers on the folder may have one process id, in containers of their own.
@@ -40,24 +45,33 @@ class DecisionLog:
         self._number = 0
         self._num_events = 0
         self._lines: list[bytes] = []
-        self._is_broken = False
+        self._failed_s: float | None = None  # when a write failed; nothing is kept until the next file begins
+        self._is_off = False  # which was said
         self._is_lost = False
         self._is_beginning = True
+        self._num_decisions = 0
+        self._num_taken = 0  # decisions up to what was taken last
+        self._num_written = 0  # decisions up to what was written last
+        self._num_dropped = 0  # decisions before this file that are in none
 
     @property
     def is_full(self) -> bool:
-        """Tell whether the routing should begin anew, in the next file: this one is long, or was deleted."""
-        return self._num_events >= self._max_events or self._is_lost
+        """Tell whether the routing should begin anew, in the next file: this one is long, was deleted, or
+        could not be written some time ago."""
+        may_retry = self._failed_s is not None and self._clock.now_s() - self._failed_s >= _RETRY_S
+        return self._num_events >= self._max_events or self._is_lost or may_retry
 
     def record(self, event: RoutingEvent) -> None:
-        if not self._is_broken:
+        self._num_decisions += isinstance(event, (Sent, Ticked))
+        if self._failed_s is None:
             self._lines.append(encode_event(event))
             self._num_events += 1
 
     def begin(self, events: Iterable[RoutingEvent]) -> None:
         """Begin the next file with the events that a routing begins with."""
         self.write(self.take())
-        self._is_beginning, self._is_lost = True, False
+        self._is_beginning, self._is_lost, self._failed_s = True, False, None
+        self._num_dropped = self._num_decisions - self._num_written
         self._number += 1
         self._num_events = 0
         for event in events:
@@ -68,12 +82,13 @@ class DecisionLog:
     def take(self) -> list[bytes]:
         """Return what was recorded since the last call; on the thread that records."""
         lines, self._lines = self._lines, []
+        self._num_taken = self._num_decisions
         return lines
 
     def write(self, lines: list[bytes]) -> None:
-        """Write what was taken; on any thread, one call at a time. A disk that fails ends the log, not the
-        server."""
-        if not lines or self._is_broken:
+        """Write what was taken; on any thread, one call at a time. A disk that fails ends the log for a
+        while, not the server."""
+        if not lines or self._failed_s is not None:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -85,16 +100,25 @@ class DecisionLog:
             with self._path.open("wb" if begins else "ab") as file:
                 file.write(b"\n".join([*lines, b""]))
             self._is_beginning = False
+            self._wrote()
             for path in _files(self._folder)[_MAX_FILES:]:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            self._is_broken = True
+            self._failed_s = self._clock.now_s()
+            if self._is_off:
+                return
+            self._is_off = True
             logger.warning(
-                "decisions are not logged any more: %s cannot be written (%s); mend the disk and start the "
-                "server again",
-                self._path,
-                error.strerror,
+                "decisions are not logged for now: %s cannot be written (%s); mend the disk; it is tried "
+                "again every %g s",
+                *(self._path, error.strerror, _RETRY_S),
             )
+
+    def _wrote(self) -> None:
+        self._num_written = self._num_taken
+        if self._is_off:
+            self._is_off = False
+            logger.warning("decisions are logged again; %d of them were lost", self._num_dropped)
 
     @property
     def _path(self) -> Path:

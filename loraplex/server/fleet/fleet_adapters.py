@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.errors import EngineDeadError
+from loraplex.core.errors import AdapterError, EngineDeadError, LoraplexError
 from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members, is_gone
@@ -29,25 +29,32 @@ class FleetAdapters:
         """Return all versions, with each of their folders."""
         return [spec for sources in self._specs.values() for spec in sources.values()]
 
-    def joining(self, replica: Replica) -> JoiningAdapters:
-        """Return what gives all versions to a replica that is not a member yet."""
-        return JoiningAdapters(self, replica)
+    def joining(self, replica: Replica, num_at_once: int) -> JoiningAdapters:
+        """Return what gives all versions to a replica that is not a member yet, so many at a time."""
+        return JoiningAdapters(self, replica, num_at_once)
 
     async def add(self, spec: AdapterSpec) -> None:
-        """See AsyncEngine: on all replicas, or on none of them."""
+        """See AsyncEngine: on all replicas, or on none of them; but for those that refuse it by themselves,
+        if another one takes it."""
         asked: list[Replica] = []
         errors: list[BaseException] = []
+        refusals: list[BaseException] = []
+        num_taken = 0
         # Again for those that have joined meanwhile: they were given the versions that were known then.
         while not errors and (new := [each for each in self._members.alive() if each not in asked]):
             asked += new
             results = await asyncio.gather(
                 *(replica.add_adapter(spec) for replica in new), return_exceptions=True
             )
-            errors = [
-                result
-                for replica, result in zip(new, results, strict=True)
-                if isinstance(result, BaseException) and not self._has_left(replica, result)
-            ]
+            for replica, result in zip(new, results, strict=True):
+                if not isinstance(result, BaseException):
+                    num_taken += 1
+                elif spec.version in replica.refused:
+                    refusals.append(result)
+                elif not self._has_left(replica, result):
+                    errors.append(result)
+        if not num_taken:
+            errors += refusals
         if not errors:
             self._specs.setdefault(spec.version, {})[spec.path] = spec
             return
@@ -69,17 +76,21 @@ class FleetAdapters:
         return self.routing is not None and not self._members.is_gone
 
     async def stage(self, version: str) -> None:
-        """See AsyncEngine: on all replicas that serve and that it is placed on. One that dies meanwhile reads
-        the version from its files when it is back, as it does with all others."""
-        routing, present = self.routing, self._members.present
-        serving = [number for number in present if self._members[number].healthy]
+        """See AsyncEngine: on all replicas that serve, that it is placed on and that do not refuse it. One
+        that dies meanwhile reads the version from its files when it is back, as it does with all others."""
+        routing, members = self.routing, self._members
+        serving = [number for number in members.present if members[number].healthy]
+        reasons = [members[number].refused.get(version) for number in serving]
+        serving = [number for number, reason in zip(serving, reasons, strict=True) if reason is None]
         placed = None if routing is None else routing.placed_on(version)
         if placed is not None:  # if none of its replicas serves just now, any other one may be asked for it
             serving = [number for number in serving if number in placed.replicas] or serving
+        if not serving and (refusals := [reason for reason in reasons if reason is not None]):
+            raise AdapterError(refusals[0])
         if not serving:
             raise EngineDeadError("no replica is there to stage the adapter on; try again when one is back")
         results = await asyncio.gather(
-            *(bring_in(self._members[number], version) for number in serving), return_exceptions=True
+            *(bring_in(members[number], version) for number in serving), return_exceptions=True
         )
         if routing is not None:
             for number, result in zip(serving, results, strict=True):
@@ -95,8 +106,11 @@ class FleetAdapters:
         """Return in words how each replica stands with a version."""
         states = []
         for number in self._members.present:
-            state = self._members[number].status.state
-            if state is not EngineState.READY:
+            replica = self._members[number]
+            state = replica.status.state
+            if (reason := replica.refused.get(version)) is not None:
+                word = f"refuses it ({reason}), and is asked again from time to time"
+            elif state is not EngineState.READY:
                 word = f"{state.value}, reads it when it is back"
             elif self.routing is not None and self.routing.has(number, version):
                 word = "ready"
@@ -127,10 +141,11 @@ class FleetAdapters:
 class JoiningAdapters:
     """Gives a replica that joins the versions that the others know."""
 
-    def __init__(self, adapters: FleetAdapters, replica: Replica) -> None:
+    def __init__(self, adapters: FleetAdapters, replica: Replica, num_at_once: int) -> None:
         self._adapters = adapters
         self._replica = replica
         self._known: dict[str, set[Path]] = {}
+        self._gate = asyncio.Semaphore(num_at_once)
 
     async def catch_up(self) -> None:
         """Return when the replica knows what the others do, who may be given more meanwhile."""
@@ -141,9 +156,19 @@ class JoiningAdapters:
             gone = known.keys() - {spec.version for spec in specs}
             if not missing and not gone:
                 return
-            for spec in missing:
-                await replica.add_adapter(spec)
-                known.setdefault(spec.version, set()).add(spec.path)
+            results = await asyncio.gather(*map(self._add, missing), return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
             for version in gone:
                 await replica.remove_adapter(version)
                 del known[version]
+
+    async def _add(self, spec: AdapterSpec) -> None:
+        async with self._gate:
+            try:
+                await self._replica.add_adapter(spec)
+            except LoraplexError:
+                if spec.version not in self._replica.refused:  # else the others serve it
+                    raise
+        self._known.setdefault(spec.version, set()).add(spec.path)

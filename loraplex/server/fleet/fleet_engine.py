@@ -57,14 +57,18 @@ class FleetSetup:
     """How the replicas of a fleet are made. `make`: the replica of this number, not started yet. `limits`: of
     one that is ready. `period_s`: of the policy's placement. `costs`: of any of them, as a profile, where
     they do not say it themselves. `most`: how many there can be, and why (None if nothing but good sense
-    limits them). `clock`: that periods go by."""
+    limits them). `no_restart`: why a replica cannot be restarted on demand, and what to do instead; None if
+    it can. `num_loads_at_once`: adapters that one which joins is given at a time. `clock`: that periods
+    go by."""
 
     make: Callable[[int], Replica]
     limits: Callable[[Ready], Limits]
     policy: Policy
     costs: CostModel
     most: tuple[int, str] | None = None
+    no_restart: str | None = None
     period_s: float = PERIOD_S
+    num_loads_at_once: int = 4
     clock: Clock = field(default_factory=MonotonicClock)
 
 
@@ -75,7 +79,7 @@ class FleetEngine:
         """`log`: where the decisions of the routing are written."""
         self._setup = setup
         self._members = Members([setup.make(number) for number in range(num_replicas)])
-        self._requests = FleetRequests(self._members)
+        self._requests = FleetRequests(self._members, setup.clock)
         self._log = log
         self._routing: LiveRouting | None = None
         self._placing: Placing | None = None
@@ -270,8 +274,12 @@ class FleetEngine:
         """Replace a replica by a new one, after the requests it has; the others serve meanwhile. `move`: they
         go on with these requests.
 
-        Raises as `drain` does, and LoraplexError if the new one cannot start.
+        Raises as `drain` does, also if replicas of this fleet cannot be restarted by it, and LoraplexError
+        if the new one cannot start.
         """
+        self._members.check_there(number)
+        if (why := self._setup.no_restart) is not None:
+            raise InvalidRequestError(f"replica {number} is not restarted: {why}", param="replica")
         await self._changes.run(self._restart(number, move=move))
 
     async def _restart(self, number: int, *, move: bool) -> None:
@@ -287,7 +295,7 @@ class FleetEngine:
         routing = self._routing
         assert routing is not None
         replica = self._setup.make(number)
-        joining = self._adapters.joining(replica)
+        joining = self._adapters.joining(replica, self._setup.num_loads_at_once)
         try:
             await replica.start(None, _Deferred(joining.catch_up))
             await joining.catch_up()  # with what came while it got ready

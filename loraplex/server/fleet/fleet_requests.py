@@ -11,12 +11,13 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, cast
 
+from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError, UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.server.continuing import Attempt, Continued, Outputs, Serving, continuing
-from loraplex.server.fleet.backend_errors import AdapterMissingError, BackendBusyError
+from loraplex.server.fleet.backend_errors import AdapterMissingError, BackendBusyError, NotAcceptedError
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.request_report import RequestReport
@@ -30,6 +31,10 @@ _MAX_DEATHS: Final = 3
 """As many replicas may die with a request, without a token of it in between, before it is given up: it may be
 what they die of."""
 _MAX_DEATHS_IN_ALL: Final = 10
+_MAX_WAIT_S: Final = 180.0
+"""So long a request waits for a replica that takes it, if none serves or each goes away first."""
+_LOOK_S: Final = 0.05
+"""How often a request that waits looks for a replica."""
 _BUSY_S: Final = 0.5
 """After so long, another replica is asked to go on with a request that one had no room for."""
 _MAX_RESAMPLED: Final = 4096
@@ -49,9 +54,12 @@ class _InFlight:
 @dataclass(slots=True)
 class _Course:
     """What has become of a request so far. `tried`: the replicas that have lost or refused it. `is_admitted`:
-    one of them has had it, so that nobody may refuse it any more."""
+    one of them has had it, so that nobody may refuse it any more. `waits_since_s`: when it was given to
+    replicas of which none has taken it yet, None if one has. `problem`: of the last that did not."""
 
     is_admitted: bool
+    waits_since_s: float | None = None
+    problem: str = ""
     tried: set[int] = field(default_factory=set)
 
 
@@ -59,8 +67,9 @@ class FleetRequests:
     """Runs requests on the members of a fleet. `routing`: None until the fleet has started. `is_closing`: a
     replica that is closed is closed with the fleet."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, clock: Clock | None = None) -> None:
         self._members = members
+        self._clock = clock or MonotonicClock()
         self._in_flight: dict[str, _InFlight] = {}  # by the first id, which stays
         self._targets: dict[str, int] = {}  # where requests go on that are being moved
         self._resampled: dict[str, None] = {}  # calls, the latest last
@@ -70,12 +79,13 @@ class FleetRequests:
         self.continued: Counter[Continued] = Counter()
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """See AsyncEngine. EngineDeadError only if too many replicas died with the request, if none is left,
-        or if none that is left could go on as the one that died."""
+        """See AsyncEngine. EngineDeadError only if too many replicas died with the request, if none is left
+        or none takes it for too long, or if none that is left could go on as the one that died."""
         # One that began elsewhere was let in there.
         course = _Course(is_admitted=bool(request.output_token_ids))
 
         async def give(attempt: EngineRequest) -> Serving:
+            await self._wait_for_replica(attempt.adapter, course)
             routing, number = self._choose(attempt, course.tried)
             return self._serving(routing, number, attempt, course)
 
@@ -88,6 +98,24 @@ class FleetRequests:
             continued=self.continued,
             tells_why=(AdapterMissingError,),
         )
+
+    async def _wait_for_replica(self, adapter: str | None, course: _Course) -> None:
+        """Wait until any replica serves: who comes back first has the request. Raises EngineDeadError if no
+        one will, or if that takes too long."""
+        if self.routing is None:
+            return
+        if course.waits_since_s is None:
+            course.waits_since_s = self._clock.now_s()
+        while True:
+            accepts = self._members.accepting(adapter)
+            if self._clock.now_s() - course.waits_since_s > _MAX_WAIT_S:
+                problem = course.problem or self._members.status.message
+                raise EngineDeadError(
+                    f"no replica took the request within {_MAX_WAIT_S:g} s ({problem}); send it again"
+                )
+            if any(accepted and self._members[number].healthy for number, accepted in enumerate(accepts)):
+                return
+            await asyncio.sleep(_LOOK_S)
 
     def num_output(self) -> dict[str, int]:
         """Return how many tokens each request has from the replica that it is on."""
@@ -102,6 +130,8 @@ class FleetRequests:
         for move in moves:
             found = self._in_flight.get(move.request_id)
             if found is None or found.replica != move.source or not accepts[move.target]:
+                continue
+            if found.request.adapter in self._members[move.target].refused:
                 continue
             has_begun = found.report.num_output or found.request.output_token_ids
             continuation = self._members[move.target].continuation(found.request)
@@ -125,6 +155,7 @@ class FleetRequests:
 
         def saw(output: EngineOutput) -> None:
             course.is_admitted = True
+            course.waits_since_s = None
             if output.adapter_hit and output.token_ids and not report.num_output:
                 members.num_hits[number] += 1
             report.saw(output)
@@ -137,6 +168,11 @@ class FleetRequests:
                 raise
             course.is_admitted = True
             raise RequestMovedError(f"replica {number} is shutting down ({error})") from error
+        except NotAcceptedError as error:
+            course.problem = str(error)
+            if course.tried.issuperset(members.serving):
+                await asyncio.sleep(_BUSY_S)
+            raise
         except EngineDeadError:
             course.is_admitted = True
             raise
@@ -156,7 +192,7 @@ class FleetRequests:
         if routing is None:
             return None
         try:
-            self._let_accept(routing, self._members.accepting())
+            self._let_accept(routing, self._members.accepting(adapter))
             return routing.forecast(adapter, prompt_tokens, admitted)
         except (EngineDeadError, UnknownModelError):
             return None  # whoever sends it will be told
@@ -167,7 +203,7 @@ class FleetRequests:
         routing = self.routing
         if routing is None:
             raise EngineDeadError("the fleet is starting; send the request again")
-        accepts = self._members.accepting()
+        accepts = self._members.accepting(request.adapter)
         target = self._targets.pop(request_id_of(request.request_id), None)
         if target is not None and accepts[target]:
             routing.route(request.request_id, request.adapter, request.num_tokens, to=target)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import EngineClosedError, EngineDeadError, LoraplexError, RequestMovedError
+from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.staging import answer_once
@@ -52,7 +52,8 @@ class HttpReplicaOptions:
     has other replicas. A server that has sent nothing for `silence_s`, not even to a question after its
     health, is taken for dead; it is asked every `busy_interval_s` while requests wait for it, else every
     `idle_interval_s`. `seen_path` says where the server finds a version's files, if elsewhere than here, and
-    `is_registered` whether another front of the server may want a version that this one does not.
+    `is_registered` whether another front of the server may want a version that this one does not. Adapters
+    that the server refuses are offered again every `refused_retry_s`.
     """
 
     call_timeout_s: float = 30.0
@@ -66,6 +67,7 @@ class HttpReplicaOptions:
     stats_max_age_s: float = 0.5
     stats_timeout_s: float = 2.0
     num_loads_at_once: int = 4
+    refused_retry_s: float = 30.0
     seen_path: SeenPath | None = None
     is_registered: IsRegistered | None = None
 
@@ -107,6 +109,8 @@ class HttpReplica:
         self._stats = EngineStats()
         self._stats_taken_s = float("-inf")
         self._stats_call: asyncio.Task[None] | None = None
+        self._retry: asyncio.Task[None] | None = None  # of adapters that were refused
+        self._retried_s = self._clock.now_s()
         self.backend: Backend | None = None
         """The server as it last described itself."""
         self.failed = asyncio.Event()
@@ -126,6 +130,11 @@ class HttpReplica:
         return EngineStatus(
             state=self._life.state, message=self._life.message, num_restarts=self._num_restarts, pid=None
         )
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """See Replica."""
+        return self._adapters.refused
 
     def continuation(self, request: EngineRequest) -> Continuation:
         """See Replica."""
@@ -173,7 +182,7 @@ class HttpReplica:
         """See SupervisedEngine. What runs on the server for this replica is cancelled there."""
         self._life.set(EngineState.CLOSED, SHUTTING_DOWN)
         self._liveness.give_up(EngineClosedError(SHUTTING_DOWN))
-        tasks = [task for task in (self._watcher, self._stats_call) if task is not None]
+        tasks = [task for task in (self._watcher, self._stats_call, self._retry) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -193,9 +202,9 @@ class HttpReplica:
                     has_tokens = has_tokens or bool(output.token_ids)
                     yield output
         except UnreachableError as error:
-            # The server has never had the request, or has outlived it. Where connections break before any
-            # token, it would be sent for ever if that did not count.
-            if error.nobody_listens or (has_tokens and await self._answers()):
+            # The server has outlived the request. Where connections break before any token, it would be sent
+            # for ever if that did not count.
+            if has_tokens and await self._answers():
                 raise RequestMovedError(str(error)) from error
             raise
         finally:
@@ -203,11 +212,11 @@ class HttpReplica:
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See AsyncEngine. While the server is away this only notes the adapter: it will be known again
-        before any request is."""
+        before any request is. One that the server refuses stays noted until it is removed: the server may
+        take it later."""
         if self._life.state is EngineState.STARTING:
             await self._life.takes_adapters.wait()
         self._life.raise_if_gone()
-        is_new = not self._adapters.knows(spec.version)
         self._adapters.note(spec)
         if self._life.state is EngineState.RESTARTING:
             return
@@ -217,10 +226,6 @@ class HttpReplica:
             raise
         except EngineDeadError:
             self._look.set()  # noted, and loaded when the server is there again
-        except LoraplexError:
-            if is_new:  # else the fleet counts on it: the server may take it again later
-                self._adapters.drop(spec.version)
-            raise
 
     async def stage_adapter(self, version: str) -> None:
         """See AsyncEngine."""
@@ -229,10 +234,12 @@ class HttpReplica:
     async def remove_adapter(self, version: str) -> None:
         """See AsyncEngine. Also returns if the server goes away first; it then forgets the version when it is
         there again."""
-        self._adapters.forget(version)
+        may_have_it = self._adapters.forget(version)
         if (use := self._uses.get(version)) is not None:
             await use.wait_idle()
-        if not self._life.takes_adapters.is_set() or self._life.state is not EngineState.READY:
+        if not may_have_it or not self._life.takes_adapters.is_set():
+            return
+        if self._life.state is not EngineState.READY:
             return
         try:
             await self._adapters.unload(version)
@@ -280,6 +287,7 @@ class HttpReplica:
                 if self._life.state is EngineState.RESTARTING or is_urgent:
                     # A server that broke a connection may have been started again since.
                     await self._bring_back()
+                self._retry_refused()
                 pause_s = self._options.first_pause_s
             except (EngineDeadError, BackendError) as error:
                 self._lose(str(error))
@@ -288,6 +296,23 @@ class HttpReplica:
                 logger.exception("the watch over %s went wrong; it goes on", self.url)
                 self._lose(f"the watch over {self.url} went wrong")
                 pause_s = self._options.max_pause_s
+
+    def _retry_refused(self) -> None:
+        """Offer the server again what it refused, if it is time; not here, as that may take long."""
+        now_s = self._clock.now_s()
+        if not self.refused:
+            self._retried_s = now_s  # what is refused from now on has just been tried
+        elif now_s - self._retried_s >= self._options.refused_retry_s and (
+            self._retry is None or self._retry.done()
+        ):
+            self._retried_s = now_s
+            self._retry = asyncio.create_task(self._offer_refused())
+
+    async def _offer_refused(self) -> None:
+        try:
+            await self._adapters.retry()
+        except EngineDeadError:
+            self._look.set()
 
     async def _wait_to_look(self, pause_s: float) -> bool:
         """Wait until it is time to look; returns whether there is a special reason to."""

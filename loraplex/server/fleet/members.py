@@ -86,23 +86,27 @@ class Members:
 
     # ---- who takes requests
 
-    def accepting(self) -> list[bool]:
-        """Tell of each whether it takes requests now. If none is ready, those do that are on their way: who
-        comes back first serves what waits.
+    def accepting(self, version: str | None = None) -> list[bool]:
+        """Tell of each whether it takes requests of a version now. If none is ready, those do that are on
+        their way: who comes back first serves what waits. Those that refuse the version do only if there is
+        no other: they are asked for it once more then, and say why not.
 
         Raises EngineDeadError if there is none of either.
         """
-        accepts = self._ready()
-        if not any(accepts):
-            closed = self._drained | self._leaving
-            accepts = [
-                each.status.state in ON_ITS_WAY and n not in closed for n, each in enumerate(self._replicas)
-            ]
-        if not any(accepts):
-            status = self.status
-            error = EngineClosedError if status.state is EngineState.CLOSED else EngineDeadError
-            raise error(status.message)
-        return accepts
+        closed = self._drained | self._leaving
+        ready = self._ready()
+        on_its_way = [
+            each.status.state in ON_ITS_WAY and n not in closed for n, each in enumerate(self._replicas)
+        ]
+        willing = [version not in each.refused for each in self._replicas]
+        for accepts in (ready, on_its_way):
+            if any(taking := [each and wills for each, wills in zip(accepts, willing, strict=True)]):
+                return taking
+        for accepts in (ready, on_its_way):
+            if any(accepts):
+                return accepts
+        status = self.status
+        raise (EngineClosedError if status.state is EngineState.CLOSED else EngineDeadError)(status.message)
 
     @property
     def serving(self) -> list[int]:
@@ -121,13 +125,13 @@ class Members:
 
         Raises InvalidRequestError for a replica that is not there, and for the last one that is not drained.
         """
-        self._check_there(number)
+        self.check_there(number)
         self._check_not_last([number])
         self._drained.add(number)
 
     def undrain(self, number: int) -> None:
         """Send a replica requests again. Raises InvalidRequestError for a replica that is not there."""
-        self._check_there(number)
+        self.check_there(number)
         self._drained.discard(number)
 
     @contextmanager
@@ -160,7 +164,8 @@ class Members:
         """Return the numbers of those that have not left and are not kept from taking requests."""
         return [number for number in self.present if number not in self._drained | self._leaving]
 
-    def _check_there(self, number: int) -> None:
+    def check_there(self, number: int) -> None:
+        """Raise InvalidRequestError for a replica that is not there, or is leaving."""
         self._check_number(number)
         if number in self._leaving or number not in self.present:
             raise InvalidRequestError(
@@ -220,6 +225,13 @@ class Members:
 
 
 def _status(replica: Replica) -> EngineStatus:
-    """Return its status; of one that has left, in words that are about it and not about the server."""
+    """Return its status; of one that has left, in words that are about it and not about the server, and of
+    one that refuses adapters, with the reason."""
     status = replica.status
-    return replace(status, message="it has left") if status.state is EngineState.CLOSED else status
+    if status.state is EngineState.CLOSED:
+        return replace(status, message="it has left")
+    if status.state is EngineState.READY and (refused := replica.refused):
+        reason = next(iter(refused.values()))
+        what = "an adapter" if len(refused) == 1 else f"{len(refused):,} adapters"
+        return replace(status, message=f"it refuses {what}: {reason}")
+    return status

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextvars import Context
 from typing import Final
 
 from loraplex.core.clock import Clock, MonotonicClock
@@ -82,8 +84,12 @@ class Placing:
             return
         if found.event.placed:
             self.num_plans += 1
+        wanted: defaultdict[int, list[str]] = defaultdict(list)
         for replica, version in found.stages:
-            task = asyncio.create_task(self._stage(replica, version), name=f"stage-{version[:12]}")
+            wanted[replica].append(version)
+        for replica, versions in wanted.items():
+            # Not in the context of whoever gave rise to it: that would put the id of a request on its lines.
+            task = asyncio.create_task(self._stage_all(replica, versions), context=Context())
             self._stagings.add(task)
             task.add_done_callback(self._stagings.discard)
         if found.event.moves:
@@ -91,22 +97,30 @@ class Placing:
             self.num_migrated.update(move.target for move in made)
             logger.info("%d requests migrate", len(made))
 
-    async def _stage(self, replica: int, version: str) -> None:
-        is_there = False
+    async def _stage_all(self, replica: int, versions: Sequence[str]) -> None:
+        """Have a replica bring in versions for a plan, and log in one line those that it does not get."""
+        problems = await asyncio.gather(*(self._stage(replica, version) for version in versions))
+        if failed := [each for each in zip(versions, problems, strict=True) if each[1] is not None]:
+            (version, reason), number = failed[0], len(failed)
+            logger.warning(
+                "replica %d does not get %d of %d adapters, which stay where they are until the next plan; "
+                "the first is version %s: %s",
+                *(replica, number, len(versions), version[:12], reason),
+            )
+
+    async def _stage(self, replica: int, version: str) -> str | None:
+        """Have a replica bring in a version; returns why it does not get it, None if it does or has left."""
+        is_there, problem = False, None
         try:
             async with self._turns[replica], asyncio.timeout(_STAGE_TIMEOUT_S):
                 if not self._routing.wants(replica, version):  # any more
-                    return
+                    return None
                 await bring_in(self._members[replica], version)
             is_there = True
             self.num_brought[replica] += 1
         except EngineClosedError:
             logger.info("replica %d left before it had adapter version %s", replica, version[:12])
         except (LoraplexError, TimeoutError) as error:
-            logger.warning(
-                "replica %d does not get adapter version %s, which stays where it is until the next plan: %s",
-                replica,
-                version[:12],
-                error or f"it took longer than {_STAGE_TIMEOUT_S:g} s",
-            )
+            problem = str(error) or f"it took longer than {_STAGE_TIMEOUT_S:g} s"
         self._routing.staged(replica, version, is_there=is_there)
+        return problem

@@ -28,6 +28,7 @@ class FakeReplica:
         self.held: set[str] = set()
         self.staged: list[str] = []
         self.can_stage = True
+        self.refused: dict[str, str] = {}
         self.pause = asyncio.Event()
         self.pause.set()
         self.streams: dict[str, Exception | None] = {}

@@ -12,6 +12,7 @@ from fake_core import spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.core.clock import ManualClock
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.fleet.routers.named import ROUTERS
@@ -196,7 +197,7 @@ def test_a_full_disk_ends_the_log_and_nothing_else(
     (tmp_path / decision_log.FOLDER / f"{os.getpid()}-token-000001.jsonl").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING):
         assert len(logged(tmp_path, 4)) == 4
-    assert caplog.text.count("decisions are not logged any more") == 1
+    assert caplog.text.count("decisions are not logged for now") == 1
     assert "No space left on device" in caplog.text
 
 
@@ -227,3 +228,46 @@ def test_a_log_that_is_deleted_begins_anew(tmp_path: Path) -> None:
     log.write(log.take())
     (found,) = logged_decisions(tmp_path)
     assert [sent.request_id for sent, _ in replayed(found) if isinstance(sent, Sent)] == ["after"]
+
+
+def test_a_log_that_could_not_be_written_goes_on_when_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, folder = ManualClock(), tmp_path / decision_log.FOLDER
+    log = DecisionLog(tmp_path, clock=clock)
+    log.begin([began()])
+    routing = LiveRouting([began()], log.record)
+
+    def decide(name: str) -> None:
+        routing.route(name, None, 10)
+        log.write(log.take())
+
+    def begin_anew() -> None:
+        assert log.is_full
+        events = list(routing.state())
+        routing.begin(events)
+        log.begin(events)
+
+    decide("before")
+    saved = folder.rename(tmp_path / "saved")
+    folder.write_text("in the way")
+    decide("lost 1")
+    decide("lost 2")
+    assert not log.is_full, "not at once"
+    clock.advance(30.0)
+    begin_anew()
+    decide("lost 3")
+    assert not log.is_full
+    folder.unlink()
+    saved.rename(folder)
+    clock.advance(30.0)
+    begin_anew()
+    decide("after")
+    decide("later")
+    assert caplog.text.count("decisions are not logged for now") == 1
+    assert caplog.text.count("decisions are logged again; 3 of them were lost") == 1
+    names = [
+        [each.request_id for each in events if isinstance(each, Sent)]
+        for events in logged_decisions(tmp_path)
+    ]
+    assert names == [["after", "later"], ["before"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineClosedError, UserError
+from loraplex.core.logs import log_context
 from loraplex.core.request import EngineRequest
 from loraplex.fleet.live_policy import check_live_policy
 from loraplex.fleet.policy import Policy
@@ -143,6 +145,34 @@ def test_an_adapter_that_a_replica_cannot_bring_in_stays_where_it_is() -> None:
             assert 1 in fleet.holders(hot), "the next plan asks for it again"
 
     run(scenario())
+
+
+def test_adapters_that_a_replica_cannot_bring_in_are_one_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    contexts: list[object] = []
+
+    def note_context(record: logging.LogRecord) -> bool:
+        contexts.append(log_context.get(None))
+        return True
+
+    async def scenario() -> None:
+        async with fleet_of("most-idle+auto", 2, 8) as fleet:
+            lost = [n for n in range(8) if fleet.holders(f"v{n}") == {1}]
+            assert len(lost) > 1
+            fleet.replicas[0].can_stage = False
+            log_context.set({"request_id": "somebody's"})
+            fleet.replicas[1].die()
+            caplog.handler.addFilter(note_context)
+            fleet.tick()
+            await fleet.settle()
+            (line,) = [each for each in caplog.messages if "does not get" in each]
+            assert f"replica 0 does not get {len(lost)} of {len(lost)} adapters" in line
+            assert line.endswith(": not there")
+
+    run(scenario())
+    assert contexts
+    assert not any(contexts)
 
 
 def test_a_replica_that_leaves_before_it_has_an_adapter_is_nothing_to_warn_of(

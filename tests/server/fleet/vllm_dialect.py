@@ -46,6 +46,10 @@ class Behaviour:
     is_deaf: bool = False
     """Whether questions after its health are not answered at all."""
     load_gate: asyncio.Event | None = None
+    answer_gate: asyncio.Event | None = None
+    """Streams wait for it before their answers begin."""
+    hang_ups: int = 0
+    """So many streams are cut before their answers begin."""
 
 
 def tokens_of(model: str, prompt: list[int], count: int) -> list[int]:
@@ -232,6 +236,12 @@ class VllmDialect:
         return await self._stream(request, body)
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if self.does.answer_gate is not None:
+            await self.does.answer_gate.wait()
+        if self.does.hang_ups:
+            self.does.hang_ups -= 1
+            assert request.transport is not None
+            request.transport.abort()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         tokens = tokens_of(body["model"], body["prompt"], body["max_tokens"])

@@ -1,0 +1,57 @@
+"""Adapters that the engine refused when the server started: tried again until it takes them.
+
+Servers that a fleet uses may refuse what they will take later, when somebody has started them with another
+option. A name that is loaded, unloaded or changed through another server meanwhile is left to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Final
+
+from loraplex.core.errors import AdapterConflictError, LoraplexError
+from loraplex.server.adapter_service import AdapterService
+from loraplex.server.canary_startup import restore_canaries
+
+logger = logging.getLogger(__name__)
+
+RETRY_S: Final = 30.0
+
+
+async def keep_retrying(service: AdapterService, period_s: float = RETRY_S) -> None:
+    """Try again what was left out, every so often, until this is cancelled."""
+    while True:
+        await asyncio.sleep(period_s)
+        try:
+            await retry_left_out(service)
+        except Exception:  # the server goes on, and so does this
+            logger.exception("adapters that were left out could not be tried again")
+
+
+async def retry_left_out(service: AdapterService) -> None:
+    """Serve what was left out at the start, as far as the engine takes it by now."""
+    for name in list(service.left_out):
+        try:
+            async with service.follower.change(name):
+                await _retry(service, name)
+        except AdapterConflictError:
+            continue  # somebody changes it just now
+        except LoraplexError as error:
+            if (left := service.left_out.get(name)) is not None:
+                service.left_out[name] = replace(left, reason=str(error))
+
+
+async def _retry(service: AdapterService, name: str) -> None:
+    left = service.left_out.get(name)
+    if left is None:
+        return
+    await service.adopt(left.adapter)
+    logger.info("adapter %r is served now, which was left out at the start", name)
+    if left.canary is not None:
+        for note in await restore_canaries(service, {name: left.canary}):
+            logger.warning("%s", note)
+    served = service.get(name)
+    if served is not None and left.origin is not None:
+        await service.registered.put(served, left.origin)
