@@ -219,7 +219,10 @@ def capacity(
     json_out: JsonPath = None,
     plot: _Plot = None,
 ) -> None:
-    """Find the highest rate at which the SLO holds under each policy: the workload, faster and slower."""
+    """Find the highest rate at which the SLO holds under each policy: the workload, faster and slower.
+
+    Where it would be over too soon to mean anything, it is repeated.
+    """
     from loraplex.twin.fleet_compare import capacities
 
     _check_files(profile, workload, json_out, plot)
@@ -248,6 +251,7 @@ def capacity(
                     name: capacity_in_words(each) for name, each in found.items() if not is_known(each)
                 },
                 "tried": {name: each.tried for name, each in found.items()},
+                "trial_s": {name: each.trial_s for name, each in found.items()},
             },
         )
     if plot is not None:

@@ -195,6 +195,7 @@ def test_capacity_is_found_by_bisection(profile: Path, workload: Path, tmp_path:
     assert result.exit_code == 0, result.output
     found = written(out)
     rate = found["capacity_rps"]["round-robin+everywhere"]
+    assert f"requests/s, in a trial of {found['trial_s']['round-robin+everywhere']:,.0f} s" in result.output
     tried = found["tried"]["round-robin+everywhere"]
     assert rate == max(each for each, attained in tried if attained >= 0.9)
     assert min(each for each, attained in tried if attained < 0.9) <= rate * 1.021

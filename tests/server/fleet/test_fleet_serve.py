@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -211,11 +213,31 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
         return run_command("fleet", "explain", asked.id, "--state-dir", str(state), *options)
 
     wait_until(lambda: explained().returncode == 0, "the decision is not in the log")
-    assert "by auto+auto+migrate" in explained().stdout
+    assert "for two (version " in explained().stdout
+    assert "by auto+auto+migrate: " in explained().stdout
+    assert "times are guessed" in explained().stdout
+    unknown = run_command("fleet", "explain", "cmpl-nobody", "--state-dir", str(state))
+    assert f"no decision about 'cmpl-nobody' is in {state / 'decisions'}" in unknown.stderr
+    assert "--state-dir" in unknown.stderr
     (decision,) = json.loads(explained("--json").stdout)
+    assert decision["adapters"] == ["two"]
     assert decision["again"] == decision["replica"]
     assert decision["replicas"][decision["replica"]]["verdict"] == "chosen"
     assert sum(row["placed"] or 0 for row in decision["replicas"]) == pytest.approx(1), "shares of a plan"
+
+
+def test_decisions_of_a_demo_are_found(
+    fleet: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answer(fleet, "two", temperature=0)
+    wait_until(
+        lambda: run_command("fleet", "explain", asked.id, "--state-dir", str(state)).returncode == 0,
+        "the decision is not in the log",
+    )
+    shutil.copytree(state, tmp_path / "loraplex-demo-x")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = run_command("fleet", "explain", asked.id, LORAPLEX_STATE=str(tmp_path / "none"))
+    assert "for two (version " in found.stdout, found
 
 
 def adapter_reads(url: str) -> dict[str, int]:
