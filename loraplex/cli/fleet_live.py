@@ -153,6 +153,7 @@ def restart(
     as_json: AsJson = False,
 ) -> None:
     """Replace a replica by a new one, after the requests it has; the others serve meanwhile."""
+    _say(f"replica {replica} {_gives_up(move)}, and is replaced by a new one; this may take a while")
     _change("restart", {"replica": replica, "move": move}, base_url, api_key, as_json=as_json)
 
 
@@ -164,7 +165,19 @@ def scale(
     as_json: AsJson = False,
 ) -> None:
     """Have more replicas, or fewer; those that leave finish the requests they have."""
+    _say(
+        f"scaling to {replicas}: new replicas start, one that leaves {_gives_up(move)}; this may take a while"
+    )
     _change("scale", {"replicas": replicas, "move": move}, base_url, api_key, as_json=as_json)
+
+
+def _gives_up(move: bool) -> str:
+    return "hands over its requests" if move else "finishes its requests first"
+
+
+def _say(message: str) -> None:
+    """Tell what goes on, beside the output: what is asked for is answered when it is done."""
+    typer.echo(message, err=True)
 
 
 def _change(what: str, body: dict[str, int], base_url: str, api_key: str | None, *, as_json: bool) -> None:
@@ -177,7 +190,7 @@ def _change(what: str, body: dict[str, int], base_url: str, api_key: str | None,
 
 def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps({"object": "list", "data": rows}, indent=2))  # as GET /v1/fleet
         return
     for row in rows:
         if row.get("drained") and row.get("state") == "ready":

@@ -163,7 +163,7 @@ def test_a_drained_replica_is_sent_nothing_until_it_is_undrained(fleet: str) -> 
     assert "the last one that takes requests" in refused.stderr
     unknown = fleet_command(fleet, "drain", "7")
     assert "there is no replica 7; they have the numbers 0 to 1" in unknown.stderr
-    rows = json.loads(fleet_command(fleet, "drain", "1", "--undo", "--json").stdout)
+    rows = json.loads(fleet_command(fleet, "drain", "1", "--undo", "--json").stdout)["data"]
     assert [row["drained"] for row in rows] == [False, False]
 
 
@@ -283,17 +283,21 @@ def check_a_cold_adapter_is_read_once(url: str, path: Path) -> None:
 
 
 def test_replicas_are_added_and_replaced_by_commands(fleet: str, folder: Path) -> None:
-    assert [row["state"] for row in json.loads(fleet_command(fleet, "scale", "3", "--json").stdout)] == [
-        "ready"
-    ] * 3
+    scaled = json.loads(fleet_command(fleet, "scale", "3", "--json").stdout)
+    assert scaled.keys() == httpx.get(f"{fleet}/v1/fleet").json().keys(), "of the same shape"
+    assert [row["state"] for row in scaled["data"]] == ["ready"] * 3
     check_a_cold_adapter_is_read_once(fleet, folder / "more" / "cold")
     before = replicas(fleet)[1]["pid"]
     restarted = fleet_command(fleet, "restart", "1", "--move")
     assert restarted.returncode == 0, restarted.stderr
+    assert restarted.stderr.startswith("replica 1 hands over its requests, and is replaced by a new one")
     assert replicas(fleet)[1]["pid"] != before
     answer(fleet, "one", temperature=0)
-    rows = json.loads(fleet_command(fleet, "scale", "2", "--json").stdout)
-    assert [row["state"] for row in rows] == ["ready", "ready", "closed"]
+    read = adapter_reads(fleet)
+    rows = json.loads(fleet_command(fleet, "scale", "2", "--json").stdout)["data"]
+    assert [row["state"] for row in rows] == ["ready", "ready"]
+    assert all(adapter_reads(fleet)[name] >= count for name, count in read.items()), "counters only grow"
+    assert 'replica_up{replica="2"}' not in httpx.get(f"{fleet}/metrics").text
     refused = fleet_command(fleet, "scale", "0")
     assert refused.returncode == 1
     assert "a fleet has one replica at least" in refused.stderr
