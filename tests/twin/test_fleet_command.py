@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.core.errors import UserError
+from loraplex.fleet.policy import PLACEMENTS, ROUTINGS
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
 from loraplex.workload.jsonl import WorkloadRequest, read_workload, write_workload
@@ -312,8 +313,16 @@ def test_requests_migrate_if_they_may(profile: Path, tmp_path: Path) -> None:
 
 def test_policies_are_listed() -> None:
     result = CliRunner().invoke(app, ["fleet", "policies"])
-    assert "rank-aware" in result.output
-    assert "loraserve" in result.output
+    lines = [line.split(maxsplit=1) for line in result.output.splitlines() if line.startswith("  ")]
+    assert [name for name, _ in lines] == [*ROUTINGS, *PLACEMENTS], "each with a line of its own"
+    assert all(len(line) < 100 for line in result.output.splitlines())
+
+
+def test_a_simulation_without_a_routing_has_auto(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = fleet("simulate", profile, workload, "--replicas", "2", "--json", str(out))
+    assert result.exit_code == 0, result.output
+    assert written(out)["policy"] == "auto"
 
 
 @pytest.mark.parametrize(
