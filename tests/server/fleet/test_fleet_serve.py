@@ -318,7 +318,8 @@ def test_bad_options_are_refused_before_anything_starts(folder: Path) -> None:
 
     assert "did you mean rank-aware?" in refused("--routing", "rank-awar")
     assert "serve with --placement auto" in refused("--placement", "loraserve")
-    assert "greater than or equal to 1" in refused("--replicas", "0")
+    assert "there can be 1 to 64 replicas, not 0" in refused("--replicas", "0")
+    assert "there can be 1 to 64 replicas, not 1,000" in refused("--replicas", "1000")
     told = refused("--replicas", "3", "--device", "cuda")
     assert "1 replica at most: each has 1 GPU, and this machine has 1; lower --replicas" in told
 
