@@ -75,6 +75,9 @@ def list_adapters(
         rows, columns = _from_state_dir(state_dir)
     else:
         rows, columns = _from_server(base_url, api_key), _SERVER_COLUMNS
+        for row in [] if as_json else rows:
+            if row.get("bytes") == 0:  # servers behind a front do not say
+                row["bytes"] = row["hits"] = None
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return

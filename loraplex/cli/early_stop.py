@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Final
+
+_STDERR: Final = 2
 
 
 @contextmanager
@@ -14,6 +18,7 @@ def exit_0_on_signal() -> Iterator[None]:
     """Exit with 0 on SIGINT and SIGTERM, as a server does after its start; its own handlers replace these."""
 
     def exit_0(number: int, frame: FrameType | None) -> None:
+        os.write(_STDERR, b"shut down before the start\n")  # not by print: the signal may come in one
         sys.exit(0)
 
     before = {number: signal.signal(number, exit_0) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -15,6 +15,7 @@ import typer
 from loraplex.cli import fleet_live
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, show_overload, show_policies
+from loraplex.cli.fleet_words import PLACEMENTS_EXPLAINED, ROUTINGS_EXPLAINED
 from loraplex.cli.json_out import check_picture, check_writable, save_json, save_picture
 from loraplex.cli.sizes import parse_rate
 from loraplex.cli.slo import AskedSlo, SloTpot, SloTpt, SloTtft, parse_slo
@@ -76,7 +77,9 @@ def simulate(
     profile: ProfilePath,
     workload: WorkloadPath,
     replicas: _Replicas,
-    routing: Annotated[str, typer.Option(help="Who serves a request; `loraplex fleet policies` has them.")],
+    routing: Annotated[
+        str, typer.Option(help="Who serves a request; `loraplex fleet policies` has them.")
+    ] = "auto",
     placement: Annotated[
         str | None,
         typer.Option(help="Which replicas serve an adapter; default: everywhere, with auto its own."),
@@ -219,7 +222,10 @@ def capacity(
     json_out: JsonPath = None,
     plot: _Plot = None,
 ) -> None:
-    """Find the highest rate at which the SLO holds under each policy: the workload, faster and slower."""
+    """Find the highest rate at which the SLO holds under each policy: the workload, faster and slower.
+
+    Where it would be over too soon to mean anything, it is repeated.
+    """
     from loraplex.twin.fleet_compare import capacities
 
     _check_files(profile, workload, json_out, plot)
@@ -248,6 +254,7 @@ def capacity(
                     name: capacity_in_words(each) for name, each in found.items() if not is_known(each)
                 },
                 "tried": {name: each.tried for name, each in found.items()},
+                "trial_s": {name: each.trial_s for name, each in found.items()},
             },
         )
     if plot is not None:
@@ -265,13 +272,17 @@ def capacity(
 @app.command()
 def policies() -> None:
     """List the routings and placements that there are."""
-    from loraplex.fleet.policy import MIGRATE, ORACLE, PLACEMENTS
-    from loraplex.fleet.routers.named import ROUTERS
+    from loraplex.fleet.policy import MIGRATE, PLACEMENTS, ROUTINGS
 
-    typer.echo("routing:   " + ", ".join(ROUTERS))
-    typer.echo("placement: " + ", ".join(PLACEMENTS))
+    width = max(map(len, (*ROUTINGS, *PLACEMENTS)))
+    for heading, names, explained in (
+        ("routing: sends a request to", ROUTINGS, ROUTINGS_EXPLAINED),
+        ("placement: an adapter lives on", PLACEMENTS, PLACEMENTS_EXPLAINED),
+    ):
+        typer.echo(heading)
+        for name in names:
+            typer.echo(f"  {name:{width}}  {explained[name]}")
     typer.echo(f"a policy is ROUTING+PLACEMENT, and with +{MIGRATE} requests leave overloaded replicas")
-    typer.echo(f"{ORACLE} is auto, told what will come: how much there is to gain, in simulations only")
 
 
 def _check_files(profile: Path, workload: Path, json_out: Path | None, plot: Path | None) -> None:

@@ -10,7 +10,7 @@ import os
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -22,6 +22,9 @@ from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, list
 from loraplex.cli.table import number_column, print_table, text_column
 from loraplex.core.errors import UserError
 from loraplex.core.logs import LogFormat, LogLevel
+
+if TYPE_CHECKING:
+    from loraplex.server.fleet.explain import Explanation
 
 Move = Annotated[
     bool,
@@ -52,6 +55,7 @@ _SEEN_COLUMNS: Final = (
     number_column("waiting"),
     text_column("adapter"),
     number_column("placed"),
+    number_column("ms_per_token"),
     number_column("step_ms"),
     number_column("queue_ms"),
     number_column("load_ms"),
@@ -152,6 +156,7 @@ def restart(
     as_json: AsJson = False,
 ) -> None:
     """Replace a replica by a new one, after the requests it has; the others serve meanwhile."""
+    _say(f"replica {replica} {_gives_up(move)}, and is replaced by a new one; this may take a while")
     _change("restart", {"replica": replica, "move": move}, base_url, api_key, as_json=as_json)
 
 
@@ -163,7 +168,19 @@ def scale(
     as_json: AsJson = False,
 ) -> None:
     """Have more replicas, or fewer; those that leave finish the requests they have."""
+    _say(
+        f"scaling to {replicas}: new replicas start, one that leaves {_gives_up(move)}; this may take a while"
+    )
     _change("scale", {"replicas": replicas, "move": move}, base_url, api_key, as_json=as_json)
+
+
+def _gives_up(move: bool) -> str:
+    return "hands over its requests" if move else "finishes its requests first"
+
+
+def _say(message: str) -> None:
+    """Tell what goes on, beside the output: what is asked for is answered when it is done."""
+    typer.echo(message, err=True)
 
 
 def _change(what: str, body: dict[str, int], base_url: str, api_key: str | None, *, as_json: bool) -> None:
@@ -176,7 +193,7 @@ def _change(what: str, body: dict[str, int], base_url: str, api_key: str | None,
 
 def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps({"object": "list", "data": rows}, indent=2))  # as GET /v1/fleet
         return
     refusals = []
     for row in rows:
@@ -191,23 +208,27 @@ def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
 
 
 def explain(
-    request: Annotated[str, typer.Argument(help="The `id` in the body of its answer.")],
+    request: Annotated[
+        str, typer.Argument(help="The `id` in the body of its answer, or enough of its beginning.")
+    ],
     state_dir: Annotated[
-        Path | None, typer.Option(help="The server's folder, if it was started with one of its own.")
+        Path | None,
+        typer.Option(help="The server's folder, if it was started with one of its own; demos are found."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show why a request went where it went: the replicas as its router saw them."""
     import msgspec
 
-    from loraplex.server.fleet.decision_log import logged_decisions
-    from loraplex.server.fleet.explain import explain as explained
-    from loraplex.server.run import default_state_dir
+    from loraplex.server.fleet.logged_names import names_of
 
-    found = explained(request, logged_decisions(state_dir or default_state_dir()))
+    folder, found = _explained(request, state_dir)
+    names = {each.decision.version: _named(folder, each.decision.version) for each in found}
     if as_json:
         rows = [
             {**msgspec.to_builtins(each.decision), "again": each.again, "policy": each.policy}
+            | {"adapters": [] if each.decision.version is None else names_of(folder, each.decision.version)}
+            | {"why": each.why, "costs_are_measured": each.is_measured}
             | {"replicas": [asdict(replica) for replica in each.replicas]}
             for each in found
         ]
@@ -216,11 +237,53 @@ def explain(
     for each in found:
         decision = each.decision
         when = datetime.fromtimestamp(decision.at_unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-        adapter = "the base model" if decision.version is None else f"version {decision.version[:12]}"
         typer.echo(
-            f"{decision.request_id}: {decision.prompt_tokens:,} prompt tokens for {adapter}, sent to replica "
-            f"{decision.replica} at {when} UTC by {each.policy}"
+            f"{decision.request_id}: {decision.prompt_tokens:,} prompt tokens for {names[decision.version]}, "
+            f"sent to replica {decision.replica} at {when} UTC by {each.policy}: {each.why}"
         )
         if each.again != decision.replica:
             typer.echo(f"replayed, it would be replica {each.again}: another version of loraplex decided it")
         print_table([asdict(replica) for replica in each.replicas], _SEEN_COLUMNS)
+        typer.echo(
+            "ms per token: its step, and over the usual answer the queue before it and the adapter's load"
+        )
+    if not all(each.is_measured for each in found):
+        typer.echo(
+            "times are guessed, right in their proportions at best: nobody has measured these replicas "
+            "(`loraplex profile --model MODEL` measures this machine)"
+        )
+
+
+def _explained(request: str, state_dir: Path | None) -> tuple[Path, list[Explanation]]:
+    """Return the decisions about a request, and the state folder that has them: the one that is named, or the
+    usual one and those of demos that run. Raises UserError if there are none."""
+    from loraplex.server.fleet.decision_log import FOLDER, logged_decisions
+    from loraplex.server.fleet.explain import explain as explained
+    from loraplex.server.fleet.logged_names import demo_state_dirs
+    from loraplex.server.run import default_state_dir
+
+    folders = [default_state_dir(), *demo_state_dirs()] if state_dir is None else [state_dir]
+    there = [folder for folder in folders if any((folder / FOLDER).glob("*.jsonl"))]
+    for folder in there:
+        if found := explained(request, logged_decisions(folder)):
+            return folder, found
+    looked = ", ".join(str(folder / FOLDER) for folder in there or folders)
+    if not there:
+        raise UserError(
+            f"there are no decisions in {looked}; give the --state-dir of a server with several replicas, "
+            "such as one started with `loraplex fleet serve`"
+        )
+    raise UserError(
+        f"no decision about {request!r} is in {looked}, which holds the latest ones, by the `id` in the body "
+        "of the answer; if another server has answered, give its --state-dir"
+    )
+
+
+def _named(folder: Path, version: str | None) -> str:
+    """Return an adapter as people call it."""
+    from loraplex.server.fleet.logged_names import names_of
+
+    if version is None:
+        return "the base model"
+    names = names_of(folder, version)
+    return f"{' or '.join(names) or 'an adapter without a name'} (version {version[:12]})"

@@ -128,4 +128,10 @@ def capacity_in_words(capacity: Capacity) -> str:
         return (
             f"holds at every rate up to {most_rps:,.1f} requests/s; give a longer workload to find its limit"
         )
-    return f"{capacity.rps:10,.2f} requests/s"
+    words = f"{capacity.rps:10,.2f} requests/s, in a trial of {capacity.trial_s:,.0f} s"
+    if capacity.is_short:
+        words += (
+            f"; too short to mean much: the SLO needs {capacity.least_s:,.0f} s; give a longer workload, or "
+            "fewer replicas"
+        )
+    return words

@@ -144,6 +144,7 @@ def demo(
     from loraplex.demo.base import ensure_demo_base
     from loraplex.engine.options import EngineOptions
     from loraplex.server.banner import Announcer
+    from loraplex.server.fleet.logged_names import DEMO_PREFIX
     from loraplex.server.listening import AddressError
     from loraplex.server.run import ServeOptions
     from loraplex.server.run import serve as run
@@ -155,7 +156,7 @@ def demo(
     prompts = {adapter.name: adapter.example_prompt for adapter in shown}
     # A state of its own, gone at the end: what was loaded by hand into one demo is not part of the next.
     with (
-        tempfile.TemporaryDirectory(prefix="loraplex-demo-", ignore_cleanup_errors=True) as state_dir,
+        tempfile.TemporaryDirectory(prefix=DEMO_PREFIX, ignore_cleanup_errors=True) as state_dir,
         logging_to_stderr(log_level.number, log_format),
     ):
         options = ServeOptions(

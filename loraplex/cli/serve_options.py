@@ -15,6 +15,16 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import InvalidRequestError, UserError
 from loraplex.core.logs import LogFormat, LogLevel
 
+
+def _replicas_up_to(most: int) -> Callable[[int | None], int | None]:
+    def check(number: int | None) -> int | None:
+        if number is not None and not 1 <= number <= most:
+            raise typer.BadParameter(f"there can be 1 to {most} replicas, not {number:,}")
+        return number
+
+    return check
+
+
 Model = Annotated[str, typer.Option(help="The base model: a checkpoint folder or a Hugging Face id.")]
 AdapterDirs = Annotated[
     list[Path] | None,
@@ -34,7 +44,10 @@ Adapters = Annotated[
 ]
 Replicas = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="Engine processes, each with GPUs or cores of its own; 2 by default."),
+    typer.Option(
+        callback=_replicas_up_to(64),
+        help="Engine processes, each with GPUs or cores of its own; 2 by default.",
+    ),
 ]
 Ray = Annotated[
     str | None,
@@ -66,7 +79,9 @@ BackendMaxAdapters = Annotated[
     int | None,
     typer.Option(min=1, help="Adapters that a backend computes with at a time: vLLM's --max-loras."),
 ]
-DemoReplicas = Annotated[int, typer.Option(min=1, max=8, help="Engine processes behind the one address.")]
+DemoReplicas = Annotated[
+    int, typer.Option(callback=_replicas_up_to(8), help="Engine processes behind the one address.")
+]
 Routing = Annotated[
     str,
     typer.Option(help="How replicas share requests: auto, most-idle, rank-aware, affinity, round-robin, ..."),

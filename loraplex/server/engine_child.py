@@ -19,7 +19,7 @@ import zmq
 from loraplex.core.errors import EngineDeadError, LoraplexError
 from loraplex.core.exits import describe_exit
 from loraplex.core.logs import current_format, current_level
-from loraplex.server.child_python import same_python
+from loraplex.server.child_python import interrupts_blocked, same_python
 from loraplex.server.engine_sockets import Context, Socket, new_socket
 from loraplex.server.private_folder import PrivateFolder
 from loraplex.server.protocol_ipc import (
@@ -278,12 +278,13 @@ def launch_of(factory: str, config: object, *, socket_dir: str = "", remote: Rem
 
 def spawn(launch: Launch, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start an engine process, which ends with the thread that calls this or with its stdin."""
-    process = subprocess.Popen(
-        [*same_python(), "-m", CHILD_MODULE],
-        stdin=subprocess.PIPE,
-        stdout=2,  # whatever a library prints belongs into the log, not into a command's output
-        env={**os.environ, **env},
-    )
+    with interrupts_blocked():
+        process = subprocess.Popen(
+            [*same_python(), "-m", CHILD_MODULE],
+            stdin=subprocess.PIPE,
+            stdout=2,  # whatever a library prints belongs into the log, not into a command's output
+            env={**os.environ, **env},
+        )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it ended already; its exit code will say why
         process.stdin.write(msgspec.json.encode(launch) + b"\n")

@@ -7,7 +7,12 @@ import asyncio
 from loraplex.core.errors import EngineClosedError, EngineDeadError
 from loraplex.server.engine_status import EngineState
 
-ON_ITS_WAY = (EngineState.STARTING, EngineState.SILENT, EngineState.RESTARTING)
+ON_ITS_WAY = (
+    EngineState.STARTING,
+    EngineState.SILENT,
+    EngineState.RESTARTING,
+    EngineState.UNREACHABLE,
+)
 GONE = (EngineState.NEW, EngineState.FAILED, EngineState.CLOSED)
 
 

@@ -27,6 +27,7 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
+from loraplex.server.child_python import ignore_interrupts
 from loraplex.server.engine_costs import costs_of
 from loraplex.server.engine_sockets import CurveKeys, bind_commands, calling_when_cut, connect_events
 from loraplex.server.heartbeat import Heartbeat
@@ -319,7 +320,7 @@ def _report_failure(events: zmq.Socket[bytes], error: ErrorInfo) -> int:
 
 def main() -> int:
     # Ctrl-C reaches every process of the terminal: the parent decides, and drains its requests first.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     leave_with_parent(launch.parent_pid)

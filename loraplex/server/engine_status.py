@@ -15,6 +15,7 @@ class EngineState(StrEnum):
     READY = "ready"
     SILENT = "silent"
     RESTARTING = "restarting"
+    UNREACHABLE = "unreachable"
     FAILED = "failed"
     CLOSED = "closed"
 
@@ -23,7 +24,7 @@ class EngineState(StrEnum):
 class EngineStatus:
     """Where the engine process stands. `message` says why when it is not ready; `phase` is what is being done
     about it, and `fraction` how much of that is done, as far as it is known. `node`: the machine of `pid`, if
-    it is not this one."""
+    it is not this one, or the URL of a server that runs elsewhere."""
 
     state: EngineState
     message: str
@@ -38,6 +39,8 @@ class EngineStatus:
         match self.state:
             case EngineState.RESTARTING:
                 return f"{self.message}; it is being restarted{progress_words(self.phase, self.fraction)}"
+            case EngineState.UNREACHABLE:
+                return f"{self.message}; it is sent requests again when it answers"
             case EngineState.SILENT:
                 return f"{self.message}; it is restarted if it does not answer soon"
             case EngineState.FAILED:

@@ -210,7 +210,7 @@ class _Page:
             (
                 CounterMetricFamily,
                 "adapter_fetches",
-                "Adapters that it copied from another replica's host memory since it started",
+                "Adapters that it copied from another replica's host memory",
                 lambda r: r.num_fetches,
             ),
             (CounterMetricFamily, "restarts", "Restarts after it died", lambda r: r.status.num_restarts),

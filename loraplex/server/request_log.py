@@ -12,7 +12,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from msgspec import UNSET
@@ -24,6 +24,7 @@ from loraplex.core.request import FinishReason
 from loraplex.server.failure import Failure
 from loraplex.server.metrics import RequestMeter
 from loraplex.server.responses import Usage
+from loraplex.server.sent_to import sent_to
 
 logger = logging.getLogger("loraplex.request")
 
@@ -48,7 +49,8 @@ class RequestRecord:
 
     `arrival_s`: when its headers had been read, before anything was done about it. `key_kind`: which kind of
     key it came with, if any was asked for. `model` and `version`: what it asked for and what that stood for;
-    None for the base model. `completion_id`: the `id` in the answer's body.
+    None for the base model. `completion_id`: the `id` in the answer's body. `replicas`: those of a fleet that
+    it was sent to, one after the other.
     `failure`: the error that ended it.
     """
 
@@ -64,6 +66,7 @@ class RequestRecord:
     meter: RequestMeter | None = None
     usage: Callable[[], Usage] | None = None
     failure: Failure | None = None
+    replicas: list[int] = field(default_factory=list)
 
     def ask(self, model: str) -> None:
         """Note the name of a model that a client sent, which need not exist."""
@@ -112,6 +115,7 @@ class RequestLogMiddleware:
         state[_STATE_KEY], state[_SEND_KEY] = record, send
         # Not reset: what the server logs after this call, such as a traceback, is about this request too.
         log_context.set({"request_id": record.request_id})
+        sent_to.set(record.replicas)
         exchange = _Exchange(record, receive, send)
         try:
             await self._app(scope, exchange.receive, exchange.send)
@@ -200,6 +204,7 @@ def _line(record: RequestRecord, status: int, failure: Failure | None, seconds: 
         "status": status,
         "model": record.model,
         "version": short_version(record.version),
+        "replica": ",".join(map(str, dict.fromkeys(record.replicas))) or None,
         **_figures(record),
         "total_ms": _milliseconds(seconds),
         "error": None if failure is None else failure.kind,

@@ -204,12 +204,12 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`state`: new, starting, ready, restarting, failed or closed; `message` says why it is not ready, or
-    which adapters it refuses.
+    """`state`: new, starting, ready, silent, restarting, unreachable or failed; `message` says why it is not
+    ready, or which adapters it refuses.
     `placed`: how many adapters the placement gives it. `brought`: how many of them it ever brought in for a
     plan. `migrated`: how many requests ever migrated to it.
     `drained`: it is sent no more requests, by order. `pid`: of its engine process, on the machine `node` if
-    that is not the server's own."""
+    that is not the server's own; of a server that runs elsewhere, `node` is the URL."""
 
     replica: int
     state: str

@@ -56,7 +56,7 @@ from loraplex.server.protocol_ipc import StartProgress
 from loraplex.server.registry_watch import RegistryWatch
 from loraplex.server.shadow_twin import ShadowTwin
 from loraplex.server.sole_engine import SoleEngine
-from loraplex.server.start_notes import context_notes, shared_state_notes, ttft_note
+from loraplex.server.start_notes import context_notes, namesake_notes, shared_state_note, ttft_note
 from loraplex.server.supervised_engine import ServingEngine, SupervisedEngine
 from loraplex.server.waiting import WaitingBook, WaitingLimits
 from loraplex.server.web_guard import WebAccess
@@ -338,10 +338,12 @@ async def _start(
     stack.callback(retrying.cancel)
     notes = (
         *context_notes(client.info.max_model_len, options.engine, config),
-        *shared_state_notes(registry, state_dir),
+        *namesake_notes(registry, state_dir),
         *ttft_note(client, options.waiting.max_ttft_s),
         *report.notes,
     )
+    for note in shared_state_note(registry, state_dir):
+        logger.info("%s", note)
     for note in notes:
         logger.warning("%s", note)
     return deps, client, report.num_skipped

@@ -166,7 +166,11 @@ class ShadowTwin:
     async def _ask(self, line: bytes) -> Replayed:
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
-                *same_python(), "-m", _MODULE, stdin=PIPE, stdout=PIPE
+                *same_python(),
+                *("-m", _MODULE),
+                stdin=PIPE,
+                stdout=PIPE,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the server, which ends this one
             )
         process = self._process
         assert process.stdin is not None

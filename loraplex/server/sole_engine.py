@@ -15,6 +15,7 @@ from loraplex.engine.options import EngineOptions
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.server.continuing import Attempt, Continued, Serving, continuing, serving
 from loraplex.server.engine_client import EngineClient
+from loraplex.server.fleet.fleet_stats import LastingCounters
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.recent_requests import RecentRequests
 from loraplex.server.shadow_twin import TwinSubject
@@ -39,6 +40,7 @@ class SoleEngine(EngineClient):
         self.continued: Counter[Continued] = Counter()
         self._load: LiveRouting | None = None
         self._recent = RecentRequests()
+        self._counters = LastingCounters()
 
     async def start(
         self,
@@ -110,12 +112,14 @@ class SoleEngine(EngineClient):
             if load.has_many_gone:
                 load.begin(list(load.state()))
         await super().remove_adapter(version)
+        self._counters.forget(version)
 
     async def stats(self) -> EngineStats:
         stats = await super().stats()
+        self._counters.saw(_HERE, stats)
         if self._load is not None:
             self._load.saw(_HERE, stats)
-        return stats
+        return self._counters.lasting(stats)
 
 
 def _load_of(info: Ready, costs: str, options: EngineOptions) -> LiveRouting:

@@ -42,8 +42,8 @@ def ttft_note(engine: Forecaster, max_ttft_s: float | None) -> Iterator[str]:
         )
 
 
-def shared_state_notes(registry: AdapterRegistry, state_dir: Path) -> Iterator[str]:
-    """Say so where another server has its adapters in the same registry, or should but has not."""
+def shared_state_note(registry: AdapterRegistry, state_dir: Path) -> Iterator[str]:
+    """Say so where another server has its adapters in the same registry, as two fronts do."""
     others = registry.other_servers
     if others:
         servers = (
@@ -55,6 +55,10 @@ def shared_state_notes(registry: AdapterRegistry, state_dir: Path) -> Iterator[s
             f"{servers} the state folder {state_dir}: adapters are the same on all, and what is changed "
             "through one is followed by the others; give each a --state-dir of its own if that is not wanted"
         )
+
+
+def namesake_notes(registry: AdapterRegistry, state_dir: Path) -> Iterator[str]:
+    """Say so where another server should have its adapters in the same registry, but has not."""
     for pid, model in registry.namesakes:
         yield (
             f"another server (process {pid}) on the state folder {state_dir} serves a base model of the same "

@@ -14,13 +14,15 @@ from loraplex.core.progress import Report
 from loraplex.fleet.policy import PLACEMENTS, Policy
 from loraplex.perf.named_profiles import Profile
 from loraplex.twin.fleet_figures import PolicyFigures, figures_of
-from loraplex.twin.fleet_run import FleetOptions, FleetRuns, at_rate
+from loraplex.twin.fleet_run import FleetOptions, FleetRuns
 from loraplex.twin.highest_rate import highest_rate
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.slo import Slo
+from loraplex.twin.trial import least_trial_s, trial, trial_s
 from loraplex.twin.worker_pool import worker_pool
 from loraplex.workload.jsonl import WorkloadRequest
 
+_NEARLY: Final = 0.9
 _QUANTILES: Final = np.linspace(0.0, 1.0, 101)
 
 
@@ -52,10 +54,17 @@ class PolicyRun(NamedTuple):
 class Capacity(NamedTuple):
     """The rates that a policy sustains. `rps`: the highest rate at which the SLO holds; infinite if it holds
     at every rate that was tried, None if it holds at none. `tried`: rates and the attainment there,
-    ascending."""
+    ascending. `trial_s`: how long the trial at `rps` was, or at the highest rate that was tried; it should
+    last for `least_s`, and `is_short` if it would take too many requests."""
 
     rps: float | None
     tried: list[tuple[float, float]]
+    trial_s: float
+    least_s: float
+
+    @property
+    def is_short(self) -> bool:
+        return self.rps is not None and self.trial_s < _NEARLY * self.least_s
 
     @property
     def best_attainment(self) -> float:
@@ -132,15 +141,10 @@ def _take_inputs(inputs: FleetInputs) -> None:
     _inputs = inputs
 
 
-def _runs(rate_factor: float = 1.0) -> FleetRuns:
-    assert _inputs is not None
-    workload = _inputs.workload if rate_factor == 1.0 else at_rate(_inputs.workload, rate_factor)
-    return FleetRuns(_inputs.profile, workload, _inputs.options)
-
-
 def _run(policy: Policy, seed: int) -> PolicyRun:
     assert _inputs is not None
-    return policy_run(_runs(), policy, seed, _inputs.options.slo)
+    runs = FleetRuns(_inputs.profile, _inputs.workload, _inputs.options)
+    return policy_run(runs, policy, seed, _inputs.options.slo)
 
 
 def policy_run(runs: FleetRuns, policy: Policy, seed: int, slo: Slo) -> PolicyRun:
@@ -161,13 +165,24 @@ def _quantiles(values: Iterable[float | None]) -> list[float]:
 
 
 def _capacity(policy: Policy, attainment: float) -> Capacity:
-    assert _inputs is not None
-    rate, slo = _inputs.rate, _inputs.options.slo
+    inputs = _inputs
+    assert inputs is not None
+    rate, slo = inputs.rate, inputs.options.slo
+    least_s = least_trial_s(inputs.workload, slo)
     tried: dict[float, float] = {}
+    lasted: dict[float, float] = {}
 
     def holds(factor: float) -> bool:
-        tried[factor * rate] = _runs(factor).run(policy).all.slo_attainment(slo)
+        requests = trial(inputs.workload, factor, least_s)
+        lasted[factor] = trial_s(requests)
+        outcome = FleetRuns(inputs.profile, requests, inputs.options).run(policy)
+        tried[factor * rate] = outcome.all.slo_attainment(slo)
         return tried[factor * rate] >= attainment
 
     highest = highest_rate(holds, 1.0)
-    return Capacity(None if highest is None else highest * rate, sorted(tried.items()))
+    return Capacity(
+        rps=None if highest is None else highest * rate,
+        tried=sorted(tried.items()),
+        trial_s=lasted.get(highest or 0.0, lasted[max(lasted)]),
+        least_s=least_s,
+    )

@@ -252,6 +252,16 @@ def test_list_shows_the_adapters_of_a_server(monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(as_json.output) == [ROW]
 
 
+def test_list_does_not_show_zeros_for_what_servers_do_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    row = ROW | {"bytes": 0, "hits": 0}
+    with serving(200, json.dumps({"object": "list", "data": [row]}).encode()) as (url, _):
+        result = run("list", "--base-url", url)
+        as_json = run("list", "--base-url", url, "--json")
+    assert result.output.splitlines()[-1].split()[3:7] == ["-", "host", "2", "-"]
+    assert json.loads(as_json.output) == [row]
+
+
 @pytest.mark.parametrize(
     ("status", "message", "says"),
     [

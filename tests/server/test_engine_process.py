@@ -20,6 +20,7 @@ from fake_core import CHILD_ENV, FakeCore, FakeOptions, request_of, spec_of, tok
 
 from loraplex.core.request import EngineOutput
 from loraplex.server import protocol_ipc as ipc
+from loraplex.server.engine_child import spawn
 from loraplex.server.engine_process import (
     _COMMANDS_A_STEP,
     EXIT_PARENT_GONE,
@@ -42,11 +43,6 @@ class RawChild:
         self.events = self.context.socket(zmq.PULL)
         self.events.bind(ipc.endpoint(str(socket_dir), ipc.EVENTS_SOCKET))
         self.commands = self.context.socket(zmq.PUSH)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "loraplex.server.engine_process"],
-            stdin=subprocess.PIPE,
-            env={**os.environ, **CHILD_ENV},
-        )
         launch = ipc.Launch(
             factory=factory,
             config_type="fake_core:FakeOptions",
@@ -55,9 +51,7 @@ class RawChild:
             parent_pid=parent_pid,
             log_level=30,
         )
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(launch) + b"\n")
-        self.process.stdin.flush()
+        self.process = spawn(launch, CHILD_ENV)
 
     def receive(self) -> ipc.Event:
         heard = self.events.poll(int(WAIT_S * 1000))
@@ -96,11 +90,15 @@ def raw_child(
     *,
     factory: str = fake_core.FACTORY,
     parent_pid: int | None = None,
+    is_interrupted: bool = False,
 ) -> Iterator[RawChild]:
+    """`is_interrupted`: a Ctrl-C reaches it at once."""
     socket_dir = Path(tempfile.mkdtemp())
     child = RawChild(
         socket_dir, options or FakeOptions(), factory=factory, parent_pid=parent_pid or os.getpid()
     )
+    if is_interrupted:
+        child.process.send_signal(signal.SIGINT)
     try:
         if parent_pid is None:
             child.greet()
@@ -184,6 +182,11 @@ def test_interrupt_is_ignored_and_terminate_is_obeyed() -> None:
         assert isinstance(child.receive(), ipc.Stats)
         child.process.send_signal(signal.SIGTERM)
         assert child.process.wait(WAIT_S) == -signal.SIGTERM
+
+
+def test_an_interrupt_before_python_runs_in_the_child_is_ignored() -> None:
+    with raw_child(is_interrupted=True) as child:
+        assert child.wait_ready().num_kv_blocks == 77
 
 
 @pytest.mark.parametrize("start_fault", ["", "hang"])

@@ -18,7 +18,7 @@ from loraplex.adapters.registry import AdapterRegistry
 from loraplex.core.errors import AdapterError
 from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
 from loraplex.server.registry_watch import RegistryWatch
-from loraplex.server.start_notes import shared_state_notes
+from loraplex.server.start_notes import namesake_notes, shared_state_note
 
 
 @pytest.fixture
@@ -338,7 +338,7 @@ def test_the_watch_follows_and_looks_no_further_while_nothing_changes(
 def test_a_base_model_that_is_given_by_another_name_is_said(tmp_path: Path) -> None:
     def notes(base_model: str) -> list[str]:
         with closing(AdapterRegistry(tmp_path, base_model)) as registry:
-            return list(shared_state_notes(registry, tmp_path))
+            return [*shared_state_note(registry, tmp_path), *namesake_notes(registry, tmp_path)]
 
     with closing(AdapterRegistry(tmp_path, "/models/m@shape")):
         [note] = notes("/models/m@shape")

@@ -24,6 +24,7 @@ from test_live_server import client_of, connect, request_bytes
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineClosedError, EngineDeadError
 from loraplex.server.body import BodyLimits
+from loraplex.server.fleet.members import Members
 
 TEXT = "Hello world! How are you?"
 CHAT = {"model": "pirate", "messages": USER}
@@ -32,6 +33,23 @@ CHAT = {"model": "pirate", "messages": USER}
 @pytest.fixture
 def lines() -> Iterator[Lines]:
     yield from listening("loraplex.request")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_names_the_replicas_that_a_request_was_sent_to(
+    make_api: Callable[..., Api], lines: Lines, stream: bool
+) -> None:
+    members = Members([])
+
+    def script(request: Any) -> Any:
+        for number in (2, 0, 2):
+            members.sent(number)
+        return says(TEXT)(request)
+
+    api = make_api(script)
+    assert api.post("/v1/chat/completions", CHAT | {"stream": stream}).status_code == 200
+    assert lines.take()["replica"] == "2,0"
+    assert members.num_sent == {2: 2, 0: 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -230,7 +230,7 @@ def test_a_signal_while_the_model_loads_is_answered_too(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_server_listens_to_it_ends_with_0(
-    number: int, monkeypatch: pytest.MonkeyPatch
+    number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(number)
     monkeypatch.setattr(run, "serve", lambda options: signal.raise_signal(number))
@@ -238,6 +238,7 @@ def test_a_signal_before_the_server_listens_to_it_ends_with_0(
     assert isinstance(done.exception, SystemExit | None), "it was not killed"
     assert done.exit_code == 0
     assert signal.getsignal(number) is before
+    assert capfd.readouterr().err == "shut down before the start\n"
 
 
 def test_a_port_in_use_is_one_clear_line(tmp_path: Path, model_folder: Path) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.core.errors import UserError
+from loraplex.fleet.policy import PLACEMENTS, ROUTINGS
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
 from loraplex.workload.jsonl import WorkloadRequest, read_workload, write_workload
@@ -195,6 +196,7 @@ def test_capacity_is_found_by_bisection(profile: Path, workload: Path, tmp_path:
     assert result.exit_code == 0, result.output
     found = written(out)
     rate = found["capacity_rps"]["round-robin+everywhere"]
+    assert f"requests/s, in a trial of {found['trial_s']['round-robin+everywhere']:,.0f} s" in result.output
     tried = found["tried"]["round-robin+everywhere"]
     assert rate == max(each for each, attained in tried if attained >= 0.9)
     assert min(each for each, attained in tried if attained < 0.9) <= rate * 1.021
@@ -311,8 +313,16 @@ def test_requests_migrate_if_they_may(profile: Path, tmp_path: Path) -> None:
 
 def test_policies_are_listed() -> None:
     result = CliRunner().invoke(app, ["fleet", "policies"])
-    assert "rank-aware" in result.output
-    assert "loraserve" in result.output
+    lines = [line.split(maxsplit=1) for line in result.output.splitlines() if line.startswith("  ")]
+    assert [name for name, _ in lines] == [*ROUTINGS, *PLACEMENTS], "each with a line of its own"
+    assert all(len(line) < 100 for line in result.output.splitlines())
+
+
+def test_a_simulation_without_a_routing_has_auto(profile: Path, workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = fleet("simulate", profile, workload, "--replicas", "2", "--json", str(out))
+    assert result.exit_code == 0, result.output
+    assert written(out)["policy"] == "auto"
 
 
 @pytest.mark.parametrize(

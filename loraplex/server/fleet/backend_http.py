@@ -115,6 +115,8 @@ class BackendHttp:
 
     def unreachable(self, error: Exception) -> UnreachableError:
         """The error of a connection in words."""
+        if isinstance(error, aiohttp.ClientPayloadError):  # whose own words are about HTTP's chunks
+            return UnreachableError(f"the connection to {self.url} was cut in the middle of an answer")
         if isinstance(error, aiohttp.ClientConnectorError):
             return UnreachableError(
                 f"nothing answers at {self.url} ({_system_reason(error)})", nobody_listens=True

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import UserError
+from loraplex.fleet.policy import Policy
 from loraplex.fleet.routers.added_costs import added_costs
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.routing_events import Began, Decision, RoutingEvent, Sent, call_id_of
+
+_MAX_NAMED: Final = 3
+_WHY: Final = {
+    "random": "by chance",
+    "round-robin": "each in its turn",
+    "most-idle": "it had the fewest requests",
+    "first-fit": "the first one with room",
+    "pending-time": "its first step begins soonest there",
+    "rank-aware": "there it slows the others down least",
+    "routing-table": "by the shares that the placement gives the adapter's replicas",
+    "routing-table-random": "by chance, with the shares that the placement gives the adapter's replicas",
+    "affinity": "it weighs the adapter in use, the queue and free KV memory",
+    "rendezvous": "the first in the adapter's own order of replicas that was not above its share of the load",
+}
+"""What each router goes by, but for `auto`."""
+_HOMES: Final = {"device": "it had the adapter ready", "host": "it had the adapter in host memory"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +37,8 @@ class ReplicaSeen:
     `placed`: the share of the adapter's requests that the placement gives it; None if it gives it none, or
     every replica serves every adapter.
     `step_ms`: a decode step there with the request; `queue_ms`: the prompts before it; `load_ms`: until it
-    has the adapter. `verdict`: chosen, migrated to, or why it could not be; nothing if it would have been
-    slower, or its turn comes later."""
+    has the adapter; `ms_per_token`: all of them over an answer of the usual length. `verdict`: chosen,
+    migrated to, or why it could not be; nothing if it would have been slower, or its turn comes later."""
 
     replica: int
     running: int
@@ -27,6 +46,7 @@ class ReplicaSeen:
     kv_tokens_left: int
     adapter: str
     placed: float | None
+    ms_per_token: float
     step_ms: float
     queue_ms: float
     load_ms: float
@@ -36,27 +56,39 @@ class ReplicaSeen:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     """A decision, with the replicas as they were then. `again`: the replica that is chosen when the log is
-    replayed; another one than was chosen only if the log is of another version of loraplex."""
+    replayed; another one than was chosen only if the log is of another version of loraplex. `why`: what the
+    router goes by, and what that came to here. `is_measured`: times are by a profile that was measured, and
+    not guessed."""
 
     decision: Sent
     policy: str
     replicas: Sequence[ReplicaSeen]
     again: int
+    why: str
+    is_measured: bool
 
 
 def explain(request: str, logs: Iterable[Sequence[RoutingEvent]]) -> list[Explanation]:
     """Return the decisions about a request, by its id or by that of the call it belongs to, of the latest log
-    that has any; several if it was sent again, or if the call has several choices.
+    that has any; several if it was sent again, or if the call has several choices. The beginning of an id
+    will do if no other call's begins so.
 
-    Raises UserError if no log has any.
+    Nothing if no log has any. Raises UserError if several calls are meant.
     """
     for events in logs:
-        if found := list(_decisions(events, request)):
-            return found
-    raise UserError(
-        f"no decision about {request!r} is in the log; it holds the latest ones only, by the `id` in the "
-        "body of the answer"
-    )
+        calls = {call_id_of(event.request_id) for event in events if isinstance(event, Sent)}
+        whole = [event for event in events if isinstance(event, Sent) and _belongs(event.request_id, request)]
+        if whole:
+            return list(_decisions(events, request))
+        begins = {call for call in calls if request and call.startswith(request)}
+        if len(begins) == 1:
+            return list(_decisions(events, begins.pop()))
+        if begins:
+            some = ", ".join(sorted(begins)[:_MAX_NAMED])
+            raise UserError(
+                f"{request!r} begins the ids of {len(begins):,} calls, such as {some}; give more of it"
+            )
+    return []
 
 
 def replayed(events: Sequence[RoutingEvent]) -> Iterator[tuple[Decision, Decision]]:
@@ -70,11 +102,10 @@ def replayed(events: Sequence[RoutingEvent]) -> Iterator[tuple[Decision, Decisio
 
 
 def _decisions(events: Sequence[RoutingEvent], asked: str) -> Iterator[Explanation]:
-    if not any(isinstance(event, Sent) and _belongs(event.request_id, asked) for event in events):
-        return
     first, *others = events
     assert isinstance(first, Began)
     routing = LiveRouting([first])
+    is_measured = bool(json.loads(first.costs)["measured"])
     for event in others:
         seen = None
         if isinstance(event, Sent) and _belongs(event.request_id, asked):
@@ -82,7 +113,14 @@ def _decisions(events: Sequence[RoutingEvent], asked: str) -> Iterator[Explanati
         again = routing.apply(event)
         if isinstance(event, Sent) and seen is not None:
             assert isinstance(again, Sent)
-            yield Explanation(decision=event, policy=first.policy, replicas=seen, again=again.replica)
+            yield Explanation(
+                decision=event,
+                policy=first.policy,
+                replicas=seen,
+                again=again.replica,
+                why=_why(event, first.policy, seen),
+                is_measured=is_measured,
+            )
 
 
 def _belongs(request_id: str, asked: str) -> bool:
@@ -97,6 +135,7 @@ def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:
     request = routing.request_of(decision.version, decision.prompt_tokens)
     added = added_costs(request, view, view.load.replicas)
     load_s = view.load_s(request, view.load.replicas)
+    token_s = added.decode_s + (added.queue_s + load_s) / view.load.output_left(request)
     has_room = view.load.has_room(request)
     rows = []
     for number in range(view.load.num_replicas):
@@ -117,6 +156,7 @@ def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:
                 kv_tokens_left=int(load.kv_tokens_left),
                 adapter=_place(routing, request.adapter, number),
                 placed=round(shares[number], 3) if number in shares else None,
+                ms_per_token=round(1e3 * float(token_s[number]), 3),
                 step_ms=round(1e3 * float(added.decode_s[number]), 3),
                 queue_ms=round(1e3 * float(added.queue_s[number]), 3),
                 load_ms=round(1e3 * float(load_s[number]), 3),
@@ -124,6 +164,24 @@ def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:
             )
         )
     return rows
+
+
+def _why(decision: Sent, policy: str, seen: Sequence[ReplicaSeen]) -> str:
+    """Say in words what made the router choose this replica."""
+    if decision.is_move:
+        return "it migrated there from a replica that was overloaded"
+    able = [row for row in seen if row.verdict in ("", "chosen")]
+    if len(able) == 1:
+        return "no other one took requests and had room"
+    routing = Policy.of_name(policy).routing
+    if routing != "auto":
+        return _WHY.get(routing, routing)
+    chosen = seen[decision.replica]
+    if chosen.adapter in _HOMES:
+        return f"{_HOMES[chosen.adapter]}, and costs the fleet little more than the cheapest"
+    if chosen.placed is not None:
+        return "the placement gives it the adapter, and it costs the fleet little more than the cheapest"
+    return "it costs the fleet the least time per token, or as good as that"
 
 
 def _place(routing: LiveRouting, adapter: int | None, replica: int) -> str:

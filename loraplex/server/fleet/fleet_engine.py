@@ -28,12 +28,11 @@ from loraplex.fleet.replanner import PERIOD_S
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.continuing import Continued
-from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
+from loraplex.server.engine_status import EngineStatus, ReplicaStatus
 from loraplex.server.fleet.changes import Changes
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_adapters import FleetAdapters
 from loraplex.server.fleet.fleet_requests import FleetRequests
-from loraplex.server.fleet.fleet_stats import sum_of
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.placing import Placing
@@ -181,7 +180,7 @@ class FleetEngine:
         return [
             replace(
                 each,
-                num_placed=num_placed[each.number] if each.status.state is not EngineState.CLOSED else 0,
+                num_placed=num_placed[each.number],
                 num_brought=placing.num_brought[each.number],
                 num_migrated=placing.num_migrated[each.number],
             )
@@ -284,9 +283,10 @@ class FleetEngine:
 
     async def _restart(self, number: int, *, move: bool) -> None:
         was_drained = self._members.is_drained(number)
-        with self._members.leaving([number]):
-            await self._leave(number, move=move)
-        await self._join(number)
+        with self._members.replacing(number):
+            with self._members.leaving([number]):
+                await self._leave(number, move=move)
+            await self._join(number)
         if was_drained:
             self._members.drain(number)
 
@@ -375,10 +375,17 @@ class FleetEngine:
 
     async def remove_adapter(self, version: str) -> None:
         await self._adapters.remove(version)
+        self._members.forget(version)
 
     async def stats(self) -> EngineStats:
-        """Return the sums over all replicas; an adapter is where it is nearest to its use."""
-        return sum_of(await asyncio.gather(*(replica.stats() for replica in self._members.alive())))
+        """Return the sums over all replicas, and of counters those of replicas that have left as well; an
+        adapter is where it is nearest to its use."""
+        members = self._members
+        numbers = [number for number, replica in enumerate(members) if replica in members.alive()]
+        each = await asyncio.gather(*(members[number].stats() for number in numbers))
+        for number, stats in zip(numbers, each, strict=True):
+            members.saw(number, stats)
+        return members.sum_of(each)
 
 
 class _Deferred:

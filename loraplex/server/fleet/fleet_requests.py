@@ -207,14 +207,14 @@ class FleetRequests:
         target = self._targets.pop(request_id_of(request.request_id), None)
         if target is not None and accepts[target]:
             routing.route(request.request_id, request.adapter, request.num_tokens, to=target)
-            self._members.num_sent[target] += 1
+            self._members.sent(target)
             return routing, target
         if request.output_token_ids:
             accepts = self._able_to_continue(request, accepts)
         others = [each and number not in failed for number, each in enumerate(accepts)]
         self._let_accept(routing, others if any(others) else accepts)
         number = routing.route(request.request_id, request.adapter, request.num_tokens)
-        self._members.num_sent[number] += 1
+        self._members.sent(number)
         return routing, number
 
     @staticmethod

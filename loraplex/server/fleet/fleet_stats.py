@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from loraplex.core.stats import AdapterStats, EngineStats
 
 _TIERS: Final = ("disk", "host", "loading", "device")
 """Where an adapter may be, the nearest to its use last."""
+
+_COUNTERS: Final = (
+    *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_steps", "adapter_file_reads"),
+    *("adapter_fetches", "adapter_bytes_fetched", "adapter_fetch_failures"),
+)
+"""The figures of an engine that only grow, until it starts anew."""
+
+
+class NewCounts(NamedTuple):
+    """What a report adds to those before."""
+
+    adapter_loads: int
+    adapter_fetches: int
+
+
+class LastingCounters:
+    """Sums of what engines count that outlive them: one that starts anew counts from zero, and one that
+    leaves takes its counts along."""
+
+    def __init__(self) -> None:
+        self._reported: dict[int, dict[str, int]] = {}  # by engine and counter, or version for its loads
+        self._totals: Counter[str] = Counter()
+        self._loads: Counter[str] = Counter()
+
+    def saw(self, number: int, stats: EngineStats) -> NewCounts:
+        """Add what this engine, or the one before it under this number, has not reported yet.
+
+        An engine that is away for a while reports zeros, which say nothing.
+        """
+        reported = self._reported.setdefault(number, {})
+        for name in _COUNTERS:
+            self._totals[name] += (added := _added(reported, name, getattr(stats, name)))
+            if name == "adapter_fetches":
+                num_fetches = added
+        num_loads = 0
+        for adapter in stats.adapters:
+            self._loads[adapter.version] += (added := _added(reported, adapter.version, adapter.loads))
+            num_loads += added
+        return NewCounts(num_loads, num_fetches)
+
+    def lasting(self, stats: EngineStats) -> EngineStats:
+        """Return figures with the sums in place of their counters."""
+        return replace(
+            stats,
+            **{name: self._totals[name] for name in _COUNTERS},
+            adapters=tuple(replace(each, loads=self._loads[each.version]) for each in stats.adapters),
+        )
+
+    def forget(self, version: str) -> None:
+        """Count nothing of a version any more."""
+        self._loads.pop(version, None)
+        for reported in self._reported.values():
+            reported.pop(version, None)
+
+
+def _added(reported: dict[str, int], name: str, count: int) -> int:
+    before = reported.get(name, 0)
+    if count:
+        reported[name] = count
+    return count - before if count >= before else count
 
 
 def sum_of(each: Sequence[EngineStats]) -> EngineStats:
@@ -30,7 +92,13 @@ def _merged(one: AdapterStats | None, other: AdapterStats) -> AdapterStats:
     return AdapterStats(
         version=one.version,
         tier=max(one.tier, other.tier, key=_TIERS.index),
-        num_bytes=one.num_bytes + other.num_bytes,
+        num_bytes=_bytes_of_both(one, other),
         in_flight=one.in_flight + other.in_flight,
         loads=one.loads + other.loads,
     )
+
+
+def _bytes_of_both(one: AdapterStats, other: AdapterStats) -> int:
+    """Return the memory that both take; what it would take of one, if neither has it in memory."""
+    held = [each.num_bytes for each in (one, other) if each.tier != "disk"]
+    return sum(held) if held else max(one.num_bytes, other.num_bytes)

@@ -3,7 +3,7 @@
 NEW ──start()──▶ STARTING ──▶ READY ◀──────────┐
                     │           │ no answer,   │ well again, with the base model and
                     ▼           ▼ or not well  │ all adapters
-                  FAILED     RESTARTING ───────┘      close() leads to CLOSED from everywhere
+                  FAILED     UNREACHABLE ──────┘      close() leads to CLOSED from everywhere
 
 Who started the server brings it back: it is asked for as long as it takes, so a replica never fails later on.
 """
@@ -128,7 +128,11 @@ class HttpReplica:
     @property
     def status(self) -> EngineStatus:
         return EngineStatus(
-            state=self._life.state, message=self._life.message, num_restarts=self._num_restarts, pid=None
+            state=self._life.state,
+            message=self._life.message,
+            num_restarts=self._num_restarts,
+            pid=None,
+            node=self.url,
         )
 
     @property
@@ -218,7 +222,7 @@ class HttpReplica:
             await self._life.takes_adapters.wait()
         self._life.raise_if_gone()
         self._adapters.note(spec)
-        if self._life.state is EngineState.RESTARTING:
+        if self._life.state is EngineState.UNREACHABLE:
             return
         try:
             await self._adapters.load(spec.version)
@@ -284,7 +288,7 @@ class HttpReplica:
             try:
                 if is_urgent or not self._heard_lately():
                     await self._check_health()
-                if self._life.state is EngineState.RESTARTING or is_urgent:
+                if self._life.state is EngineState.UNREACHABLE or is_urgent:
                     # A server that broke a connection may have been started again since.
                     await self._bring_back()
                 self._retry_refused()
@@ -360,7 +364,7 @@ class HttpReplica:
         backend = await identify(self._http, self._expected, timeout_s=timeout_s)
         self._meet(backend)
         await self._adapters.restore(backend.adapters)
-        if self._life.state is EngineState.RESTARTING:
+        if self._life.state is EngineState.UNREACHABLE:
             self._num_restarts += 1
             self.info = await self._ready(backend, self._clock.now_s())
             self._life.set(EngineState.READY, "")
@@ -382,12 +386,12 @@ class HttpReplica:
         """The server is away. Its requests are lost, its adapters have to be looked for."""
         if self._life.state is EngineState.READY:
             logger.error("%s; looking for it until it is back", reason)
-            self._life.set(EngineState.RESTARTING, reason)
+            self._life.set(EngineState.UNREACHABLE, reason)
             self._adapters.give_up(reason)
             self._stats, self._stats_taken_s = EngineStats(), float("-inf")
             self._liveness.give_up(EngineDeadError(f"{reason}; send the request again"))
             self._look.set()
-        elif self._life.state is EngineState.RESTARTING and reason != self._life.message:
+        elif self._life.state is EngineState.UNREACHABLE and reason != self._life.message:
             logger.warning("%s", reason)
             self._life.message = reason
 

@@ -6,7 +6,7 @@ A replica keeps its number. One that has left is closed; another may come back u
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
@@ -15,7 +15,9 @@ from loraplex.core.errors import EngineClosedError, EngineDeadError, InvalidRequ
 from loraplex.core.stats import EngineStats
 from loraplex.server.engine_life import ON_ITS_WAY
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
+from loraplex.server.fleet.fleet_stats import LastingCounters, sum_of
 from loraplex.server.replica import Replica
+from loraplex.server.sent_to import sent_to
 
 _GONE: Final = (EngineState.FAILED, EngineState.CLOSED)
 
@@ -32,6 +34,8 @@ class Members:
         self._replicas = replicas
         self._drained: set[int] = set()
         self._leaving: set[int] = set()
+        self._replaced: set[int] = set()
+        self._num_restarts: Counter[int] = Counter()  # of those that had each number before
         self.num_sent: Counter[int] = Counter()
         """Requests that each was ever sent."""
         self.num_replayed: Counter[int] = Counter()
@@ -41,8 +45,8 @@ class Members:
         self.num_loads: Counter[int] = Counter()
         """Loads of adapters by each, as far as they were reported."""
         self.num_fetches: Counter[int] = Counter()
-        """Adapters that the engine that each is now has copied from others."""
-        self._loads: dict[int, dict[str, int]] = {}  # of each, by version, as it reported them last
+        """Adapters that each has copied from others."""
+        self._counters = LastingCounters()
 
     def __getitem__(self, number: int) -> Replica:
         return self._replicas[number]
@@ -53,12 +57,12 @@ class Members:
     def put(self, number: int, replica: Replica) -> None:
         """Let a replica take a number that is free, or the next one; it takes requests from now on."""
         if number < len(self._replicas):
+            self._num_restarts[number] += self._replicas[number].status.num_restarts
             self._replicas[number] = replica
         else:
             assert number == len(self._replicas)
             self._replicas.append(replica)
         self._drained.discard(number)
-        self._loads.pop(number, None)
 
     @property
     def present(self) -> list[int]:
@@ -75,14 +79,26 @@ class Members:
         adapters when it joins anew."""
         return [each for each in self._replicas if not is_gone(each)] or list(self._replicas)
 
+    def sent(self, number: int) -> None:
+        """Count a request that a replica is sent, also for the request's line in the log."""
+        self.num_sent[number] += 1
+        if (replicas := sent_to.get()) is not None:
+            replicas.append(number)
+
     def saw(self, number: int, stats: EngineStats) -> None:
         """Take over what a replica reports."""
-        before = self._loads.get(number, {})
-        now = self._loads[number] = {adapter.version: adapter.loads for adapter in stats.adapters}
-        for version, loads in now.items():
-            known = before.get(version, 0)
-            self.num_loads[number] += loads - known if loads >= known else loads  # else it has started anew
-        self.num_fetches[number] = stats.adapter_fetches
+        added = self._counters.saw(number, stats)
+        self.num_loads[number] += added.adapter_loads
+        self.num_fetches[number] += added.adapter_fetches
+
+    def sum_of(self, each: Sequence[EngineStats]) -> EngineStats:
+        """Return the figures of replicas as those of one engine. Counters hold all that was ever reported,
+        also by replicas that have left or started anew, so that they never go back."""
+        return self._counters.lasting(sum_of(each))
+
+    def forget(self, version: str) -> None:
+        """Count nothing of a version any more that is removed from all replicas."""
+        self._counters.forget(version)
 
     # ---- who takes requests
 
@@ -201,17 +217,31 @@ class Members:
         return EngineStatus(
             state=shown.state,
             message=message,
-            num_restarts=sum(replica.status.num_restarts for replica in self._replicas),
+            num_restarts=sum(map(self._restarts, range(len(self._replicas)))),
             pid=None,
             phase=shown.phase,
             fraction=shown.fraction,
         )
 
+    def _restarts(self, number: int) -> int:
+        return self._num_restarts[number] + self._replicas[number].status.num_restarts
+
+    @contextmanager
+    def replacing(self, number: int) -> Iterator[None]:
+        """Show a replica that leaves as one that restarts while the block lasts."""
+        self._replaced.add(number)
+        try:
+            yield
+        finally:
+            self._replaced.discard(number)
+
     def statuses(self, num_in_flight: Callable[[int], int]) -> list[ReplicaStatus]:
+        """Return how each stands that has not left for good."""
+        present = self._replaced.union(self.present)
         return [
             ReplicaStatus(
                 number=number,
-                status=_status(replica),
+                status=self._status(number),
                 num_in_flight=num_in_flight(number),
                 num_sent=self.num_sent[number],
                 num_replayed=self.num_replayed[number],
@@ -220,18 +250,19 @@ class Members:
                 num_fetches=self.num_fetches[number],
                 drained=number in self._drained | self._leaving,
             )
-            for number, replica in enumerate(self._replicas)
+            for number in sorted(present)
         ]
 
-
-def _status(replica: Replica) -> EngineStatus:
-    """Return its status; of one that has left, in words that are about it and not about the server, and of
-    one that refuses adapters, with the reason."""
-    status = replica.status
-    if status.state is EngineState.CLOSED:
-        return replace(status, message="it has left")
-    if status.state is EngineState.READY and (refused := replica.refused):
-        reason = next(iter(refused.values()))
-        what = "an adapter" if len(refused) == 1 else f"{len(refused):,} adapters"
-        return replace(status, message=f"it refuses {what}: {reason}")
-    return status
+    def _status(self, number: int) -> EngineStatus:
+        """Return its status; of one that is being replaced, in words that are about it and not about the
+        server, and of one that refuses adapters, with the reason."""
+        replica = self._replicas[number]
+        status = replace(replica.status, num_restarts=self._restarts(number))
+        if status.state is EngineState.CLOSED:
+            state, message = EngineState.RESTARTING, "it is being replaced by a new one"
+            return replace(status, state=state, message=message)
+        if status.state is EngineState.READY and (refused := replica.refused):
+            reason = next(iter(refused.values()))
+            what = "an adapter" if len(refused) == 1 else f"{len(refused):,} adapters"
+            return replace(status, message=f"it refuses {what}: {reason}")
+        return status

@@ -24,6 +24,7 @@ class FakeReplica:
         self.state = EngineState.NEW
         self.failed = asyncio.Event()
         self.info: Ready | None = None
+        self.num_restarts = 0
         self.known: set[str] = set()
         self.held: set[str] = set()
         self.staged: list[str] = []
@@ -39,7 +40,7 @@ class FakeReplica:
 
     @property
     def status(self) -> EngineStatus:
-        return EngineStatus(state=self.state, message="", num_restarts=0, pid=None)
+        return EngineStatus(state=self.state, message="", num_restarts=self.num_restarts, pid=None)
 
     async def start(
         self,

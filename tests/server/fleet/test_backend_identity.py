@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientPayloadError, web
 from replicas import BASE, replica_of, run, spec_in, started
 from server_fixtures import SHAPE
 from vllm_dialect import Behaviour, VllmDialect
@@ -168,3 +168,11 @@ def test_a_server_tells_its_sizes_and_the_model_may_be_known_by_its_folder() -> 
             assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (120, 48)
 
     run(scenario())
+
+
+def test_a_connection_that_is_cut_is_said_without_the_words_of_http_libraries() -> None:
+    http = backend_http.BackendHttp(BackendAddress(url="http://127.0.0.1:1"))
+    cut = http.unreachable(
+        ClientPayloadError("Response payload is not completed: <TransferEncodingError: 400>")
+    )
+    assert str(cut) == "the connection to http://127.0.0.1:1 was cut in the middle of an answer"

@@ -152,8 +152,30 @@ def test_a_decision_is_explained_with_the_replicas_as_they_were(tmp_path: Path) 
     assert sum(row.running + row.waiting for row in explanation.replicas) == 3
     assert [row.verdict for row in explanation.replicas].count("chosen") == 1
     assert explain("cmpl-4-0", logged_decisions(tmp_path))[0].decision == sent[4]
-    with pytest.raises(UserError, match="no decision about 'cmpl-99'"):
-        explain("cmpl-99", logged_decisions(tmp_path))
+    assert explain("cmpl-99", logged_decisions(tmp_path)) == []
+    assert "costs the fleet" in explanation.why
+    assert explanation.is_measured
+    for row in explanation.replicas:
+        assert row.ms_per_token == pytest.approx(row.step_ms + (row.queue_ms + row.load_ms) / 50, abs=0.01)
+
+
+def test_the_beginning_of_an_id_will_do_if_it_is_of_one_call_only(tmp_path: Path) -> None:
+    sent = logged(tmp_path, 12)
+    with pytest.raises(UserError, match="begins the ids of 12 calls, such as cmpl-0, "):
+        explain("cmpl", logged_decisions(tmp_path))
+    assert explain("cmpl-11", logged_decisions(tmp_path))[0].decision == sent[11]
+    assert explain("cmpl-1", logged_decisions(tmp_path))[0].decision == sent[1], "a whole id is no beginning"
+    assert explain("", logged_decisions(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("routing", "why"), [("most-idle", "fewest requests"), ("random", "by chance")])
+def test_an_explanation_says_what_the_router_goes_by(tmp_path: Path, routing: str, why: str) -> None:
+    log = DecisionLog(tmp_path)
+    log.begin([began(routing)])
+    LiveRouting([began(routing)], log.record).route("asked-0", None, 90)
+    log.write(log.take())
+    (explanation,) = explain("asked", logged_decisions(tmp_path))
+    assert why in explanation.why
 
 
 def test_a_replica_that_could_not_serve_is_said_to(tmp_path: Path) -> None:

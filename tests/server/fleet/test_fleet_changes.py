@@ -51,14 +51,12 @@ def test_a_fleet_grows_and_shrinks_while_it_serves() -> None:
             assert await served(fleet, "a", adapter="v1") == [3, 3, 3, 3]
             await fleet.add_adapter(spec_of("v2"))
             await fleet.scale(1)
-            assert await served(fleet, "b", adapter="v2") == [12, 0, 0, 0]
-            assert [replica.status.state for replica in fleet.replicas] == [
-                EngineState.READY, *[EngineState.CLOSED] * 3,
-            ]  # fmt: skip
+            assert await served(fleet, "b", adapter="v2") == [12]
+            assert [replica.status.state for replica in fleet.replicas] == [EngineState.READY]
             assert (await anext(stream)).token_ids, "the stream of the replica that stayed went on"
             await fleet.remove_adapter("v1")
             await fleet.scale(2)
-            assert await served(fleet, "c", adapter="v2") == [6, 6, 0, 0]
+            assert await served(fleet, "c", adapter="v2") == [6, 6]
             assert [row.version for row in (await clients[1].stats()).adapters] == ["v2"]
             assert fleet.replicas[0].num_in_flight == 1
             await stream.aclose()
@@ -210,6 +208,6 @@ def test_a_replica_that_leaves_is_not_called_back() -> None:
             await leaving
             with pytest.raises(errors.InvalidRequestError, match="is leaving or has left"):
                 fleet.undrain(1)
-            assert fleet.replicas[1].status.message == "it has left"
+            assert [replica.number for replica in fleet.replicas] == [0]
 
     run(scenario())

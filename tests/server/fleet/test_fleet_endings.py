@@ -142,6 +142,19 @@ def test_a_fleet_that_ends_while_it_starts_leaves_no_engine(folder: Path, how: s
         end(front, how, folder)
 
 
+def children_of(pid: int) -> list[int]:
+    found = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for children in found for child in children]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which processes are there")
+def test_ctrl_c_while_engine_processes_still_import_leaves_no_traceback(folder: Path) -> None:
+    (folder / LOADING).touch()
+    with front_of(folder) as front:
+        wait_until(lambda: len(children_of(front.pid)) == 2, "the engine processes are there")
+        end(front, signal.SIGINT, folder)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which processes are there")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_fleet_that_ends_while_it_scales_leaves_no_engine_and_a_whole_registry(

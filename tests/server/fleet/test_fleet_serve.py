@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -161,7 +163,7 @@ def test_a_drained_replica_is_sent_nothing_until_it_is_undrained(fleet: str) -> 
     assert "the last one that takes requests" in refused.stderr
     unknown = fleet_command(fleet, "drain", "7")
     assert "there is no replica 7; they have the numbers 0 to 1" in unknown.stderr
-    rows = json.loads(fleet_command(fleet, "drain", "1", "--undo", "--json").stdout)
+    rows = json.loads(fleet_command(fleet, "drain", "1", "--undo", "--json").stdout)["data"]
     assert [row["drained"] for row in rows] == [False, False]
 
 
@@ -211,11 +213,31 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
         return run_command("fleet", "explain", asked.id, "--state-dir", str(state), *options)
 
     wait_until(lambda: explained().returncode == 0, "the decision is not in the log")
-    assert "by auto+auto+migrate" in explained().stdout
+    assert "for two (version " in explained().stdout
+    assert "by auto+auto+migrate: " in explained().stdout
+    assert "times are guessed" in explained().stdout
+    unknown = run_command("fleet", "explain", "cmpl-nobody", "--state-dir", str(state))
+    assert f"no decision about 'cmpl-nobody' is in {state / 'decisions'}" in unknown.stderr
+    assert "--state-dir" in unknown.stderr
     (decision,) = json.loads(explained("--json").stdout)
+    assert decision["adapters"] == ["two"]
     assert decision["again"] == decision["replica"]
     assert decision["replicas"][decision["replica"]]["verdict"] == "chosen"
     assert sum(row["placed"] or 0 for row in decision["replicas"]) == pytest.approx(1), "shares of a plan"
+
+
+def test_decisions_of_a_demo_are_found(
+    fleet: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answer(fleet, "two", temperature=0)
+    wait_until(
+        lambda: run_command("fleet", "explain", asked.id, "--state-dir", str(state)).returncode == 0,
+        "the decision is not in the log",
+    )
+    shutil.copytree(state, tmp_path / "loraplex-demo-x")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = run_command("fleet", "explain", asked.id, LORAPLEX_STATE=str(tmp_path / "none"))
+    assert "for two (version " in found.stdout, found
 
 
 def adapter_reads(url: str) -> dict[str, int]:
@@ -261,17 +283,21 @@ def check_a_cold_adapter_is_read_once(url: str, path: Path) -> None:
 
 
 def test_replicas_are_added_and_replaced_by_commands(fleet: str, folder: Path) -> None:
-    assert [row["state"] for row in json.loads(fleet_command(fleet, "scale", "3", "--json").stdout)] == [
-        "ready"
-    ] * 3
+    scaled = json.loads(fleet_command(fleet, "scale", "3", "--json").stdout)
+    assert scaled.keys() == httpx.get(f"{fleet}/v1/fleet").json().keys(), "of the same shape"
+    assert [row["state"] for row in scaled["data"]] == ["ready"] * 3
     check_a_cold_adapter_is_read_once(fleet, folder / "more" / "cold")
     before = replicas(fleet)[1]["pid"]
     restarted = fleet_command(fleet, "restart", "1", "--move")
     assert restarted.returncode == 0, restarted.stderr
+    assert restarted.stderr.startswith("replica 1 hands over its requests, and is replaced by a new one")
     assert replicas(fleet)[1]["pid"] != before
     answer(fleet, "one", temperature=0)
-    rows = json.loads(fleet_command(fleet, "scale", "2", "--json").stdout)
-    assert [row["state"] for row in rows] == ["ready", "ready", "closed"]
+    read = adapter_reads(fleet)
+    rows = json.loads(fleet_command(fleet, "scale", "2", "--json").stdout)["data"]
+    assert [row["state"] for row in rows] == ["ready", "ready"]
+    assert all(adapter_reads(fleet)[name] >= count for name, count in read.items()), "counters only grow"
+    assert 'replica_up{replica="2"}' not in httpx.get(f"{fleet}/metrics").text
     refused = fleet_command(fleet, "scale", "0")
     assert refused.returncode == 1
     assert "a fleet has one replica at least" in refused.stderr
@@ -292,7 +318,8 @@ def test_bad_options_are_refused_before_anything_starts(folder: Path) -> None:
 
     assert "did you mean rank-aware?" in refused("--routing", "rank-awar")
     assert "serve with --placement auto" in refused("--placement", "loraserve")
-    assert "greater than or equal to 1" in refused("--replicas", "0")
+    assert "there can be 1 to 64 replicas, not 0" in refused("--replicas", "0")
+    assert "there can be 1 to 64 replicas, not 1,000" in refused("--replicas", "1000")
     told = refused("--replicas", "3", "--device", "cuda")
     assert "1 replica at most: each has 1 GPU, and this machine has 1; lower --replicas" in told
 

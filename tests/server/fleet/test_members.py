@@ -6,7 +6,9 @@ import pytest
 from fake_replicas import FakeReplica
 
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
+from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.server.engine_status import EngineState
+from loraplex.server.fleet.fleet_stats import sum_of
 from loraplex.server.fleet.members import Members
 
 READY, FAILED, RESTARTING = EngineState.READY, EngineState.FAILED, EngineState.RESTARTING
@@ -42,3 +44,45 @@ def test_a_fleet_whose_only_healthy_replica_is_drained_is_not_ready_and_says_so(
     members.undrain(0)
     assert members.accepting() == [True, False]
     assert members.status.state is READY
+
+
+def test_a_replica_that_has_left_is_shown_no_more_and_one_that_is_replaced_restarts() -> None:
+    members, _ = members_of(READY, EngineState.CLOSED)
+    assert [each.number for each in members.statuses(lambda number: 0)] == [0]
+    with members.replacing(1):
+        shown = members.statuses(lambda number: 0)[1]
+    assert (shown.number, shown.status.state) == (1, RESTARTING)
+    assert shown.status.message == "it is being replaced by a new one"
+
+
+def stats_of(steps: int, *, loads: int, tier: str = "host") -> EngineStats:
+    adapter = AdapterStats(version="v", tier=tier, num_bytes=100, in_flight=0, loads=loads)
+    return EngineStats(num_steps=steps, num_running=1, adapter_fetches=loads, adapters=(adapter,))
+
+
+def test_counters_outlive_replicas_that_start_anew_or_leave() -> None:
+    members, replicas = members_of(READY, READY)
+
+    def total(*each: EngineStats) -> tuple[int, int, int]:
+        for number, stats in enumerate(each):
+            members.saw(number, stats)
+        found = members.sum_of(each)
+        return found.num_steps, found.adapters[0].loads, found.num_running
+
+    assert total(stats_of(100, loads=3), stats_of(50, loads=1)) == (150, 4, 2)
+    assert total(stats_of(120, loads=3), stats_of(10, loads=1)) == (180, 4, 2), "the second has started anew"
+    assert total(stats_of(0, loads=0), stats_of(10, loads=1)) == (180, 4, 2), "the first is away for a while"
+    assert total(stats_of(130, loads=3), stats_of(10, loads=1)) == (190, 4, 2)
+    assert total(stats_of(130, loads=3)) == (190, 4, 1), "the second has left"
+    assert (members.num_loads, members.num_fetches) == ({0: 3, 1: 1}, {0: 3, 1: 1})
+    replicas[0].num_restarts = 2
+    members.put(0, FakeReplica())
+    assert members.status.num_restarts == 2
+    assert members.statuses(lambda number: 0)[0].status.num_restarts == 2
+
+
+@pytest.mark.parametrize(("tiers", "num_bytes"), [("hh", 200), ("hd", 100), ("dh", 100), ("dd", 100)])
+def test_an_adapter_takes_the_memory_of_replicas_that_hold_it(tiers: str, num_bytes: int) -> None:
+    named = {"h": "host", "d": "disk"}
+    (adapter,) = sum_of([stats_of(1, loads=1, tier=named[tier]) for tier in tiers]).adapters
+    assert adapter.num_bytes == num_bytes

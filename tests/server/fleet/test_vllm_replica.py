@@ -216,7 +216,7 @@ def test_a_server_that_answers_nothing_is_given_up_with_its_streams() -> None:
             server.does.is_deaf = True
             with pytest.raises(EngineDeadError, match=r"did not answer within 0\.2 s"):
                 await stream
-            assert replica.status.state is EngineState.RESTARTING
+            assert (replica.status.state, replica.status.node) == (EngineState.UNREACHABLE, server.url)
             assert await replica.stats() == type(await replica.stats())()
             with pytest.raises(EngineDeadError, match="not ready yet"):
                 await answer(replica, request_for([5]))

@@ -1,0 +1,43 @@
+"""A workload at another rate, repeated until a trial at that rate lasts long enough to mean something."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from loraplex.twin.fleet_run import at_rate, shuffled
+from loraplex.twin.slo import Slo
+from loraplex.workload.jsonl import WorkloadRequest
+
+_REQUEST_TIMES: Final = 6.0
+"""A trial lasts as long as so many requests that take all the time they may, one after the other. In a
+shorter one a queue that grows without end need not have reached the SLO's limit yet."""
+_MOST_REQUESTS: Final = 20_000
+"""Trials are not repeated beyond: far above its capacity a fleet takes long to simulate."""
+
+
+def least_trial_s(workload: Sequence[WorkloadRequest], slo: Slo) -> float:
+    """Return how long a trial has to last, by what the SLO lets the mean request take."""
+    mean_tokens = sum(each.output_tokens for each in workload) / len(workload)
+    return _REQUEST_TIMES * ((slo.ttft_s or 0.0) + mean_tokens * (slo.token_s or 0.0))
+
+
+def trial(workload: Sequence[WorkloadRequest], factor: float, least_s: float) -> list[WorkloadRequest]:
+    """Return the workload so many times as fast, repeated for `least_s` if that takes no more than 20,000
+    requests. In a repetition, requests that come within ten seconds change places."""
+    once = at_rate(workload, factor)
+    span_s = trial_s(once) * len(once) / max(len(once) - 1, 1)
+    most = max(_MOST_REQUESTS // len(once), 1)
+    number = max(min(math.ceil(least_s / span_s), most), 1)
+    return [
+        replace(each, arrival_s=each.arrival_s + turn * span_s)
+        for turn in range(number)
+        for each in shuffled(once, turn)
+    ]
+
+
+def trial_s(requests: Sequence[WorkloadRequest]) -> float:
+    """Return the seconds from the first arrival to the last."""
+    return requests[-1].arrival_s - requests[0].arrival_s
