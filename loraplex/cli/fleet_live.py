@@ -18,7 +18,7 @@ from loraplex.cli import serve_options as option
 from loraplex.cli.early_stop import exit_0_on_signal
 from loraplex.cli.flags import WITHOUT_VALUE, takes_options_of
 from loraplex.cli.serve import run_server, serve_options
-from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, list_of, rows_of
+from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, list_of
 from loraplex.cli.table import number_column, print_table, text_column
 from loraplex.core.errors import UserError
 from loraplex.core.logs import LogFormat, LogLevel
@@ -127,10 +127,7 @@ def _ray_address(given: str) -> str | None:
 
 def status(base_url: BaseUrl = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
     """Show the replicas of a fleet that serves."""
-    rows, answer = list_of(base_url, _FLEET_PATH, api_key, kind="replicas")
-    _show(rows, as_json=as_json)
-    for left in [] if as_json else answer.get("left_out", []):
-        typer.echo(f"adapter {left['name']!r} is not served, and tried again: {left['reason']}")
+    _show(*list_of(base_url, _FLEET_PATH, api_key, kind="replicas"), as_json=as_json)
 
 
 def drain(
@@ -185,15 +182,16 @@ def _say(message: str) -> None:
 
 def _change(what: str, body: dict[str, int], base_url: str, api_key: str | None, *, as_json: bool) -> None:
     """Ask for a change that is answered when it is done, and show the replicas."""
-    rows = rows_of(
+    rows, answer = list_of(
         base_url, f"{_FLEET_PATH}/{what}", api_key, kind="replicas", body=body, timeout_s=_CHANGE_S
     )
-    _show(rows, as_json=as_json)
+    _show(rows, answer, as_json=as_json)
 
 
-def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
+def _show(rows: list[dict[str, Any]], answer: dict[str, Any], *, as_json: bool) -> None:
+    """Show the replicas and what else the server answered: as it did, or as a table."""
     if as_json:
-        typer.echo(json.dumps({"object": "list", "data": rows}, indent=2))  # as GET /v1/fleet
+        typer.echo(json.dumps(answer, indent=2))
         return
     refusals = []
     for row in rows:
@@ -205,6 +203,8 @@ def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
     print_table(rows, _COLUMNS)
     for line in refusals:
         typer.echo(line)
+    for left in answer.get("left_out", []):
+        typer.echo(f"adapter {left['name']!r} is not served, and tried again: {left['reason']}")
 
 
 def explain(

@@ -59,11 +59,15 @@ def versions_at(url: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def options(
-    folder: Path, backends: list[tuple[subprocess.Popen[str], str]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, ...]:
-    """What both fronts are started with: two servers that no other front uses, and one state folder."""
-    addresses = [option for _, url in backends[1:] for option in ("--backend", url)]
+def urls(backends: list[tuple[subprocess.Popen[str], str]]) -> list[str]:
+    """Two servers that still run: another test ends one of the three."""
+    return [url for process, url in backends if process.poll() is None][-2:]
+
+
+@pytest.fixture(scope="module")
+def options(folder: Path, urls: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """What both fronts are started with: two servers and one state folder."""
+    addresses = [option for url in urls for option in ("--backend", url)]
     state = tmp_path_factory.mktemp("fronts")
     return ("--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(state), *addresses)
 
@@ -81,10 +85,9 @@ def fronts(folder: Path, options: tuple[str, ...]) -> Iterator[tuple[Front, Fron
 
 
 def test_two_fronts_serve_the_same_versions_and_unload_nothing_that_the_other_serves(
-    fronts: tuple[Front, Front], folder: Path, backends: list[tuple[subprocess.Popen[str], str]]
+    fronts: tuple[Front, Front], folder: Path, urls: list[str]
 ) -> None:
     one, two = fronts
-    urls = [url for _, url in backends[1:]]
     first = one.load("bot", folder / "adapters" / "one")
     two.waits_for("bot", first)
     assert two.version_of_answer("bot") == first
