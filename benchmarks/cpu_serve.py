@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks import engines, scenarios, sources
 from benchmarks.engines import BASE, Engine
-from benchmarks.make_checkpoint import Checkpoint, adapter_name, write_adapters, write_base
+from benchmarks.make_checkpoint import SERVED, Checkpoint, Size, adapter_name, write_adapters, write_base
 from benchmarks.measure import Traffic, base_model, measure, with_median
 from benchmarks.peers import to_gguf
 from benchmarks.servers import RunningServer, running
@@ -114,14 +114,14 @@ def without_folders(value: str) -> str:
     return Path(value).name if value.startswith("/") else value
 
 
-def checkpoint(root: Path, *, num_adapters: int) -> Checkpoint:
+def checkpoint(root: Path, *, num_adapters: int, size: Size = SERVED) -> Checkpoint:
     """The random checkpoint, written once per work directory."""
     done = root / f"complete-{num_adapters}"
     found = Checkpoint(root=root, num_adapters=num_adapters)
     if not done.exists():
         print(f"writing a checkpoint with {num_adapters} adapters ...", flush=True)
-        write_base(found.base, seed=0)
-        write_adapters(found.adapters, base=found.base, num_adapters=num_adapters, seed=1)
+        write_base(found.base, seed=0, size=size)
+        write_adapters(found.adapters, base=found.base, num_adapters=num_adapters, seed=1, size=size)
         done.touch()
     return found
 

@@ -96,16 +96,22 @@ VLLM_ENV: Final = {
 }
 
 
-def vllm_backend(checkpoint: Checkpoint, *, venv: Path, num_slots: int) -> Engine:
+def vllm_backend(checkpoint: Checkpoint, *, venv: Path, num_slots: int, max_rank: int = 64) -> Engine:
     """A vLLM that a fleet can use: adapters are loaded while it runs, `num_slots` of them run at a time,
-    and its log says when one gets a slot."""
+    and its log says when one gets a slot. It computes with one thread, as others share its cores."""
     args = (
         *(str(venv.resolve() / "bin" / "vllm"), "serve", str(checkpoint.base)),
         *("--served-model-name", "base", "--port", "{port}", "--dtype", "float32"),
         *("--max-model-len", str(MAX_POSITIONS), "--disable-uvicorn-access-log", "--enforce-eager"),
-        *("--enable-lora", "--max-loras", str(num_slots), "--max-lora-rank", "64"),
+        *("--enable-lora", "--max-loras", str(num_slots), "--max-lora-rank", str(max_rank)),
     )
-    env = {**VLLM_ENV, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    one_thread = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env = {
+        **VLLM_ENV,
+        **one_thread,
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+    }
     return Engine(
         name="vllm-backend",
         label="vLLM-cpu behind a fleet",

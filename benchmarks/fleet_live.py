@@ -33,8 +33,8 @@ import numpy as np
 from benchmarks.cpu_serve import checkpoint
 from benchmarks.make_checkpoint import (
     MAX_POSITIONS,
-    RANKS,
-    TARGET_OUT_FEATURES,
+    SERVED,
+    TARGETS,
     VOCAB_SIZE,
     Checkpoint,
     adapter_name,
@@ -189,7 +189,7 @@ def guessed(setting: Setting) -> CostModel:
         kv_tokens=1 << 14,
         host_bytes=HOST_MIB << 20,
         table_bytes=0,
-        rank_bytes=dict.fromkeys(TARGET_OUT_FEATURES, 1 << 15),
+        rank_bytes=dict.fromkeys(TARGETS, 1 << 15),
     )
     return replace(costs, memory=memory)
 
@@ -253,8 +253,8 @@ def simulate(
         num_replicas=NUM_REPLICAS,
         replay=ReplayOptions(
             num_adapters=NUM_ADAPTERS,
-            ranks=RANKS,
-            modules=tuple(TARGET_OUT_FEATURES),
+            ranks=SERVED.ranks,
+            modules=TARGETS,
             host_memory=HOST_MIB << 20,
             kv_tokens=(KV_MIB << 20) // profile.memory.token_bytes,
         ),

@@ -171,6 +171,9 @@ def vllm_table(result: Result) -> str:
             loads = each["adapter_loads"] / before["adapter_loads"]
             waits = each["ttft_mean_ms"] / before["ttft_mean_ms"]
             lines.append((f"`{name}` over `round-robin`", f"{loads:.2f}x", f"{waits:.2f}x", ""))
+    if_packed = result["loads_if_packed"]
+    packed = f"{if_packed}, {if_packed / before['adapter_loads']:.2f}x"
+    lines.append(("popularity known, two servers' slots for eight adapters", packed, "", ""))
     lines.append(("wanted", "0.33x", "0.50x", "0"))
     return table(("routing", "adapter loads", "mean TTFT", "failed"), lines)
 

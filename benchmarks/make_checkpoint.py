@@ -1,4 +1,5 @@
-"""Write the random checkpoint the CPU benchmarks serve: a 28M-parameter Llama and N PEFT adapters.
+"""Write a random checkpoint that the CPU benchmarks serve: a Llama, of 28M parameters unless said, and N PEFT
+adapters.
 
     python -m benchmarks.make_checkpoint OUT --adapters 16
 
@@ -18,29 +19,49 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-HIDDEN = 512
-NUM_LAYERS = 8
-NUM_HEADS = 8
-NUM_KV_HEADS = 4
-HEAD_DIM = HIDDEN // NUM_HEADS
-MLP_HIDDEN = 1408
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 2048
-RANKS = (8, 16, 32, 64)
-
-# Output width of each adapted projection; every input is HIDDEN wide.
-TARGET_OUT_FEATURES = {
-    "q_proj": NUM_HEADS * HEAD_DIM,
-    "k_proj": NUM_KV_HEADS * HEAD_DIM,
-    "v_proj": NUM_KV_HEADS * HEAD_DIM,
-    "o_proj": HIDDEN,
-}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of a model and its adapters; attention has as many query heads of width 64 as it is wide."""
+
+    hidden: int
+    num_layers: int
+    num_kv_heads: int
+    mlp_hidden: int
+    ranks: tuple[int, ...]
+
+    @property
+    def num_heads(self) -> int:
+        return self.hidden // _HEAD_DIM
+
+    @property
+    def target_out_features(self) -> dict[str, int]:
+        """Return the output width of each adapted projection; every input is `hidden` wide."""
+        kv_size = self.num_kv_heads * _HEAD_DIM
+        return dict(zip(TARGETS, (self.hidden, kv_size, kv_size, self.hidden), strict=True))
+
+    def adapter_bytes(self, rank: int) -> int:
+        """Weight bytes of one adapter of this rank, in float32."""
+        floats_per_rank = self.num_layers * sum(
+            self.hidden + out for out in self.target_out_features.values()
+        )
+        return 4 * floats_per_rank * rank
+
+
+_HEAD_DIM = 64
+SERVED = Size(hidden=512, num_layers=8, num_kv_heads=4, mlp_hidden=1408, ranks=(8, 16, 32, 64))
+SMALL = Size(hidden=256, num_layers=2, num_kv_heads=2, mlp_hidden=512, ranks=(8, 16))
+"""For several servers that share a few cores."""
 
 
 def adapter_name(index: int) -> str:
@@ -68,23 +89,17 @@ class Checkpoint:
         return [adapter_name(index) for index in range(self.num_adapters)]
 
 
-def adapter_bytes(rank: int) -> int:
-    """Weight bytes of one adapter of this rank, in float32."""
-    floats_per_rank = NUM_LAYERS * sum(HIDDEN + out for out in TARGET_OUT_FEATURES.values())
-    return 4 * floats_per_rank * rank
-
-
-def write_base(directory: Path, *, seed: int) -> None:
+def write_base(directory: Path, *, seed: int, size: Size = SERVED) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=HIDDEN,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
-        intermediate_size=MLP_HIDDEN,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_kv_heads,
+        intermediate_size=size.mlp_hidden,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
@@ -136,14 +151,14 @@ def _ascii_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return {piece: index for index, piece in enumerate(pieces)}, merges
 
 
-def write_adapters(directory: Path, *, base: Path, num_adapters: int, seed: int) -> None:
-    configs = {rank: _peft_config_text(rank, base=base) for rank in RANKS}
+def write_adapters(directory: Path, *, base: Path, num_adapters: int, seed: int, size: Size = SERVED) -> None:
+    configs = {rank: _peft_config_text(rank, base=base) for rank in size.ranks}
     for index in range(num_adapters):
-        rank = RANKS[index % len(RANKS)]
+        rank = size.ranks[index % len(size.ranks)]
         target = directory / adapter_name(index)
         target.mkdir(parents=True, exist_ok=True)
         (target / "adapter_config.json").write_text(configs[rank])
-        weights = _adapter_weights(rank, rng=np.random.default_rng((seed, index)))
+        weights = _adapter_weights(size, rank, rng=np.random.default_rng((seed, index)))
         save_file(weights, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -156,7 +171,7 @@ def _peft_config_text(rank: int, *, base: Path) -> str:
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
-        target_modules=list(TARGET_OUT_FEATURES),
+        target_modules=list(TARGETS),
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=str(base),
         inference_mode=True,
@@ -166,14 +181,16 @@ def _peft_config_text(rank: int, *, base: Path) -> str:
         return (Path(scratch) / "adapter_config.json").read_text()
 
 
-def _adapter_weights(rank: int, *, rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
+def _adapter_weights(
+    size: Size, rank: int, *, rng: np.random.Generator
+) -> dict[str, npt.NDArray[np.float32]]:
     # A keeps the scale of its input and B is small: the delta moves the logits, and they stay finite.
-    std_a, std_b = HIDDEN**-0.5, 0.01
+    std_a, std_b = size.hidden**-0.5, 0.01
     weights = {}
-    for layer in range(NUM_LAYERS):
-        for module, out_features in TARGET_OUT_FEATURES.items():
+    for layer in range(size.num_layers):
+        for module, out_features in size.target_out_features.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            weights[f"{prefix}.lora_A.weight"] = _noise(rng, (rank, HIDDEN), std=std_a)
+            weights[f"{prefix}.lora_A.weight"] = _noise(rng, (rank, size.hidden), std=std_a)
             weights[f"{prefix}.lora_B.weight"] = _noise(rng, (out_features, rank), std=std_b)
     return weights
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import engines
 from benchmarks.bystanders import bystanders
-from benchmarks.make_checkpoint import RANKS, Checkpoint, adapter_bytes
+from benchmarks.make_checkpoint import SERVED, Checkpoint
 from benchmarks.measure import Traffic, measure, with_median
 from benchmarks.servers import RunningServer, running
 from loraplex.bench.load import run
@@ -33,7 +33,7 @@ def many_adapters(
 ) -> dict[str, Any]:
     """1,000 adapters in turn with memory for 100, so that every request finds its adapter evicted;
     against 16 of them, all in memory, on the same server and with as many requests."""
-    budget_bytes = NUM_RESIDENT * sum(map(adapter_bytes, RANKS)) // len(RANKS)
+    budget_bytes = NUM_RESIDENT * sum(map(SERVED.adapter_bytes, SERVED.ranks)) // len(SERVED.ranks)
     engine = engines.loraplex(
         checkpoint,
         state_dir=scratch / "state-many",

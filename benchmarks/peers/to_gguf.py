@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-from benchmarks.make_checkpoint import NUM_HEADS, NUM_KV_HEADS, SPECIAL_TOKENS
+from benchmarks.make_checkpoint import SERVED, SPECIAL_TOKENS
 
 Array = npt.NDArray[np.float32]
 
@@ -34,7 +34,7 @@ _LAYER_TENSORS = {
 }
 _OTHER_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 # Rotary pairs are neighbours in llama.cpp and half a head apart in transformers.
-_ROTARY_HEADS = {"attn_q": NUM_HEADS, "attn_k": NUM_KV_HEADS}
+_ROTARY_HEADS = {"attn_q": SERVED.num_heads, "attn_k": SERVED.num_kv_heads}
 
 
 def convert(checkpoint: Path, out: Path) -> None:
