@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from itertools import zip_longest
+from shutil import get_terminal_size
 from typing import Any, Final, TypeVar, get_type_hints
 
 import typer
@@ -22,6 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 WITHOUT_VALUE: Final = ""
 """The value of an option that was given without one, which it may be if its metavar is in brackets."""
 _NO_VALUE: Final = ""
+_MIN_TABLE_COLUMNS: Final = 100
+"""Of a terminal in which a table shows the names of options whole."""
 _ONLY_SERVERS: Final = "--adapter"
 """An option that only the commands have that serve."""
 
@@ -73,6 +76,11 @@ class _Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> Any:
         return _without_values(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if get_terminal_size().columns < _MIN_TABLE_COLUMNS:
+            self.rich_markup_mode = None  # as plain text, which has room for every name
+        super().format_help(ctx, formatter)
 
 
 class _Group(TyperGroup):

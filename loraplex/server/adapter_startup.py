@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
+from typing import Final
 
 from loraplex.adapters.base_name import name_adapters, other_base, other_base_warning
 from loraplex.adapters.discovery import discover_adapters
@@ -135,6 +136,9 @@ class _Candidate:
         return f"adapter {self.name!r}: its files have changed; serving the new version"
 
 
+_NUM_AT_ONCE: Final = 4
+"""Adapters that are given to the engine at a time: servers of a fleet are asked over the network."""
+
 _Served = tuple[_Candidate, AdapterSpec]
 
 
@@ -230,23 +234,32 @@ async def _serve(
         if isinstance(spec, UserError):
             _raise_if_given(candidate, spec)
             failed[candidate.name] = spec
-    for candidate, spec in zip(fetched, specs, strict=True):
-        if isinstance(spec, UserError):
-            continue
-        adapter = candidate.served_as(spec)
-        try:
-            await service.adopt(adapter)
-        except (UserError, CapacityError) as error:
-            _raise_if_given(candidate, error)
-            failed[candidate.name] = error
-            refused[candidate.name] = LeftOut(
-                adapter=adapter,
-                canary=candidate.rollout.canary,
-                origin=candidate.origin,
-                reason=str(error),
-            )
-        else:
+    readable = [
+        (candidate, spec)
+        for candidate, spec in zip(fetched, specs, strict=True)
+        if not isinstance(spec, UserError)
+    ]
+    adapters = [candidate.served_as(spec) for candidate, spec in readable]
+    gate = asyncio.Semaphore(_NUM_AT_ONCE)  # in order: where memory ends, the last ones are refused
+
+    async def refusal(adapter: ServedAdapter) -> UserError | CapacityError | None:
+        async with gate:
+            try:
+                await service.adopt(adapter)
+            except (UserError, CapacityError) as error:
+                return error
+        return None
+
+    errors = await asyncio.gather(*map(refusal, adapters))
+    for (candidate, spec), adapter, error in zip(readable, adapters, errors, strict=True):
+        if error is None:
             served.append((candidate, spec))
+            continue
+        _raise_if_given(candidate, error)
+        failed[candidate.name] = error
+        refused[candidate.name] = LeftOut(
+            adapter=adapter, canary=candidate.rollout.canary, origin=candidate.origin, reason=str(error)
+        )
     return served, failed, refused
 
 
