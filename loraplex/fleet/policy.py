@@ -1,7 +1,8 @@
 """A fleet's policy by its name: ROUTING+PLACEMENT[+migrate], as commands and results spell it.
 
 A routing alone places adapters everywhere, but for `auto`, which has a placement of its own. `oracle` is
-`auto` in a simulation, told what will come: no fleet can do that, but it shows how much there is to gain.
+`auto` in a simulation, told the lengths of answers and the demand of the next period: what knowing them
+gains, and no bound on what any policy can.
 """
 
 from __future__ import annotations

@@ -38,6 +38,10 @@ async def serving(outputs: Outputs, saw: Callable[[EngineOutput], None]) -> Asyn
         yield Attempt(outputs, saw)
 
 
+class EngineSilentError(RequestMovedError):
+    """The engine gives no sign of life, so that the request was taken from it."""
+
+
 class Continued(StrEnum):
     """Why a request went on elsewhere: its engine died, or gave it up alive (drained, replaced, moved, or
     without a sign of life)."""
@@ -50,21 +54,22 @@ async def continuing(
     request: EngineRequest,
     give: GiveToEngine,
     *,
-    max_deaths: int,
-    max_in_all: int | None = None,
+    max_in_a_row: int,
+    max_in_all: int,
     engines: str,
     continued: Counter[Continued] | None = None,
     tells_why: tuple[type[EngineDeadError], ...] = (),
 ) -> Outputs:
     """The outputs of a request, whichever engines they come from: each token once.
 
-    It goes on elsewhere when its engine dies or hands it over, until `max_deaths` have died with it: it may
-    be what they die of. `max_in_all`: then only those count that died one after the other without a token of
-    it in between, as whatever they die of would come again at once; but so many in all are enough.
+    It goes on elsewhere when its engine dies or hands it over, until so many have died with it that it may be
+    what they die of: `max_in_a_row` without a token of it in between, as whatever they die of would come
+    again at once, or `max_in_all`. Those that fell silent with it count in a row alone, as a machine that
+    stops for a while is nobody's fault.
     `engines`: what they are called then. `continued`: counts how often that happens.
     `tells_why`: errors of engines that are well, which are raised as they are in the end.
     """
-    answer, num_deaths, num_in_all = AnswerSoFar(request), 0, 0
+    answer, num_in_a_row, num_in_all = AnswerSoFar(request), 0, 0
     while True:
         num_tokens = answer.num_tokens
         attempt = await give(answer.attempt())
@@ -79,17 +84,17 @@ async def continuing(
             raise
         except EngineDeadError as error:
             is_death = not isinstance(error, RequestMovedError)
-            if max_in_all is not None and answer.num_tokens > num_tokens:
-                num_deaths = 0
-            num_deaths += is_death
+            if answer.num_tokens > num_tokens:
+                num_in_a_row = 0
+            num_in_a_row += is_death or isinstance(error, EngineSilentError)
             num_in_all += is_death
             end = answer.missing_end()
-            if end is None and is_death and (num_deaths == max_deaths or num_in_all == max_in_all):
-                if num_in_all == 1 or isinstance(error, tells_why):
+            if end is None and (num_in_a_row == max_in_a_row or num_in_all == max_in_all):
+                if max(num_in_a_row, num_in_all) == 1 or isinstance(error, tells_why):
                     raise
                 raise EngineDeadError(
-                    f"{num_in_all} {engines} died one after the other while they had this request; it may be "
-                    "the reason, so it is not sent to another one"
+                    f"{max(num_in_a_row, num_in_all)} {engines} died or fell silent one after the other "
+                    "while they had this request; it may be the reason, so it is not sent to another one"
                 ) from error
             where = f"after {answer.num_tokens} tokens" if answer.num_tokens else "from the beginning"
             reason = str(error).partition("; ")[0]  # without its advice: there is nothing to do

@@ -24,6 +24,7 @@ from loraplex.core.errors import EngineDeadError, LoraplexError, RequestMovedErr
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.staging import answer_once
+from loraplex.server.continuing import EngineSilentError
 from loraplex.server.engine_child import EngineChild, EngineHandle
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
@@ -376,7 +377,7 @@ class EngineClient:
         for request_id in self._streams:
             child.send(Cancel(request_id))
         self._streams.fail(
-            lambda: RequestMovedError(f"{message}, while it served this request; send the request again")
+            lambda: EngineSilentError(f"{message}, while it served this request; send the request again")
         )
 
     async def _restart(self, reason: str) -> EngineHandle:

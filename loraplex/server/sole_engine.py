@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from loraplex.server.fleet.live_routing import LiveRouting
 
 _MAX_DEATHS: Final = 2
-"""As many engine processes may die with a request before it is given up. Fewer than the crashes that end the
-server (`RestartPolicy`): one request that is the reason must not do that."""
+_MAX_IN_A_ROW: Final = 3
+"""As many engine processes may die with a request, or without a token of it die or fall silent, before it is
+given up. Fewer than the crashes that end the server (`RestartPolicy`): one request that is the reason must
+not do that."""
 _HERE: Final = 0
 """The number of the only replica."""
 
@@ -58,7 +60,8 @@ class SoleEngine(EngineClient):
         return continuing(
             request,
             self._give,
-            max_deaths=_MAX_DEATHS,
+            max_in_a_row=_MAX_IN_A_ROW,
+            max_in_all=_MAX_DEATHS,
             engines="engine processes",
             continued=self.continued,
         )
@@ -103,6 +106,7 @@ class SoleEngine(EngineClient):
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
         await super().add_adapter(spec)
+        self._counters.know(spec.version)
         if self._load is not None:
             self._load.add(spec)
 

@@ -46,9 +46,9 @@ class Slo:
         """Return what follows "99% of requests": within 30.1 ms per token and 10 s to the first token."""
         limits = []
         if self.tpt_s is not None:
-            limits.append(f"{self.tpt_s * 1e3:.1f} ms per token")
+            limits.append(f"{self.tpt_s * 1e3:.3g} ms per token")
         if self.tpot_s is not None:
-            limits.append(f"{self.tpot_s * 1e3:.1f} ms per token after the first")
+            limits.append(f"{self.tpot_s * 1e3:.3g} ms per token after the first")
         if self.ttft_s is not None:
             first = f"{self.ttft_s:g} s" if self.ttft_s >= 1 else f"{self.ttft_s * 1e3:g} ms"
             limits.append(f"{first} to the first token")

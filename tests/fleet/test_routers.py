@@ -30,7 +30,7 @@ from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.affinity import AffinityRouter
-from loraplex.fleet.routers.auto import AutoRouter
+from loraplex.fleet.routers.auto import HEADROOM, SIMILAR, TOLERANCE, AutoRouter
 from loraplex.fleet.routers.first_fit import FirstFitRouter
 from loraplex.fleet.routers.most_idle import MostIdleRouter
 from loraplex.fleet.routers.named import ROUTERS, router_named
@@ -77,7 +77,7 @@ def test_rank_aware_slows_other_requests_down_least(fleet: Fleet, request: Route
     assert RankAwareRouter().choose(request, fleet.view) in best_among(candidates, key)
 
 
-@FEW
+@settings(max_examples=300)
 @given(fleets(costs=COSTS), REQUESTS)
 def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: RoutedRequest) -> None:
     costs, load, slo_s, tiers = fleet.view.costs, fleet.view.load, fleet.view.slo_s, fleet.view.tiers
@@ -108,15 +108,16 @@ def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: Rout
         {
             each
             for each, cost in allowed.items()
-            if cost <= min(allowed.values()) * 1.25 * sure
-            if slo_s is None or step_s[each] <= 0.9 * slo_s * sure
+            if cost <= min(allowed.values()) * (1 + TOLERANCE) * sure
+            if slo_s is None or step_s[each] <= HEADROOM * slo_s * sure
         }
         for sure in (1 + 1e-9, 1 - 1e-9)
     )
     chosen = AutoRouter().choose(request, fleet.view)
     planned = frozenset() if plan is None or adapter is None else frozenset(plan.replicas[adapter])
-    # These engines have slots, and each is meant for somebody.
-    for homes in (planned & on_device, on_device, on_host, planned):
+    # Where engines have slots, each is meant for somebody.
+    meant = frozenset() if load.num_slots is None else planned & on_device
+    for homes in (meant, on_device, on_host, planned):
         if surely_near & homes:
             assert chosen in near & homes
             fewest = min(len(fleet.queue(each)) for each in surely_near & homes)
@@ -125,9 +126,9 @@ def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: Rout
         if near & homes:
             return
     surely_similar = [
-        each for each, cost in allowed.items() if cost <= min(allowed.values()) * 1.1 * (1 - 1e-9)
+        each for each, cost in allowed.items() if cost <= min(allowed.values()) * (1 + SIMILAR) * (1 - 1e-9)
     ]
-    assert allowed[chosen] <= min(allowed.values()) * 1.1 * (1 + 1e-9)
+    assert allowed[chosen] <= min(allowed.values()) * (1 + SIMILAR) * (1 + 1e-9)
     assert len(fleet.queue(chosen)) <= min(len(fleet.queue(each)) for each in surely_similar)
 
 
@@ -225,7 +226,7 @@ def test_affinity_adds_up_three_scores(fleet: Fleet, request: RoutedRequest) -> 
 # ---- all of them
 
 
-@FEW
+@settings(max_examples=200)
 @given(fleets(costs=COSTS), st.lists(REQUESTS, min_size=1, max_size=5), st.sampled_from(sorted(ROUTERS)))
 def test_looking_changes_nothing_and_one_seed_has_one_result(
     fleet: Fleet, requests: list[RoutedRequest], name: str
@@ -238,7 +239,9 @@ def test_looking_changes_nothing_and_one_seed_has_one_result(
     fleet.view.load.check_integrity()
     for request, chosen in zip(requests, choices, strict=True):
         assert type(chosen) is int
-        assert chosen in candidates_of(fleet, request)
+        # `auto` may leave the plan.
+        accepting = np.flatnonzero(fleet.view.load.accepts).tolist()
+        assert chosen in (accepting if name == "auto" else candidates_of(fleet, request))
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -28,11 +28,15 @@ from loraplex.engine.async_local import LocalAsyncEngine
 from loraplex.engine.build import EngineOptions, build_core
 from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
 from loraplex.model.config import load_config
-from loraplex.server.continuing import Outputs, Serving, continuing, serving
+from loraplex.server.continuing import EngineSilentError, Outputs, Serving, continuing, serving
 
 PROMPT = [11, 42, 7, 99, 150, 42]
 CONTEXT = 256
-MAX_DEATHS = 3
+MAX_IN_A_ROW, MAX_IN_ALL = 3, 10
+"""As a fleet has it."""
+ONE = {"max_in_a_row": 1, "max_in_all": 1}
+NUM_BEFORE_TOKENS = 2
+"""An engine that has told more outputs of a request has told a token."""
 NUMBERS = count()
 """Of requests: an engine may still be at the last tokens of one that has ended early."""
 
@@ -99,10 +103,15 @@ class Perilous:
             outputs = self._lost(replicas().engines[number % 2].generate(attempt), next(fates, None))
             return serving(outputs, ignore)
 
-        return continuing(request, give, max_deaths=MAX_DEATHS, engines="engines")
+        limits = {"max_in_a_row": MAX_IN_A_ROW, "max_in_all": MAX_IN_ALL}
+        return continuing(request, give, **limits, engines="engines")
 
     async def _lost(self, source: AsyncIterator[EngineOutput], fate: Fate | None) -> Outputs:
-        errors = {"kill": EngineDeadError("killed"), "move": RequestMovedError("moved")}
+        errors = {
+            "kill": EngineDeadError("killed"),
+            "silence": EngineSilentError("silent"),
+            "move": RequestMovedError("moved"),
+        }
         num_told = 0
         async with aclosing(source) as outputs:  # type: ignore[type-var]
             async for output in outputs:
@@ -176,7 +185,13 @@ def answers(engine: Perilous, params: SamplingParams, adapter: str | None) -> li
         text.prompts.close()
 
 
-fates = st.lists(st.builds(Fate, after=st.integers(0, 6), how=st.sampled_from(["kill", "move"])), max_size=5)
+def counts_in_a_row(fate: Fate) -> bool:
+    return fate.how != "move" and fate.after <= NUM_BEFORE_TOKENS
+
+
+fates = st.lists(
+    st.builds(Fate, after=st.integers(0, 6), how=st.sampled_from(["kill", "silence", "move"])), max_size=6
+)
 sampling = st.fixed_dictionaries(
     {
         "max_tokens": st.integers(1, 24),
@@ -195,7 +210,7 @@ sampling = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    fates=fates.filter(lambda fates: sum(fate.how == "kill" for fate in fates) < MAX_DEATHS),
+    fates=fates.filter(lambda fates: sum(map(counts_in_a_row, fates)) < MAX_IN_A_ROW),
     fields=sampling,
     min_tokens=st.integers(0, 10),
     stop_at=st.none() | st.integers(0, 20),
@@ -218,13 +233,17 @@ def test_an_answer_is_the_same_whatever_becomes_of_its_engines(
 
 
 @settings(max_examples=10, deadline=None)
-@given(fates=st.lists(st.builds(Fate, after=st.integers(0, 3), how=st.just("kill")), min_size=3, max_size=4))
+@given(
+    fates=st.lists(
+        st.builds(Fate, after=st.just(0), how=st.sampled_from(["kill", "silence"])), min_size=3, max_size=4
+    )
+)
 def test_a_request_with_which_too_many_engines_die_is_given_up(fates: list[Fate]) -> None:
     engine = Perilous(fates)
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    with pytest.raises(EngineDeadError, match="3 engines died one after the other"):
+    with pytest.raises(EngineDeadError, match="3 engines died or fell silent one after the other"):
         answers(engine, params, None)
-    assert len(engine.attempts) == MAX_DEATHS
+    assert len(engine.attempts) == MAX_IN_A_ROW
 
 
 def test_who_dies_after_a_token_is_not_held_against_a_request_but_many_are() -> None:
@@ -246,7 +265,7 @@ def test_who_dies_after_a_token_is_not_held_against_a_request_but_many_are() -> 
             num_given += 1
             return serving(outputs(), ignore)
 
-        told = continuing(request, give, max_deaths=3, max_in_all=6, engines="engines")
+        told = continuing(request, give, max_in_a_row=3, max_in_all=6, engines="engines")
         return [token async for output in told for token in output.token_ids]
 
     for tokens, expected in (([4, 0, 0], 3), ([0, 4, 0, 4, 0, 0], 6), ([1] * 9, 6)):
@@ -297,7 +316,7 @@ def test_an_answer_that_only_lacks_its_end_is_ended() -> None:
         return serving(outputs(), ignore)
 
     async def read() -> list[EngineOutput]:
-        return [output async for output in continuing(request, give, max_deaths=1, engines="engines")]
+        return [output async for output in continuing(request, give, **ONE, engines="engines")]
 
     told = asyncio.run(read())
     assert [output.token_ids for output in told] == [(1, 1), ()]
@@ -322,7 +341,8 @@ def test_an_engine_that_is_well_says_in_the_end_why_it_did_not_serve(error: Exce
         return serving(outputs(), ignore)
 
     async def read() -> None:
-        outputs = continuing(request, give, max_deaths=2, engines="engines", tells_why=(UnwillingError,))
+        limits = {"max_in_a_row": 2, "max_in_all": 2}
+        outputs = continuing(request, give, **limits, engines="engines", tells_why=(UnwillingError,))
         async for _ in outputs:
             pass
 
@@ -349,7 +369,7 @@ def test_nobody_is_tried_again_who_is_closed_or_not_there() -> None:
         raise EngineDeadError("nobody is there")
 
     async def read(give: Any) -> None:
-        async for _ in continuing(request, give, max_deaths=5, engines="engines"):
+        async for _ in continuing(request, give, **ONE, engines="engines"):
             pass
 
     with pytest.raises(EngineClosedError):

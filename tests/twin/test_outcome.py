@@ -90,7 +90,7 @@ def test_an_answer_of_one_token_has_no_pace_to_miss() -> None:
     [
         (Slo(tpt_s=0.03012), "within 30.1 ms per token"),
         (Slo(ttft_s=0.5), "within 500 ms to the first token"),
-        (Slo(tpot_s=0.006), "within 6.0 ms per token after the first"),
+        (Slo(tpot_s=0.006), "within 6 ms per token after the first"),
         (Slo(tpt_s=0.03012, ttft_s=10.0), "within 30.1 ms per token and 10 s to the first token"),
         (Slo(), "served"),
     ],

@@ -357,6 +357,7 @@ class FleetEngine:
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See `FleetAdapters.add`."""
         await self._adapters.add(spec)
+        self._members.know(spec.version)
         if self._routing is not None:
             self._routing.add(spec)
             self.place()
@@ -380,12 +381,17 @@ class FleetEngine:
     async def stats(self) -> EngineStats:
         """Return the sums over all replicas, and of counters those of replicas that have left as well; an
         adapter is where it is nearest to its use."""
-        members = self._members
-        numbers = [number for number, replica in enumerate(members) if replica in members.alive()]
-        each = await asyncio.gather(*(members[number].stats() for number in numbers))
-        for number, stats in zip(numbers, each, strict=True):
-            members.saw(number, stats)
-        return members.sum_of(each)
+        members, alive = self._members, self._members.alive()
+
+        async def report(number: int, replica: Replica) -> EngineStats:
+            stats = await replica.stats()
+            members.saw(number, stats)  # at once: while others answer, it may be asked again
+            return stats
+
+        each = await asyncio.gather(
+            *(report(number, replica) for number, replica in enumerate(members) if replica in alive)
+        )
+        return await asyncio.to_thread(members.sum_of, each)  # long with thousands of adapters
 
 
 class _Deferred:

@@ -27,9 +27,9 @@ from loraplex.server.replica import Continuation
 
 logger = logging.getLogger(__name__)
 
-_MAX_DEATHS: Final = 3
-"""As many replicas may die with a request, without a token of it in between, before it is given up: it may be
-what they die of."""
+_MAX_IN_A_ROW: Final = 3
+"""As many replicas may die or fall silent with a request, without a token of it in between, before it is
+given up: it may be the reason."""
 _MAX_DEATHS_IN_ALL: Final = 10
 _MAX_WAIT_S: Final = 180.0
 """So long a request waits for a replica that takes it, if none serves or each goes away first."""
@@ -92,7 +92,7 @@ class FleetRequests:
         return continuing(
             request,
             give,
-            max_deaths=_MAX_DEATHS,
+            max_in_a_row=_MAX_IN_A_ROW,
             max_in_all=_MAX_DEATHS_IN_ALL,
             engines="replicas",
             continued=self.continued,

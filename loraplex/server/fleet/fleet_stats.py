@@ -36,7 +36,8 @@ class LastingCounters:
         self._loads: Counter[str] = Counter()
 
     def saw(self, number: int, stats: EngineStats) -> NewCounts:
-        """Add what this engine, or the one before it under this number, has not reported yet.
+        """Add what this engine, or the one before it under this number, has not reported yet; reports have to
+        be told in the order they were made. Loads count of versions that are known.
 
         An engine that is away for a while reports zeros, which say nothing.
         """
@@ -47,8 +48,9 @@ class LastingCounters:
                 num_fetches = added
         num_loads = 0
         for adapter in stats.adapters:
-            self._loads[adapter.version] += (added := _added(reported, adapter.version, adapter.loads))
-            num_loads += added
+            if adapter.loads != reported.get(adapter.version, 0) and adapter.version in self._loads:
+                self._loads[adapter.version] += (added := _added(reported, adapter.version, adapter.loads))
+                num_loads += added
         return NewCounts(num_loads, num_fetches)
 
     def lasting(self, stats: EngineStats) -> EngineStats:
@@ -56,11 +58,18 @@ class LastingCounters:
         return replace(
             stats,
             **{name: self._totals[name] for name in _COUNTERS},
-            adapters=tuple(replace(each, loads=self._loads[each.version]) for each in stats.adapters),
+            adapters=tuple(
+                each if each.loads == (loads := self._loads[each.version]) else replace(each, loads=loads)
+                for each in stats.adapters
+            ),
         )
 
+    def know(self, version: str) -> None:
+        """Count the loads of a version from now on."""
+        self._loads.setdefault(version, 0)
+
     def forget(self, version: str) -> None:
-        """Count nothing of a version any more."""
+        """Count nothing of a version any more. An engine may still report it for a moment."""
         self._loads.pop(version, None)
         for reported in self._reported.values():
             reported.pop(version, None)

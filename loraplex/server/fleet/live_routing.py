@@ -377,6 +377,9 @@ class LiveRouting:
         # Without a device, adapters are used where they are read to.
         ready = ("device", "loading") if stats.device_arena_bytes else ("device", "loading", "host")
         for adapter in stats.adapters:
+            is_absent = adapter.tier == "disk" and not adapter.in_flight
+            if is_absent and not self._held.has(replica, adapter.version):
+                continue  # no news, as of most where there are thousands
             if adapter.version in self._numbers and adapter.version not in self._removed:
                 on_device = adapter.tier in ready or adapter.in_flight > 0
                 self._held.set(replica, adapter.version, Held(on_device, adapter.tier == "host"))

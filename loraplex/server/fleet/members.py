@@ -96,6 +96,10 @@ class Members:
         also by replicas that have left or started anew, so that they never go back."""
         return self._counters.lasting(sum_of(each))
 
+    def know(self, version: str) -> None:
+        """Count the loads of a version that replicas are given."""
+        self._counters.know(version)
+
     def forget(self, version: str) -> None:
         """Count nothing of a version any more that is removed from all replicas."""
         self._counters.forget(version)

@@ -22,6 +22,8 @@ class FakeReplica:
 
     def __init__(self) -> None:
         self.state = EngineState.NEW
+        self.num_steps = 0
+        self.stats_gate: asyncio.Event | None = None  # what its next report waits for
         self.failed = asyncio.Event()
         self.info: Ready | None = None
         self.num_restarts = 0
@@ -131,4 +133,8 @@ class FakeReplica:
             )
             for version in sorted(self.known)
         ]
-        return EngineStats(adapters=tuple(rows))
+        reported = EngineStats(adapters=tuple(rows), num_steps=self.num_steps)
+        if (gate := self.stats_gate) is not None:
+            self.stats_gate = None
+            await gate.wait()
+        return reported

@@ -62,6 +62,7 @@ def stats_of(steps: int, *, loads: int, tier: str = "host") -> EngineStats:
 
 def test_counters_outlive_replicas_that_start_anew_or_leave() -> None:
     members, replicas = members_of(READY, READY)
+    members.know("v")
 
     def total(*each: EngineStats) -> tuple[int, int, int]:
         for number, stats in enumerate(each):
@@ -79,6 +80,19 @@ def test_counters_outlive_replicas_that_start_anew_or_leave() -> None:
     members.put(0, FakeReplica())
     assert members.status.num_restarts == 2
     assert members.statuses(lambda number: 0)[0].status.num_restarts == 2
+
+
+def test_an_adapter_that_is_removed_is_counted_no_more_though_an_engine_still_reports_it() -> None:
+    members, _ = members_of(READY)
+    members.know("v")
+    members.saw(0, stats_of(1, loads=5))
+    members.forget("v")
+    members.saw(0, stats_of(1, loads=5))
+    assert members.num_loads == {0: 5}
+    assert members.sum_of([stats_of(1, loads=5)]).adapters[0].loads == 0
+    members.know("v")
+    members.saw(0, stats_of(1, loads=1))
+    assert members.num_loads == {0: 6}
 
 
 @pytest.mark.parametrize(("tiers", "num_bytes"), [("hh", 200), ("hd", 100), ("dh", 100), ("dd", 100)])
