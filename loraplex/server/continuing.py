@@ -40,10 +40,18 @@ async def serving(outputs: Outputs, saw: Callable[[EngineOutput], None]) -> Asyn
 
 class Continued(StrEnum):
     """Why a request went on elsewhere: its engine died, or gave it up alive (drained, replaced, moved, or
-    without a sign of life)."""
+    without a sign of life), or did not take it."""
 
     DIED = "died"
     MOVED = "moved"
+    REFUSED = "refused"
+
+
+class NotTakenError(RequestMovedError):
+    """The engine is well, but does not take the request. `is_last`: nor does any other, so that the request
+    ends with this error."""
+
+    is_last = False
 
 
 async def continuing(
@@ -54,7 +62,6 @@ async def continuing(
     max_in_all: int | None = None,
     engines: str,
     continued: Counter[Continued] | None = None,
-    tells_why: tuple[type[EngineDeadError], ...] = (),
 ) -> Outputs:
     """The outputs of a request, whichever engines they come from: each token once.
 
@@ -62,7 +69,6 @@ async def continuing(
     be what they die of. `max_in_all`: then only those count that died one after the other without a token of
     it in between, as whatever they die of would come again at once; but so many in all are enough.
     `engines`: what they are called then. `continued`: counts how often that happens.
-    `tells_why`: errors of engines that are well, which are raised as they are in the end.
     """
     answer, num_deaths, num_in_all = AnswerSoFar(request), 0, 0
     while True:
@@ -84,8 +90,11 @@ async def continuing(
             num_deaths += is_death
             num_in_all += is_death
             end = answer.missing_end()
+            is_refused = isinstance(error, NotTakenError)
+            if end is None and isinstance(error, NotTakenError) and error.is_last:
+                raise
             if end is None and is_death and (num_deaths == max_deaths or num_in_all == max_in_all):
-                if num_in_all == 1 or isinstance(error, tells_why):
+                if num_in_all == 1:
                     raise
                 raise EngineDeadError(
                     f"{num_in_all} {engines} died one after the other while they had this request; it may be "
@@ -98,4 +107,5 @@ async def continuing(
             yield end
             return
         if continued is not None:
-            continued[Continued.DIED if is_death else Continued.MOVED] += 1
+            why = Continued.REFUSED if is_refused else Continued.DIED if is_death else Continued.MOVED
+            continued[why] += 1

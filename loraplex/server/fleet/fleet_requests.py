@@ -96,7 +96,6 @@ class FleetRequests:
             max_in_all=_MAX_DEATHS_IN_ALL,
             engines="replicas",
             continued=self.continued,
-            tells_why=(AdapterMissingError,),
         )
 
     async def _wait_for_replica(self, adapter: str | None, course: _Course) -> None:
@@ -168,6 +167,9 @@ class FleetRequests:
                 raise
             course.is_admitted = True
             raise RequestMovedError(f"replica {number} is shutting down ({error})") from error
+        except AdapterMissingError as error:
+            error.is_last = self._all_refuse(request.adapter, course.tried)
+            raise
         except NotAcceptedError as error:
             course.problem = str(error)
             if course.tried.issuperset(members.serving):
@@ -185,6 +187,15 @@ class FleetRequests:
         finally:
             report.close()
             del self._in_flight[name]
+
+    def _all_refuse(self, adapter: str | None, tried: Set[int]) -> bool:
+        """Tell whether all that take requests, or will, refuse an adapter and have just been asked for it."""
+        try:
+            accepts = self._members.accepting(adapter)
+        except EngineDeadError:
+            return False  # there is nobody, which says more
+        takers = [number for number, each in enumerate(accepts) if each]
+        return all(number in tried and adapter in self._members[number].refused for number in takers)
 
     def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
         """See `waiting.Forecaster`."""

@@ -18,6 +18,7 @@ from loraplex.cli.main import app
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import AdapterError, InvalidRequestError
 from loraplex.fleet.policy import Policy
+from loraplex.server.continuing import Continued
 from loraplex.server.fleet.backend_adapters import adapter_name
 from loraplex.server.fleet.backend_errors import AdapterMissingError
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
@@ -76,6 +77,26 @@ def test_what_nobody_takes_is_refused_with_the_fix_and_forgotten(tmp_path: Path)
             one.does.allows_updates = two.does.allows_updates = False
             with pytest.raises(BackendError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
                 await fleet.add_adapter(spec)
+
+    run(scenario())
+
+
+def test_an_adapter_that_all_servers_refuse_is_asked_for_once_on_each(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        spec = spec_in(tmp_path / "one", rank=8)
+        async with VllmDialect() as one, VllmDialect() as two, fleet_of(one, two) as fleet:
+            await fleet.add_adapter(spec)
+            for server in (one, two):
+                server.adapters.clear()
+                server.does.max_lora_rank = 4
+                server.calls.clear()
+            for num_requests in (1, 2):
+                with pytest.raises(AdapterMissingError, match="start it with --max-lora-rank 8"):
+                    await answer(fleet, request_for([5], adapter=spec.version))
+                assert len(one.bodies("/load_lora_adapter")) == num_requests
+                assert len(two.bodies("/load_lora_adapter")) == num_requests
+                assert fleet.continued == {Continued.REFUSED: num_requests}, "nobody has died"
+            assert [each.num_replayed for each in fleet.replicas] == [0, 0], "nobody had it"
 
     run(scenario())
 
