@@ -141,7 +141,7 @@ def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:
     for number in range(view.load.num_replicas):
         load = view.load.replica(number)
         if not view.load.accepts[number]:
-            verdict = "takes no requests"
+            verdict = decision.rejected.get(number, "takes no requests")
         elif number == decision.replica:
             verdict = "migrated to" if decision.is_move else "chosen"
         elif not has_room[number]:

@@ -17,6 +17,7 @@ from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMove
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.server.continuing import Attempt, Continued, Outputs, Serving, continuing
+from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.backend_errors import AdapterMissingError, BackendBusyError, NotAcceptedError
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
@@ -220,13 +221,33 @@ class FleetRequests:
             routing.route(request.request_id, request.adapter, request.num_tokens, to=target)
             self._members.sent(target)
             return routing, target
-        if request.output_token_ids:
-            accepts = self._able_to_continue(request, accepts)
-        others = [each and number not in failed for number, each in enumerate(accepts)]
-        self._let_accept(routing, others if any(others) else accepts)
-        number = routing.route(request.request_id, request.adapter, request.num_tokens)
+        able = self._able_to_continue(request, accepts) if request.output_token_ids else accepts
+        others = [each and number not in failed for number, each in enumerate(able)]
+        takers = others if any(others) else able
+        rejected = {
+            number: self._why_not(number, request.adapter, accepts=accepts[number], is_able=able[number])
+            for number, each in enumerate(takers)
+            if not each
+        }
+        self._let_accept(routing, takers)
+        number = routing.route(request.request_id, request.adapter, request.num_tokens, rejected=rejected)
         self._members.sent(number)
         return routing, number
+
+    def _why_not(self, number: int, adapter: str | None, *, accepts: bool, is_able: bool) -> str:
+        """Say why a request is not sent to a replica. `accepts`: it takes requests of the adapter; `is_able`:
+        it could go on with this one."""
+        if accepts:
+            return "had the request before" if is_able else "cannot go on with its answer"
+        replica = self._members[number]
+        state = replica.status.state
+        if state is EngineState.CLOSED:
+            return "has left"
+        if state is not EngineState.READY:
+            return str(state)
+        if number not in self._members.serving:
+            return "drained" if self._members.is_drained(number) else "leaving"
+        return "refuses the adapter" if adapter in replica.refused else "takes no requests"
 
     @staticmethod
     def _let_accept(routing: LiveRouting, accepts: list[bool]) -> None:
