@@ -15,7 +15,6 @@ import typer
 from loraplex.cli import fleet_live
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, show_overload, show_policies
-from loraplex.cli.fleet_words import PLACEMENTS_EXPLAINED, ROUTINGS_EXPLAINED
 from loraplex.cli.json_out import check_picture, check_writable, save_json, save_picture
 from loraplex.cli.sizes import parse_rate
 from loraplex.cli.slo import AskedSlo, SloTpot, SloTpt, SloTtft, parse_slo
@@ -38,6 +37,7 @@ from loraplex.cli.twin_options import (
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
 from loraplex.core.words import plural
+from loraplex.fleet.policy_words import PLACEMENTS_EXPLAINED, ROUTINGS_EXPLAINED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -44,10 +44,18 @@ class EngineSilentError(RequestMovedError):
 
 class Continued(StrEnum):
     """Why a request went on elsewhere: its engine died, or gave it up alive (drained, replaced, moved, or
-    without a sign of life)."""
+    without a sign of life), or did not take it."""
 
     DIED = "died"
     MOVED = "moved"
+    REFUSED = "refused"
+
+
+class NotTakenError(RequestMovedError):
+    """The engine is well, but does not take the request. `is_last`: nor does any other, so that the request
+    ends with this error."""
+
+    is_last = False
 
 
 async def continuing(
@@ -58,7 +66,6 @@ async def continuing(
     max_in_all: int,
     engines: str,
     continued: Counter[Continued] | None = None,
-    tells_why: tuple[type[EngineDeadError], ...] = (),
 ) -> Outputs:
     """The outputs of a request, whichever engines they come from: each token once.
 
@@ -67,7 +74,6 @@ async def continuing(
     again at once, or `max_in_all`. Those that fell silent with it count in a row alone, as a machine that
     stops for a while is nobody's fault.
     `engines`: what they are called then. `continued`: counts how often that happens.
-    `tells_why`: errors of engines that are well, which are raised as they are in the end.
     """
     answer, num_in_a_row, num_in_all = AnswerSoFar(request), 0, 0
     while True:
@@ -89,8 +95,11 @@ async def continuing(
             num_in_a_row += is_death or isinstance(error, EngineSilentError)
             num_in_all += is_death
             end = answer.missing_end()
+            is_refused = isinstance(error, NotTakenError)
+            if end is None and isinstance(error, NotTakenError) and error.is_last:
+                raise
             if end is None and (num_in_a_row == max_in_a_row or num_in_all == max_in_all):
-                if max(num_in_a_row, num_in_all) == 1 or isinstance(error, tells_why):
+                if max(num_in_a_row, num_in_all) == 1:
                     raise
                 raise EngineDeadError(
                     f"{max(num_in_a_row, num_in_all)} {engines} died or fell silent one after the other "
@@ -103,4 +112,5 @@ async def continuing(
             yield end
             return
         if continued is not None:
-            continued[Continued.DIED if is_death else Continued.MOVED] += 1
+            why = Continued.REFUSED if is_refused else Continued.DIED if is_death else Continued.MOVED
+            continued[why] += 1

@@ -28,7 +28,14 @@ from loraplex.engine.async_local import LocalAsyncEngine
 from loraplex.engine.build import EngineOptions, build_core
 from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
 from loraplex.model.config import load_config
-from loraplex.server.continuing import EngineSilentError, Outputs, Serving, continuing, serving
+from loraplex.server.continuing import (
+    EngineSilentError,
+    NotTakenError,
+    Outputs,
+    Serving,
+    continuing,
+    serving,
+)
 
 PROMPT = [11, 42, 7, 99, 150, 42]
 CONTEXT = 256
@@ -323,31 +330,38 @@ def test_an_answer_that_only_lacks_its_end_is_ended() -> None:
     assert told[-1].finish_reason is FinishReason.LENGTH
 
 
-class UnwillingError(EngineDeadError):
-    """An engine is well, and does not serve a request."""
+def not_taken(*, is_last: bool) -> NotTakenError:
+    error = NotTakenError("no")
+    error.is_last = is_last
+    return error
 
 
 @pytest.mark.parametrize(
-    ("error", "words"), [(EngineDeadError("killed"), "2 engines died"), (UnwillingError("no"), "^no$")]
+    ("error", "words", "num_asked"),
+    [(EngineDeadError("killed"), "2 engines died", 2), (not_taken(is_last=True), "^no$", 1)],
 )
-def test_an_engine_that_is_well_says_in_the_end_why_it_did_not_serve(error: Exception, words: str) -> None:
+def test_an_engine_that_is_well_says_in_the_end_why_it_did_not_serve(
+    error: Exception, words: str, num_asked: int
+) -> None:
     request = EngineRequest(request_id="r", prompt_token_ids=[5], params=SamplingParams(max_tokens=2))
+    num_given = 0
 
     async def give(attempt: EngineRequest) -> Serving:
         async def outputs() -> Outputs:
             yield EngineOutput(request_id="r")
             raise error
 
+        nonlocal num_given
+        num_given += 1
         return serving(outputs(), ignore)
 
     async def read() -> None:
-        limits = {"max_in_a_row": 2, "max_in_all": 2}
-        outputs = continuing(request, give, **limits, engines="engines", tells_why=(UnwillingError,))
-        async for _ in outputs:
+        async for _ in continuing(request, give, max_in_a_row=2, max_in_all=2, engines="engines"):
             pass
 
     with pytest.raises(EngineDeadError, match=words):
         asyncio.run(read())
+    assert num_given == num_asked
 
 
 def test_nobody_is_tried_again_who_is_closed_or_not_there() -> None:

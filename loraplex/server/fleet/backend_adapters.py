@@ -82,7 +82,8 @@ class BackendAdapters:
         self._wanted: dict[str, dict[Path, AdapterSpec]] = {}
         self._loaded: set[str] = set()
         self._loaded_here: set[str] = set()  # by this front, at any time
-        self._unwanted: set[str] = set()  # not unloaded yet, as the server was away
+        self._unwanted: set[str] = set()  # not unloaded yet: the server was away, or did not do it
+        self._kept: set[str] = set()  # those of them that the server does not unload, which was logged
         self.refused: dict[str, str] = {}
         """The noted versions that the server did not take when it was last asked, and why."""
         self._changes: dict[str, _Change] = {}
@@ -92,6 +93,7 @@ class BackendAdapters:
         """Have the server know a version when it is there again."""
         self._wanted.setdefault(spec.version, {})[spec.path] = spec
         self._unwanted.discard(spec.version)
+        self._kept.discard(spec.version)
 
     def forget(self, version: str) -> bool:
         """Have the server without a version when it is there again; returns whether it may have it now."""
@@ -135,21 +137,33 @@ class BackendAdapters:
     async def restore(self, served: Iterable[str]) -> None:
         """Make the server have what it should, `served` being the names of what it has.
 
-        Adapters that it refuses now are in `refused`, and logged. Raises EngineDeadError if the server goes
-        away meanwhile.
+        What it refused before is left to `retry`; what it refuses now is in `refused`, and logged, as is what
+        it does not unload. Raises EngineDeadError if the server goes away meanwhile.
         """
         names = set(served)
         self._loaded = {version for version in self._wanted if adapter_name(version) in names}
+        self._unwanted = {version for version in self._unwanted if adapter_name(version) in names}
         before = set(self.refused)
-        await self._load_all([version for version in self._wanted if version not in self._loaded])
+        missing = [each for each in self._wanted if each not in self._loaded and each not in before]
+        await self._load_all(missing)
         if gone := [version for version in self.refused if version not in before]:
             logger.warning(
                 "%d adapters are gone from %s, the first is version %s: %s",
                 *(len(gone), self._http.url, gone[0][:12], self.refused[gone[0]]),
             )
-        for version in [version for version in self._unwanted if adapter_name(version) in names]:
+        for version in list(self._unwanted):
+            await self._unload_if_it_does(version)
+
+    async def _unload_if_it_does(self, version: str) -> None:
+        """Unload a version; one that the server does not unload is in nobody's way, and tried again later."""
+        try:
             await self.unload(version)
-        self._unwanted.clear()
+        except EngineDeadError:
+            raise
+        except LoraplexError as error:
+            if version not in self._kept:
+                self._kept.add(version)
+                logger.warning("%s; version %s stays there for now", error, version[:12])
 
     async def retry(self) -> None:
         """Ask the server once more for what it refused. Raises EngineDeadError if it goes away meanwhile."""
@@ -212,6 +226,7 @@ class BackendAdapters:
                 if not await asyncio.to_thread(self._is_registered, version):
                     await self._unload(version)
                 self._unwanted.discard(version)
+                self._kept.discard(version)
             return
         if version in self._loaded:
             return

@@ -16,6 +16,7 @@ from loraplex.core.errors import (
     LoraplexError,
     RequestMovedError,
 )
+from loraplex.server.continuing import NotTakenError
 from loraplex.server.errors import SERVER_ERROR, QueueFullError
 from loraplex.server.fleet.backend_http import Answer
 
@@ -37,7 +38,7 @@ class NotAcceptedError(RequestMovedError):
     """The server went away before it had begun to answer the request, which says nothing about that."""
 
 
-class AdapterMissingError(EngineDeadError):
+class AdapterMissingError(NotTakenError):
     """The server is well, but does not take an adapter again that it had."""
 
 

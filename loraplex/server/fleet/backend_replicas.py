@@ -22,8 +22,6 @@ from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
 from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.protocol_ipc import Ready
 
-_READY_TIMEOUT_S: Final = 60.0
-"""How long a request waits for a server that went away as it was sent there."""
 _NO_RESTART: Final = (
     "it is a server that the fleet did not start; restart it where it runs, and it is used again when it is "
     "back (`loraplex fleet drain N --move` before that lets the others go on with its requests)"
@@ -35,8 +33,8 @@ _UNKNOWN_KV_TOKENS: Final = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """Servers that a fleet uses. `keys`: of all of them; `max_adapters`: that each computes with at a time
-    (vLLM's --max-loras), None if that is not limited."""
+    """Servers that a fleet uses. `api_key`, `admin_key`: of all of them. `max_adapters`: that each computes
+    with at a time (vLLM's --max-loras), None if that is not limited."""
 
     urls: tuple[str, ...] = ()
     api_key: str | None = None
@@ -69,7 +67,7 @@ def backend_fleet(
     if repeated:
         raise BackendError(f"{repeated[0]} is given twice with --backend; name each server once")
     expected = ExpectedBase.of(*base_names)
-    options = HttpReplicaOptions(ready_timeout_s=_READY_TIMEOUT_S, is_registered=is_registered)
+    options = HttpReplicaOptions(is_registered=is_registered)
 
     def limits(info: Ready) -> Limits:
         blocks = info.num_kv_blocks

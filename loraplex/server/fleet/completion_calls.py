@@ -77,7 +77,7 @@ class CompletionCalls:
                 # Hands the connection back for the next request if all of it was read, else it is closed,
                 # which cancels the request there.
                 (response.release if response.content.at_eof() else response.close)()
-        except (RequestMovedError, AdapterMissingError, EngineClosedError):
+        except (RequestMovedError, EngineClosedError):
             raise
         except EngineDeadError as error:
             is_known = era != self._liveness.era

@@ -10,24 +10,12 @@ from typing import Final
 from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import UserError
 from loraplex.fleet.policy import Policy
+from loraplex.fleet.policy_words import ROUTINGS_EXPLAINED
 from loraplex.fleet.routers.added_costs import added_costs
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.routing_events import Began, Decision, RoutingEvent, Sent, call_id_of
 
 _MAX_NAMED: Final = 3
-_WHY: Final = {
-    "random": "by chance",
-    "round-robin": "each in its turn",
-    "most-idle": "it had the fewest requests",
-    "first-fit": "the first one with room",
-    "pending-time": "its first step begins soonest there",
-    "rank-aware": "there it slows the others down least",
-    "routing-table": "by the shares that the placement gives the adapter's replicas",
-    "routing-table-random": "by chance, with the shares that the placement gives the adapter's replicas",
-    "affinity": "it weighs the adapter in use, the queue and free KV memory",
-    "rendezvous": "the first in the adapter's own order of replicas that was not above its share of the load",
-}
-"""What each router goes by, but for `auto`."""
 _HOMES: Final = {"device": "it had the adapter ready", "host": "it had the adapter in host memory"}
 
 
@@ -141,7 +129,7 @@ def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:
     for number in range(view.load.num_replicas):
         load = view.load.replica(number)
         if not view.load.accepts[number]:
-            verdict = "takes no requests"
+            verdict = decision.rejected.get(number, "takes no requests")
         elif number == decision.replica:
             verdict = "migrated to" if decision.is_move else "chosen"
         elif not has_room[number]:
@@ -175,7 +163,7 @@ def _why(decision: Sent, policy: str, seen: Sequence[ReplicaSeen]) -> str:
         return "no other one took requests and had room"
     routing = Policy.of_name(policy).routing
     if routing != "auto":
-        return _WHY.get(routing, routing)
+        return ROUTINGS_EXPLAINED[routing]
     chosen = seen[decision.replica]
     if chosen.adapter in _HOMES:
         return f"{_HOMES[chosen.adapter]}, and costs the fleet little more than the cheapest"

@@ -17,6 +17,7 @@ from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMove
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.server.continuing import Attempt, Continued, Outputs, Serving, continuing
+from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.backend_errors import AdapterMissingError, BackendBusyError, NotAcceptedError
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
@@ -96,7 +97,6 @@ class FleetRequests:
             max_in_all=_MAX_DEATHS_IN_ALL,
             engines="replicas",
             continued=self.continued,
-            tells_why=(AdapterMissingError,),
         )
 
     async def _wait_for_replica(self, adapter: str | None, course: _Course) -> None:
@@ -168,6 +168,9 @@ class FleetRequests:
                 raise
             course.is_admitted = True
             raise RequestMovedError(f"replica {number} is shutting down ({error})") from error
+        except AdapterMissingError as error:
+            error.is_last = self._all_refuse(request.adapter, course.tried)
+            raise
         except NotAcceptedError as error:
             course.problem = str(error)
             if course.tried.issuperset(members.serving):
@@ -185,6 +188,15 @@ class FleetRequests:
         finally:
             report.close()
             del self._in_flight[name]
+
+    def _all_refuse(self, adapter: str | None, tried: Set[int]) -> bool:
+        """Tell whether all that take requests, or will, refuse an adapter and have just been asked for it."""
+        try:
+            accepts = self._members.accepting(adapter)
+        except EngineDeadError:
+            return False  # there is nobody, which says more
+        takers = [number for number, each in enumerate(accepts) if each]
+        return all(number in tried and adapter in self._members[number].refused for number in takers)
 
     def forecast(self, adapter: str | None, prompt_tokens: int, admitted: Admitted) -> Forecast | None:
         """See `waiting.Forecaster`."""
@@ -209,13 +221,33 @@ class FleetRequests:
             routing.route(request.request_id, request.adapter, request.num_tokens, to=target)
             self._members.sent(target)
             return routing, target
-        if request.output_token_ids:
-            accepts = self._able_to_continue(request, accepts)
-        others = [each and number not in failed for number, each in enumerate(accepts)]
-        self._let_accept(routing, others if any(others) else accepts)
-        number = routing.route(request.request_id, request.adapter, request.num_tokens)
+        able = self._able_to_continue(request, accepts) if request.output_token_ids else accepts
+        others = [each and number not in failed for number, each in enumerate(able)]
+        takers = others if any(others) else able
+        rejected = {
+            number: self._why_not(number, request.adapter, accepts=accepts[number], is_able=able[number])
+            for number, each in enumerate(takers)
+            if not each
+        }
+        self._let_accept(routing, takers)
+        number = routing.route(request.request_id, request.adapter, request.num_tokens, rejected=rejected)
         self._members.sent(number)
         return routing, number
+
+    def _why_not(self, number: int, adapter: str | None, *, accepts: bool, is_able: bool) -> str:
+        """Say why a request is not sent to a replica. `accepts`: it takes requests of the adapter; `is_able`:
+        it could go on with this one."""
+        if accepts:
+            return "had the request before" if is_able else "cannot go on with its answer"
+        replica = self._members[number]
+        state = replica.status.state
+        if state is EngineState.CLOSED:
+            return "has left"
+        if state is not EngineState.READY:
+            return str(state)
+        if number not in self._members.serving:
+            return "drained" if self._members.is_drained(number) else "leaving"
+        return "refuses the adapter" if adapter in replica.refused else "takes no requests"
 
     @staticmethod
     def _let_accept(routing: LiveRouting, accepts: list[bool]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -110,6 +110,7 @@ class HttpReplica:
         self._stats_taken_s = float("-inf")
         self._stats_call: asyncio.Task[None] | None = None
         self._retry: asyncio.Task[None] | None = None  # of adapters that were refused
+        self._mending: asyncio.Task[None] | None = None  # of adapters that a server turned out to lack
         self._retried_s = self._clock.now_s()
         self.backend: Backend | None = None
         """The server as it last described itself."""
@@ -186,7 +187,8 @@ class HttpReplica:
         """See SupervisedEngine. What runs on the server for this replica is cancelled there."""
         self._life.set(EngineState.CLOSED, SHUTTING_DOWN)
         self._liveness.give_up(EngineClosedError(SHUTTING_DOWN))
-        tasks = [task for task in (self._watcher, self._stats_call, self._retry) if task is not None]
+        begun = (self._watcher, self._stats_call, self._retry, self._mending)
+        tasks = [task for task in begun if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -359,16 +361,44 @@ class HttpReplica:
         return answer.status == 200
 
     async def _bring_back(self) -> None:
-        """Make sure that the server is the one that was there, with all adapters."""
+        """Make sure that the server is the one that was there, with all adapters: before it serves again if
+        it was away, else beside what it serves."""
         timeout_s = min(self._options.call_timeout_s, _LOOK_TIMEOUT_S)
         backend = await identify(self._http, self._expected, timeout_s=timeout_s)
         self._meet(backend)
-        await self._adapters.restore(backend.adapters)
-        if self._life.state is EngineState.UNREACHABLE:
+        if self._life.state is EngineState.READY:
+            if self._mending is not None:
+                self._mending.cancel()  # the loads under way go on, and are joined
+            self._mending = asyncio.create_task(self._mend(backend.adapters))
+        elif self._life.state is EngineState.UNREACHABLE:
+            await self._restore(backend.adapters)
             self._num_restarts += 1
             self.info = await self._ready(backend, self._clock.now_s())
             self._life.set(EngineState.READY, "")
             logger.info("the server at %s is back", self.url)
+
+    async def _mend(self, served: Iterable[str]) -> None:
+        try:
+            await self._adapters.restore(served)
+        except EngineDeadError:
+            self._look.set()
+        except Exception:
+            logger.exception("the adapters of %s could not be looked after", self.url)
+
+    async def _restore(self, served: Iterable[str]) -> None:
+        """Bring the adapters of a server that was away up to date, and look after its health meanwhile: loads
+        may take minutes. Raises EngineDeadError if it goes away again."""
+        restoring = asyncio.create_task(self._adapters.restore(served))
+        try:
+            while not (await asyncio.wait([restoring], timeout=self._options.idle_interval_s))[0]:
+                await self._check_health()
+            await restoring
+        except EngineDeadError as error:
+            self._adapters.give_up(str(error))
+            raise
+        finally:
+            restoring.cancel()
+            await asyncio.gather(restoring, return_exceptions=True)
 
     def _meet(self, backend: Backend) -> None:
         self.backend = backend
@@ -387,6 +417,9 @@ class HttpReplica:
         if self._life.state is EngineState.READY:
             logger.error("%s; looking for it until it is back", reason)
             self._life.set(EngineState.UNREACHABLE, reason)
+            for task in (self._retry, self._mending):
+                if task is not None:
+                    task.cancel()  # what else it would load waits until the server is back
             self._adapters.give_up(reason)
             self._stats, self._stats_taken_s = EngineStats(), float("-inf")
             self._liveness.give_up(EngineDeadError(f"{reason}; send the request again"))

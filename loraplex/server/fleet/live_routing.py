@@ -200,10 +200,16 @@ class LiveRouting:
         return RoutedRequest(number, self._ranks[number], prompt_tokens)
 
     def route(
-        self, request_id: str, version: str | None, prompt_tokens: int, *, to: int | None = None
+        self,
+        request_id: str,
+        version: str | None,
+        prompt_tokens: int,
+        *,
+        to: int | None = None,
+        rejected: Mapping[int, str] | None = None,
     ) -> int:
         """Return the replica that serves a request, which counts as its load until `ended`. `to`: the replica
-        that it migrates to, if it is not to be chosen.
+        that it migrates to, if it is not to be chosen. `rejected`: why others accept none, for the log.
 
         Raises UnknownModelError for a version that was never added, and CapacityError while no replica
         accepts requests.
@@ -223,6 +229,7 @@ class LiveRouting:
                 version=version,
                 at_unix_s=round(time.time(), 3),
                 is_move=to is not None,
+                rejected=dict(rejected or {}),
             )
         )
         if version is not None:

@@ -118,7 +118,8 @@ class Open(_Event, frozen=True, tag="open"):
 
 class Sent(_Event, frozen=True, tag="sent"):
     """A decision: a request was sent to this replica. `at_unix_s`: the time, for people. `is_move`: there was
-    nothing to choose, as it migrates to this replica."""
+    nothing to choose, as it migrates to this replica. `rejected`: why others could not be chosen, if more is
+    known than that they accept none."""
 
     request_id: str
     replica: int
@@ -126,6 +127,7 @@ class Sent(_Event, frozen=True, tag="sent"):
     version: str | None = None
     at_unix_s: float = 0.0
     is_move: bool = False
+    rejected: dict[int, str] = {}
 
 
 class FirstToken(_Event, frozen=True, tag="first_token"):

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.fleet.policy import PLACEMENTS, ROUTINGS
+from loraplex.fleet.policy_words import PLACEMENTS_EXPLAINED, ROUTINGS_EXPLAINED
 from loraplex.fleet.routers.named import ROUTERS
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
@@ -168,14 +170,19 @@ def test_the_beginning_of_an_id_will_do_if_it_is_of_one_call_only(tmp_path: Path
     assert explain("", logged_decisions(tmp_path)) == []
 
 
-@pytest.mark.parametrize(("routing", "why"), [("most-idle", "fewest requests"), ("random", "by chance")])
-def test_an_explanation_says_what_the_router_goes_by(tmp_path: Path, routing: str, why: str) -> None:
+def test_every_routing_and_placement_has_its_words() -> None:
+    assert set(ROUTINGS_EXPLAINED) == set(ROUTINGS)
+    assert set(PLACEMENTS_EXPLAINED) == set(PLACEMENTS)
+
+
+@pytest.mark.parametrize("routing", ["most-idle", "random"])
+def test_an_explanation_says_what_the_router_goes_by(tmp_path: Path, routing: str) -> None:
     log = DecisionLog(tmp_path)
     log.begin([began(routing)])
     LiveRouting([began(routing)], log.record).route("asked-0", None, 90)
     log.write(log.take())
     (explanation,) = explain("asked", logged_decisions(tmp_path))
-    assert why in explanation.why
+    assert explanation.why == ROUTINGS_EXPLAINED[routing]
 
 
 def test_a_replica_that_could_not_serve_is_said_to(tmp_path: Path) -> None:

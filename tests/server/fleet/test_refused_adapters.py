@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,22 @@ from loraplex.cli.main import app
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import AdapterError, InvalidRequestError
 from loraplex.fleet.policy import Policy
+from loraplex.server.continuing import Continued
 from loraplex.server.fleet.backend_adapters import adapter_name
 from loraplex.server.fleet.backend_errors import AdapterMissingError
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_replicas import Backends, backend_fleet
+from loraplex.server.fleet.decision_log import DecisionLog, logged_decisions
+from loraplex.server.fleet.explain import explain
 from loraplex.server.fleet.fleet_engine import FleetEngine
 from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
 
 
 @asynccontextmanager
-async def fleet_of(*servers: VllmDialect) -> AsyncIterator[FleetEngine]:
+async def fleet_of(*servers: VllmDialect, log: DecisionLog | None = None) -> AsyncIterator[FleetEngine]:
     backends = Backends(urls=tuple(server.url for server in servers))
-    fleet = backend_fleet(backends, base_names=[BASE], shape=SHAPE, policy=Policy.of("round-robin"))
+    policy = Policy.of("round-robin")
+    fleet = backend_fleet(backends, base_names=[BASE], shape=SHAPE, policy=policy, log=log)
     await fleet.start()
     try:
         yield fleet
@@ -76,6 +81,53 @@ def test_what_nobody_takes_is_refused_with_the_fix_and_forgotten(tmp_path: Path)
             one.does.allows_updates = two.does.allows_updates = False
             with pytest.raises(BackendError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
                 await fleet.add_adapter(spec)
+
+    run(scenario())
+
+
+def test_an_adapter_that_all_servers_refuse_is_asked_for_once_on_each(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        spec = spec_in(tmp_path / "one", rank=8)
+        async with VllmDialect() as one, VllmDialect() as two, fleet_of(one, two) as fleet:
+            await fleet.add_adapter(spec)
+            for server in (one, two):
+                server.adapters.clear()
+                server.does.max_lora_rank = 4
+                server.calls.clear()
+            for num_requests in (1, 2):
+                with pytest.raises(AdapterMissingError, match="start it with --max-lora-rank 8"):
+                    await answer(fleet, request_for([5], adapter=spec.version))
+                assert len(one.bodies("/load_lora_adapter")) == num_requests
+                assert len(two.bodies("/load_lora_adapter")) == num_requests
+                assert fleet.continued == {Continued.REFUSED: num_requests}, "nobody has died"
+            assert [each.num_replayed for each in fleet.replicas] == [0, 0], "nobody had it"
+
+    run(scenario())
+
+
+def test_a_decision_is_explained_with_the_reason_why_each_other_server_was_rejected(tmp_path: Path) -> None:
+    request = request_for([5], adapter=(spec := spec_in(tmp_path / "one", rank=8)).version)
+
+    async def scenario() -> None:
+        async with (
+            VllmDialect() as bad,
+            VllmDialect() as drained,
+            VllmDialect() as cut,
+            VllmDialect() as good,
+        ):
+            bad.does.max_lora_rank = 4
+            cut.does.cut_after = 2
+            async with fleet_of(bad, drained, cut, good, log=DecisionLog(tmp_path)) as fleet:
+                await fleet.add_adapter(spec)
+                fleet.drain(1)
+                while not cut.bodies("/completions")[1:]:  # the first is the probe
+                    cut_request = replace(request, request_id=f"{request.request_id}{len(good.calls)}-0")
+                    await answer(fleet, cut_request)
+            first, second = explain(cut_request.request_id, logged_decisions(tmp_path))
+            verdicts = [row.verdict for row in first.replicas]
+            assert verdicts == ["refuses the adapter", "drained", "chosen", ""]
+            verdicts = [row.verdict for row in second.replicas]
+            assert verdicts == ["refuses the adapter", "drained", "had the request before", "chosen"]
 
     run(scenario())
 

@@ -21,6 +21,7 @@ from loraplex.core.request import FinishReason
 from loraplex.fleet.policy import Policy
 from loraplex.server.fleet.backend_adapters import adapter_name
 from loraplex.server.fleet.backend_errors import AdapterMissingError
+from loraplex.server.fleet.backend_http import BackendError
 from loraplex.server.fleet.backend_replicas import Backends, backend_fleet
 
 
@@ -164,6 +165,82 @@ def test_adapters_come_back_after_the_server_did(tmp_path: Path) -> None:
             ):
                 await answer(replica, request_for([5], adapter=broken.version))
             assert replica.healthy
+
+    run(scenario())
+
+
+def test_an_adapter_that_the_server_does_not_unload_does_not_keep_it_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        stuck, other = spec_in(tmp_path / "a"), spec_in(tmp_path / "b", seed=1)
+        async with VllmDialect() as server, started(server.url, silence_s=0.2) as replica:
+            for spec in (stuck, other):
+                await replica.add_adapter(spec)
+            server.does.keeps = {adapter_name(stuck.version)}
+            with pytest.raises(BackendError, match="does not unload an adapter"):
+                await replica.remove_adapter(stuck.version)
+            for _ in range(2):
+                server.does.is_deaf = True
+                await until(lambda: not replica.healthy)
+                await replica.remove_adapter(other.version)
+                server.does.is_deaf = False
+                await until(lambda: replica.healthy)
+            assert list(server.adapters) == [adapter_name(stuck.version)]
+            assert caplog.text.count("stays there for now") == 1
+            server.does.keeps = set()
+            server.does.is_deaf = True
+            await until(lambda: not replica.healthy)
+            server.does.is_deaf = False
+            await until(lambda: replica.healthy)
+            assert not server.adapters, "it is tried again"
+
+    run(scenario())
+
+
+def test_the_watch_over_a_server_goes_on_while_it_loads_adapters_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        lost, refused = spec_in(tmp_path / "a"), spec_in(tmp_path / "b", rank=8, seed=1)
+        async with VllmDialect() as server, started(server.url, silence_s=0.2) as replica:
+            await replica.add_adapter(lost)
+            server.does.max_lora_rank = 4
+            with pytest.raises(AdapterError):
+                await replica.add_adapter(refused)
+            asked = len(server.bodies("/load_lora_adapter"))
+            server.adapters.clear()
+            server.does.load_gate = asyncio.Event()
+            server.does.hang_ups = 2
+            with pytest.raises(EngineDeadError):
+                await answer(replica, request_for([5]))
+            await until(lambda: len(server.bodies("/load_lora_adapter")) > asked)
+            asked_for = [body["lora_name"] for body in server.bodies("/load_lora_adapter")[asked:]]
+            assert asked_for == [adapter_name(lost.version)], "what it refuses is offered in its own time"
+            assert replica.healthy
+            server.does.is_deaf = True
+            await until(lambda: not replica.healthy)
+            server.does.load_gate.set()
+
+    run(scenario())
+
+
+def test_silence_is_noticed_while_a_server_that_came_back_loads_its_adapters(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        spec = spec_in(tmp_path / "one")
+        async with VllmDialect() as server, started(server.url, silence_s=0.2) as replica:
+            await replica.add_adapter(spec)
+            await server.stop()
+            await until(lambda: not replica.healthy)
+            asked = len(server.bodies("/load_lora_adapter"))
+            server.does.load_gate = asyncio.Event()
+            await server.start()
+            await until(lambda: len(server.bodies("/load_lora_adapter")) > asked)
+            server.does.is_deaf = True
+            await until(lambda: "did not answer" in replica.status.message)
+            assert not replica.healthy
+            server.does.load_gate.set()
+            server.does.is_deaf = False
+            await until(lambda: replica.healthy)
+            assert list(server.adapters) == [adapter_name(spec.version)]
 
     run(scenario())
 

@@ -46,6 +46,8 @@ class Behaviour:
     is_deaf: bool = False
     """Whether questions after its health are not answered at all."""
     load_gate: asyncio.Event | None = None
+    keeps: set[str] = field(default_factory=set)
+    """Names of adapters that it fails to unload."""
     answer_gate: asyncio.Event | None = None
     """Streams wait for it before their answers begin."""
     hang_ups: int = 0
@@ -202,6 +204,8 @@ class VllmDialect:
         name = self.calls[-1][1]["lora_name"]
         if not name:
             return error(400, "InvalidUserInput", "'lora_name' needs to be provided.")
+        if name in self.does.keeps:
+            return error(500, "InternalServerError", "EngineCore encountered an issue.")
         if self.adapters.pop(name, None) is None:
             return error(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")

@@ -12,7 +12,7 @@ ROUTINGS_EXPLAINED: Final = {
     "pending-time": "where its first step begins soonest",
     "rank-aware": "where it slows the others down least",
     "routing-table": "its adapter's replicas, by the placement's shares",
-    "routing-table-random": "the same, by chance",
+    "routing-table-random": "its adapter's replicas, by chance with the placement's shares",
     "affinity": "where its adapter is in use, queues are short and KV memory is free",
     "rendezvous": "the first in its adapter's own order that is not too busy",
     "auto": "where it costs least time per token, or little more with its adapter there",
