@@ -202,9 +202,11 @@ class AdapterService:
             return await self._move(before, after, [before.canary.adapter], on_staged, register)
 
     async def abort(self, name: str) -> ServedAdapter:
-        """End the trial of a name's canary; its requests in flight finish on it."""
+        """End the trial of a name's canary; its requests in flight finish on it. Also of one that the engine
+        refuses here, and that is only registered."""
         async with self.follower.change(name):
-            after = self._find_served(name).aborted()
+            before = self._find_served(name)
+            after = before if self.registered.is_trial_missing(before) else before.aborted()
             await self.registered.put(after, None)
             return self._point(after)
 

@@ -177,13 +177,21 @@ async def start_adapters(
         if change := candidate.change_note(spec):
             notes.append(change)
     canaries = {each.name: each.rollout.canary for each, _ in all_served if each.rollout.canary is not None}
-    notes += await restore_canaries(service, canaries)
+    missing = await restore_canaries(service, canaries)
+    notes += [each.note for each in missing.values()]
     notes += await asyncio.to_thread(_other_base_notes, service)
     names = {candidate.name for candidate in choice.first}
     gone = [name for name, entry in entries.items() if entry.origin is Origin.FOLDER and name not in names]
     rollouts = {adapter.name: adapter.rollout for adapter in service.served()}
+    kept = {name: each for name, each in missing.items() if each.kept is not None}
+    rollouts |= {name: replace(rollouts[name], canary=each.kept) for name, each in kept.items()}
     notes += await asyncio.to_thread(_register, registry, all_served, rollouts, gone, states)
     service.registered.began_with(states)
+    specs = {candidate.name: spec for candidate, spec in all_served}
+    for name, each in kept.items():
+        state = states.get(name)
+        if state is not None and state.has(specs[name], rollouts[name]):  # else it could not be registered
+            service.registered.lags(name, each.reason)
     return StartReport(num_served=len(all_served), num_skipped=len(skipped), notes=(*skipped, *notes))
 
 

@@ -1,7 +1,8 @@
 """Adapters that the engine refused when the server started: tried again until it takes them.
 
 Servers that a fleet uses may refuse what they will take later, when somebody has started them with another
-option. A name that is loaded, unloaded or changed through another server meanwhile is left to that.
+option. A name that is loaded, unloaded or changed through another server meanwhile is left to that, also
+while what the other server made of it is refused here.
 """
 
 from __future__ import annotations
@@ -47,11 +48,20 @@ async def _retry(service: AdapterService, name: str) -> None:
     left = service.left_out.get(name)
     if left is None:
         return
+    registered = service.registered
+    if (why := registered.why_lagging(name)) is not None:
+        # Another server has made something else of it since, which is not served here yet: to serve and
+        # register what was left out would undo that. Who follows changes tries that one again.
+        service.left_out[name] = replace(left, reason=why)
+        return
     await service.adopt(left.adapter)
     logger.info("adapter %r is served now, which was left out at the start", name)
-    if left.canary is not None:
-        for note in await restore_canaries(service, {name: left.canary}):
-            logger.warning("%s", note)
+    canaries = {} if left.canary is None else {name: left.canary}
+    missing = (await restore_canaries(service, canaries)).get(name)
+    if missing is not None:
+        logger.warning("%s", missing.note)
     served = service.get(name)
     if served is not None and left.origin is not None:
-        await service.registered.put(served, left.origin)
+        await registered.put(served, left.origin, kept=None if missing is None else missing.kept)
+        if missing is not None and missing.kept is not None:
+            registered.lags(name, missing.reason)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from loraplex.adapters.registry import AdapterRegistry, NameState, Origin
+from loraplex.adapters.rollout import Canary
 from loraplex.core.errors import AdapterConflictError
 from loraplex.server.served_adapter import ServedAdapter
 
@@ -24,7 +26,7 @@ class RegisteredNames:
     def __init__(self, registry: AdapterRegistry) -> None:
         self.registry = registry
         self._seen: dict[str, NameState] = {}  # what the registry had of a name when it was last acted on
-        self._lags: dict[str, str] = {}  # names that could not be followed, and why
+        self._lags: dict[str, str] = {}  # names that are not served as in _seen, and why
 
     def began_with(self, states: Mapping[str, NameState]) -> None:
         """Take what is served for what the registry had then."""
@@ -36,8 +38,23 @@ class RegisteredNames:
         return sorted(name for name in names if states.get(name) != self._seen.get(name))
 
     def lagging(self) -> list[str]:
-        """Names that other servers changed, and that could not be followed."""
+        """Names that are not served as the registry has them, to be tried again."""
         return list(self._lags)
+
+    def why_lagging(self, name: str) -> str | None:
+        """Return why a name is not served as the registry has it; None if it is, as far as that was tried."""
+        return self._lags.get(name)
+
+    def lags(self, name: str, reason: str) -> None:
+        """Note that a name is not served as the registry has it, which the user knows."""
+        self._lags[name] = reason
+
+    def is_trial_missing(self, adapter: ServedAdapter) -> bool:
+        """Tell whether a name is served as the registry has it, but for the canary, which is not served."""
+        state = self._seen.get(adapter.name)
+        if adapter.name not in self._lags or state is None or adapter.canary is not None:
+            return False
+        return state.version == adapter.version and state.canary is not None
 
     def is_followed(self, name: str, state: NameState | None) -> bool:
         """Tell whether the name is served as the registry has it, as far as that was tried."""
@@ -66,19 +83,20 @@ class RegisteredNames:
                 *(name, here, reason),
             )
 
-    async def put(self, adapter: ServedAdapter, origin: Origin | None) -> None:
-        """Register a name as it will be served; None for who gave it keeps that.
+    async def put(self, adapter: ServedAdapter, origin: Origin | None, *, kept: Canary | None = None) -> None:
+        """Register a name as it will be served; None for who gave it keeps that. `kept`: a canary that stays
+        on trial though it is not served here.
 
         AdapterConflictError if another server has changed it since it was last acted on.
         """
-        name = adapter.name
+        name, rollout = adapter.name, adapter.rollout
         put = partial(
             self.registry.put_unless_changed,
             [(name, adapter.spec)],
             seen=self._seen,
             origin=self._origin_of(adapter) if origin is None else origin,
             sources={name: adapter.source},
-            rollouts={name: adapter.rollout},
+            rollouts={name: rollout if kept is None else replace(rollout, canary=kept)},
         )
         now = await asyncio.to_thread(put)
         if name not in now:

@@ -17,6 +17,7 @@ from test_versions import HEADER, ask, change, info, message, registered, shown
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.core.errors import AdapterError
 from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
+from loraplex.server.left_out import retry_left_out
 from loraplex.server.registry_watch import RegistryWatch
 from loraplex.server.start_notes import namesake_notes, shared_state_note
 
@@ -374,3 +375,85 @@ def test_a_damaged_entry_is_said_once_and_the_others_are_followed(
     two.run(scenario())
     assert sum("the entry of adapter 'broken' is damaged" in text for text in caplog.messages) == 1
     assert two.served.service.version_of("broken") is None
+
+
+def refuse_all_but(api: Api, patch: pytest.MonkeyPatch, *taken: str) -> None:
+    """Have a server's engine refuse all adapters but those from folders of these names."""
+    add_adapter = api.served.engine.add_adapter
+
+    async def add(spec: Any) -> None:
+        if spec.path.name not in taken:
+            raise AdapterError(f"{spec.path.name} is refused; start it with --max-lora-rank 64")
+        await add_adapter(spec)
+
+    patch.setattr(api.served.engine, "add_adapter", add)
+
+
+def test_what_was_left_out_does_not_undo_what_the_other_server_has_made_of_it(
+    fronts: tuple[Api, Api], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = fronts
+    service = two.served.service
+    with monkeypatch.context() as patch:
+        refuse_all_but(two, patch)
+        start(two)
+    assert list(service.left_out) == ["bot"]
+    assert load(one, "bot", folder / "v1", load_inplace=True).status_code == 200
+    with monkeypatch.context() as patch:
+        refuse_all_but(two, patch, "v0")
+        for _ in range(2):
+            two.run(retry_left_out(service))
+        assert (registered(one), folders_of(two)) == (("v1", None, ["v0"]), {})
+        assert service.left_out["bot"].reason.startswith("v1 is refused")
+    follow(two, again=True)
+    assert (registered(one), folders_of(two), service.left_out) == (("v1", None, ["v0"]), {"bot": "v1"}, {})
+
+
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_a_server_whose_engine_refuses_a_canary_leaves_it_on_trial(
+    fronts: tuple[Api, Api], folder: Path, monkeypatch: pytest.MonkeyPatch, is_left_out: bool
+) -> None:
+    one, two = fronts
+    assert load(one, "bot", folder / "v1", canary_share=0.3).status_code == 200
+    if is_left_out:
+        with monkeypatch.context() as patch:
+            refuse_all_but(two, patch)
+            start(two)
+        refuse_all_but(two, monkeypatch, "v0")
+        two.run(retry_left_out(two.served.service))
+    else:
+        refuse_all_but(two, monkeypatch, "v0")
+        [note] = start(two).notes
+        assert "is not served here, and is tried again from time to time: v1 is refused" in note
+    follow(one)
+    follow(two, again=True)
+    assert shown(one) == registered(one) == ("v0", "v1", [])
+    assert shown(two) == ("v0", None, [])
+    monkeypatch.undo()
+    follow(two, again=True)
+    assert shown(two) == ("v0", "v1", [])
+
+
+def test_a_trial_is_ended_through_a_server_whose_engine_refuses_the_canary(
+    fronts: tuple[Api, Api], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = fronts
+    assert load(one, "bot", folder / "v1", canary_share=0.3).status_code == 200
+    refuse_all_but(two, monkeypatch, "v0")
+    start(two)
+    assert change(two, "abort").status_code == 200
+    follow(one)
+    assert shown(one) == shown(two) == registered(one) == ("v0", None, [])
+    assert change(two, "abort").status_code != 200  # there is none any more
+
+
+def test_a_canary_that_only_one_of_two_servers_can_read_stays_on_trial(
+    fronts: tuple[Api, Api], make_api: Callable[..., Api], folder: Path, tmp_path: Path
+) -> None:
+    one, _ = fronts
+    assert load(one, "bot", folder / "v1", canary_share=0.3).status_code == 200
+    closed = make_api(allowed=[folder / "v0"])
+    [note] = start(closed).notes
+    assert "is not served here" in note
+    follow(one)
+    assert (shown(one), shown(closed)) == (("v0", "v1", []), ("v0", None, []))

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import InvalidRequestError, LoraplexError
+from loraplex.core.errors import EngineClosedError, InvalidRequestError, LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.admission import Admitted, Forecast
@@ -85,7 +85,7 @@ class FleetEngine:
         self._adapters = FleetAdapters(self._members)
         self._changes = Changes()  # replicas that join or leave
         self._revival = Revival(
-            self._members, setup.clock, lambda number: self._changes.run(self._restart(number, move=False))
+            self._members, setup.clock, lambda number: self._changes.run(self._revive(number))
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
@@ -258,7 +258,6 @@ class FleetEngine:
         those that serve go on.
         """
         self._check_size(num_replicas)
-        self._revival.forget()
         await self._changes.run(self._scale(num_replicas, move=move))
 
     async def _scale(self, num_replicas: int, *, move: bool) -> None:
@@ -266,15 +265,19 @@ class FleetEngine:
         missing = [number for number in range(num_replicas) if number not in present]
         for number in missing[: max(num_replicas - len(present), 0)]:
             await self._join(number)
-        with self._members.leaving(present[num_replicas:]) as leaving:
-            await asyncio.gather(*(self._leave(number, move=move) for number in leaving))
+        try:
+            with self._members.leaving(present[num_replicas:]) as leaving:
+                await asyncio.gather(*(self._leave(number, move=move) for number in leaving))
+        finally:
+            # Not before: one that had failed may have been planned again until it was closed.
+            self._revival.forget()
 
     async def restart(self, number: int, *, move: bool = False) -> None:
         """Replace a replica by a new one, after the requests it has; the others serve meanwhile. `move`: they
         go on with these requests.
 
         Raises as `drain` does, also if replicas of this fleet cannot be restarted by it, and LoraplexError
-        if the new one cannot start.
+        if the new one cannot start; that is tried again later.
         """
         self._members.check_there(number)
         if (why := self._setup.no_restart) is not None:
@@ -286,9 +289,24 @@ class FleetEngine:
         with self._members.replacing(number):
             with self._members.leaving([number]):
                 await self._leave(number, move=move)
-            await self._join(number)
+            try:
+                await self._join(number)
+            except EngineClosedError:
+                raise
+            except LoraplexError as error:
+                self._revival.plan(number, str(error))
+                raise LoraplexError(
+                    f"replica {number} has left, and the new one did not start: {error}; it is tried again "
+                    "from time to time, and at once by `loraplex fleet scale` with the number of replicas "
+                    "that there are to be"
+                ) from error
         if was_drained:
             self._members.drain(number)
+
+    async def _revive(self, number: int) -> None:
+        """Start a replica anew, unless somebody has decided otherwise before it had its turn."""
+        if self._revival.is_planned(number):
+            await self._restart(number, move=False)
 
     async def _join(self, number: int) -> None:
         """Start a replica with all adapters, and send it requests."""

@@ -35,6 +35,8 @@ class Members:
         self._drained: set[int] = set()
         self._leaving: set[int] = set()
         self._replaced: set[int] = set()
+        self.lost: dict[int, str] = {}
+        """Those that left to be replaced by new ones that did not start, and why; they are tried again."""
         self._num_restarts: Counter[int] = Counter()  # of those that had each number before
         self.num_sent: Counter[int] = Counter()
         """Requests that each was ever sent."""
@@ -59,6 +61,7 @@ class Members:
         if number < len(self._replicas):
             self._num_restarts[number] += self._replicas[number].status.num_restarts
             self._replicas[number] = replica
+            self.lost.pop(number, None)
         else:
             assert number == len(self._replicas)
             self._replicas.append(replica)
@@ -241,7 +244,7 @@ class Members:
 
     def statuses(self, num_in_flight: Callable[[int], int]) -> list[ReplicaStatus]:
         """Return how each stands that has not left for good."""
-        present = self._replaced.union(self.present)
+        present = self._replaced.union(self.lost, self.present)
         return [
             ReplicaStatus(
                 number=number,
@@ -262,6 +265,9 @@ class Members:
         server, and of one that refuses adapters, with the reason."""
         replica = self._replicas[number]
         status = replace(replica.status, num_restarts=self._restarts(number))
+        if status.state is EngineState.CLOSED and number in self.lost and number not in self._replaced:
+            message = f"it did not start: {self.lost[number]}; it is tried again from time to time"
+            return replace(status, state=EngineState.FAILED, message=message)
         if status.state is EngineState.CLOSED:
             state, message = EngineState.RESTARTING, "it is being replaced by a new one"
             return replace(status, state=state, message=message)

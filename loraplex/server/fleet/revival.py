@@ -1,4 +1,4 @@
-"""Replicas that were given up, as they died too often, are started anew after a while."""
+"""Replicas that were given up, as they died too often, or whose restart failed, are started anew later."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ class Revival:
     def forget(self) -> None:
         """Plan nothing: somebody has just said which replicas there are to be."""
         self._tries.clear()
+        self._members.lost.clear()
+
+    def plan(self, number: int, reason: str) -> None:
+        """Start a replica anew in a minute, or when it is planned already: it has left to be replaced, and
+        the new one did not start, for this reason."""
+        self._members.lost[number] = reason
+        self._tries.setdefault(number, _Try(self._clock.now_s() + FIRST_S, FIRST_S))
+
+    def is_planned(self, number: int) -> bool:
+        return number in self._tries
 
     async def run(self) -> None:
         while True:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from fake_core import request_of, spec_of, tokens_of
 from fake_replicas import FakeReplica
 from replicas import run, until
 
 from loraplex.core.clock import ManualClock
-from loraplex.core.errors import EngineDeadError
+from loraplex.core.errors import EngineDeadError, LoraplexError
 from loraplex.fleet.policy import Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
@@ -82,12 +84,86 @@ def test_one_that_is_only_drained_does_not_keep_the_others_from_being_started() 
     assert started.after(FIRST_S) == [1]
 
 
-def test_an_order_for_replicas_ends_what_was_planned() -> None:
-    started = Started(READY, FAILED)
-    started.after(0.0)
-    started.replicas[1].state = EngineState.CLOSED  # scaled down
-    started.revival.forget()
-    assert started.after(2 * FIRST_S) == []
+def setup_of(make: Callable[[int], FakeReplica], clock: ManualClock) -> FleetSetup:
+    costs = find_profile(Path("h200-llama-2-7b"))
+    assert isinstance(costs, CostModel)
+    return FleetSetup(
+        make=make,
+        limits=lambda info: Limits(max_running=8, kv_tokens=16_000),
+        policy=Policy.of("round-robin"),
+        costs=costs,
+        clock=clock,
+    )
+
+
+@pytest.mark.parametrize("is_due", [False, True])
+def test_a_replica_that_is_scaled_away_does_not_come_back(is_due: bool) -> None:
+    """`is_due`: its start waits for its turn behind the scaling; else it is planned while that waits."""
+    made: list[FakeReplica] = []
+    clock = ManualClock()
+
+    def make(number: int) -> FakeReplica:
+        made.append(FakeReplica())
+        return made[-1]
+
+    async def scenario() -> None:
+        fleet, gate = FleetEngine(setup_of(make, clock), 3), asyncio.Event()
+        await fleet.start()
+        try:
+            made[2].give_up()
+            if is_due:
+                await fleet._revival.look()
+                clock.advance(FIRST_S)
+
+            async def change() -> None:
+                await gate.wait()
+
+            tasks = [asyncio.create_task(each) for each in (fleet._changes.run(change()), fleet.scale(2))]
+            await until(lambda: len(fleet._changes._tasks) == 2)
+            tasks.append(asyncio.create_task(fleet._revival.look()))
+            await until(lambda: len(fleet._changes._tasks) == 3 if is_due else tasks[2].done())
+            gate.set()
+            await asyncio.gather(*tasks)
+            clock.advance(10 * FIRST_S)
+            await fleet._revival.look()
+            assert ([each.number for each in fleet.replicas], len(made)) == ([0, 1], 3)
+        finally:
+            await fleet.close()
+
+    run(scenario())
+
+
+class StartsNot(FakeReplica):
+    async def start(self, *args: object) -> None:
+        raise EngineDeadError("no memory left; free some")
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_restart_that_comes_to_nothing_is_shown_and_tried_again(is_scaled: bool) -> None:
+    made: list[FakeReplica] = []
+    clock = ManualClock()
+
+    def make(number: int) -> FakeReplica:
+        made.append(StartsNot() if len(made) == 2 else FakeReplica())
+        return made[-1]
+
+    async def scenario() -> None:
+        fleet = FleetEngine(setup_of(make, clock), 2)
+        await fleet.start()
+        try:
+            with pytest.raises(LoraplexError, match=r"no memory left; free some; it is tried again .* scale"):
+                await fleet.restart(1)
+            shown = fleet.replicas[1].status
+            assert (shown.state, "no memory left" in shown.message) == (EngineState.FAILED, True)
+            if is_scaled:
+                await fleet.scale(2)
+            clock.advance(FIRST_S)
+            await fleet._revival.look()
+            assert ([each.status.state for each in fleet.replicas], len(made)) == ([READY, READY], 4)
+        finally:
+            await fleet.close()
+
+    run(scenario())
 
 
 def test_a_fleet_takes_adapters_without_a_replica_that_was_given_up_and_gives_it_them_later() -> None:
@@ -98,15 +174,7 @@ def test_a_fleet_takes_adapters_without_a_replica_that_was_given_up_and_gives_it
         made.append(FakeReplica())
         return made[-1]
 
-    costs = find_profile(Path("h200-llama-2-7b"))
-    assert isinstance(costs, CostModel)
-    setup = FleetSetup(
-        make=make,
-        limits=lambda info: Limits(max_running=8, kv_tokens=16_000),
-        policy=Policy.of("round-robin"),
-        costs=costs,
-        clock=clock,
-    )
+    setup = setup_of(make, clock)
 
     async def scenario() -> None:
         fleet = FleetEngine(setup, 2)
