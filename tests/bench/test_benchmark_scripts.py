@@ -36,7 +36,7 @@ from benchmarks import (
 )
 from benchmarks.bystanders import bystanders
 from benchmarks.http_checkpoint import HttpCheckpoint
-from benchmarks.make_checkpoint import RANKS, Checkpoint, adapter_bytes, write_adapters, write_tokenizer
+from benchmarks.make_checkpoint import SERVED, Checkpoint, write_adapters, write_tokenizer
 from benchmarks.measure import Traffic, measure, with_median
 from benchmarks.servers import ServerCommand, ServerFailedError, running
 from benchmarks.table_steps import measure_tables
@@ -145,13 +145,13 @@ def test_adapters_are_what_peft_writes(tmp_path: Path) -> None:
     write_adapters(tmp_path, base=tmp_path / "base", num_adapters=5, seed=0)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["lora-0000", "lora-0001", "lora-0002", "lora-0003", "lora-0004"]
-    for name, rank in zip(names, (*RANKS, RANKS[0]), strict=True):
+    for name, rank in zip(names, (*SERVED.ranks, SERVED.ranks[0]), strict=True):
         config = json.loads((tmp_path / name / "adapter_config.json").read_text())
         assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", rank, 2 * rank)
         with safe_open(tmp_path / name / "adapter_model.safetensors", "np") as weights:
             tensors = {key: weights.get_tensor(key) for key in weights.keys()}  # noqa: SIM118
         assert len(tensors) == 8 * 4 * 2
-        assert sum(tensor.nbytes for tensor in tensors.values()) == adapter_bytes(rank)
+        assert sum(tensor.nbytes for tensor in tensors.values()) == SERVED.adapter_bytes(rank)
         assert all(tensor.any() for tensor in tensors.values())
 
 

@@ -133,6 +133,8 @@ def test_it_is_shown_where_adapters_are() -> None:
 
 def test_loads_of_a_replica_only_grow() -> None:
     members = Members([FakeReplica()])
+    for version in "abc":
+        members.know(version)
 
     def report(**loads: int) -> int:
         rows = [
