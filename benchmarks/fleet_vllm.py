@@ -132,7 +132,7 @@ def loads_if_packed(traffic: Traffic) -> int:
     server_of = {
         name: min(place // NUM_SLOTS, NUM_SERVERS - 1) for place, (name, _) in enumerate(asked.most_common())
     }
-    slots: list[OrderedDict[str | None, None]] = [OrderedDict() for _ in range(NUM_SERVERS)]
+    slots: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(NUM_SERVERS)]
     num_loads = 0
     for request, arrival_s in zip(traffic.requests, traffic.arrivals_s, strict=True):
         held = slots[server_of[request.model]]

@@ -163,7 +163,7 @@ def write_adapters(directory: Path, *, base: Path, num_adapters: int, seed: int,
 
 
 def _peft_config_text(rank: int, *, base: Path) -> str:
-    """What PEFT itself writes for this configuration, once per rank (importing PEFT is slow)."""
+    """Return what PEFT itself writes for this configuration (importing PEFT is slow)."""
     from tempfile import TemporaryDirectory
 
     from peft import LoraConfig, TaskType

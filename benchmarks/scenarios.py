@@ -121,7 +121,7 @@ def _num_adapters_listed(server: RunningServer) -> int:
 
 
 def _registration(server: RunningServer) -> dict[str, Any] | None:
-    """What the server's log says of registering its adapters; None when it does not say."""
+    """Return what the server's log says of registering its adapters; None when it does not say."""
     found = _REGISTERED.search(server.log_path.read_text(errors="replace"))
     if found is None:
         return None

@@ -74,7 +74,7 @@ class _Paged:
 
 
 def _contexts(num_rows: int, longest: int) -> list[int]:
-    """From one token to the longest, page borders among them."""
+    """Return context lengths from one token to the longest, page borders among them."""
     special = [longest, 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE - 1]
     drawn = torch.randint(1, longest + 1, (num_rows,)).tolist()
     return [*special, *drawn][:num_rows]

@@ -149,7 +149,8 @@ def _requests(load: Load, output_tokens: int, seed: int) -> list[EngineRequest]:
 def first_token_ms(
     engine: Engine, version: str | None, prompt_tokens: int, vocab_size: int, seed: int
 ) -> float:
-    """Of one request on an engine that has done all it could do ahead; nothing is left over afterwards."""
+    """Return the TTFT of one request on an engine that has done all it could do ahead. Nothing is left over
+    afterwards."""
     engine.warm_up()
     prompt = _prompt(prompt_tokens, vocab_size, seed)
     started = time.perf_counter()

@@ -62,8 +62,8 @@ class StepCase:
 
     @property
     def decode_tokens(self) -> int:
-        """What each decoding request has to say for one measurement, at the most; in the first step after the
-        last prompt was read, and in one more that is under way at the end, as well."""
+        """Return the most tokens that a decoding request makes in one measurement, those of the first step
+        after the last prompt was read and of one more that is under way at the end among them."""
         timed = JOINED_SHOTS * _STEPS_A_SHOT if self.prompts else TIMED_STEPS
         return SETTLE_STEPS + timed + 2 + -(-sum(self.contexts) // _SLOWEST_PREFILL)
 
@@ -119,8 +119,8 @@ class CaseLimits:
         return min(few, self.max_context // 8), min(many, self.max_context // 4)
 
     def contexts(self, number: int, mean: int) -> tuple[int, ...]:
-        """Of requests that came at different times, with prompts of all lengths: spread log-normally about
-        the mean, and no longer than three quarters of what the model takes."""
+        """Return the contexts of requests that came at different times, with prompts of all lengths: spread
+        log-normally about the mean, and no longer than three quarters of what the model takes."""
         spread = NormalDist(log(mean) - SPREAD**2 / 2, SPREAD)
         drawn = (exp(spread.inv_cdf((index + 0.5) / number)) for index in range(number))
         return tuple(min(max(round(each), 2), self.max_context * 3 // 4) for each in drawn)
@@ -135,7 +135,7 @@ class CaseLimits:
         return self.contexts(number, mean)
 
     def check(self) -> None:
-        """That anything can be measured at all."""
+        """Raise CapacityError if not even one request can be measured."""
         if not self.fits(StepCase(contexts=(_SHORT,))):
             raise CapacityError(
                 f"a KV cache for {self.max_tokens} tokens is too small to measure one request; free some "
@@ -149,14 +149,14 @@ class CaseLimits:
         return decodes + sum(self.work.cost(0, n) for n in case.prompts) <= self.work.max_tokens
 
     def prompts_of(self, num_tokens: int) -> tuple[int, ...]:
-        """As few prompts as hold so many tokens together."""
+        """Return the lengths of as few prompts as hold so many tokens together."""
         number = -(-num_tokens // (self.max_context - 1))
         return tuple((num_tokens + index) // number for index in range(number))
 
 
 def step_cases(adapters: Sequence[StepAdapter], limits: CaseLimits) -> list[StepCase]:
-    """What to fit to: the base model by rows and by context, then what adapters add, then both kinds of rows
-    in one step."""
+    """Return the steps to fit to: the base model by rows and by context, then what adapters add, then both
+    kinds of rows in one step."""
     decodes, prompts = limits.decodes, limits.prompts
     several = (8, 32, 64, 128) if limits.on_gpu else (4, 16, 48, 128)
     many = 128 if limits.on_gpu else 96  # the cache of a small CPU engine holds no more with anything behind

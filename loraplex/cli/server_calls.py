@@ -29,20 +29,9 @@ ApiKey = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
-def rows_of(
-    base_url: str,
-    path: str,
-    api_key: str | None,
-    *,
-    kind: str,
-    body: object = None,
-    timeout_s: float = _TIMEOUT_S,
-) -> list[dict[str, Any]]:
-    """Return the list that a route answers with, `kind` in words. With a body it is posted.
-
-    Raises UserError if there is no such server, or it refuses.
-    """
-    rows, _ = list_of(base_url, path, api_key, kind=kind, body=body, timeout_s=timeout_s)
+def rows_of(base_url: str, path: str, api_key: str | None, *, kind: str) -> list[dict[str, Any]]:
+    """Return the list that a route answers with, as `list_of` does, without what else is there."""
+    rows, _ = list_of(base_url, path, api_key, kind=kind)
     return rows
 
 
@@ -55,7 +44,11 @@ def list_of(
     body: object = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return as `rows_of` does, and raise so, with what else the answer has beside the list."""
+    """Return the list that a route answers with, `kind` in words, and the whole answer. With a body it is
+    posted.
+
+    Raises UserError if there is no such server, or it refuses.
+    """
     url, answered = _call(base_url, path, api_key, kind=kind, body=body, timeout_s=timeout_s)
     try:
         answer = json.loads(answered)
@@ -68,7 +61,7 @@ def list_of(
 
 
 def text_of(base_url: str, path: str, api_key: str | None, *, kind: str, body: object) -> str:
-    """Return the words that a change is answered with when it is done. Raises as `rows_of` does."""
+    """Return the words that a change is answered with when it is done. Raises as `list_of` does."""
     _, answered = _call(base_url, path, api_key, kind=kind, body=body, timeout_s=_CHANGE_S)
     return answered.decode("utf-8", "replace")
 

@@ -63,7 +63,7 @@ class DriftWatch:
         return self._model
 
     def ratio(self, kind: CostKind) -> float:
-        """Of measured to predicted seconds, lately; 1.0 before anything was measured."""
+        """Return measured over predicted seconds, lately; 1.0 before anything was measured."""
         return exp(self._watches[kind].mean_log_ratio)
 
     def lately(self, kind: CostKind) -> PredictedAndMeasured:

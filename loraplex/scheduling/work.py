@@ -24,11 +24,12 @@ class StepWork:
     position_cost: float = 0.0
 
     def cost(self, start: int, num_tokens: int) -> float:
-        """Of computing tokens [start, start + num_tokens) of a sequence."""
+        """Return the cost of computing tokens [start, start + num_tokens) of a sequence."""
         return num_tokens + self.position_cost * num_tokens * (start + num_tokens / 2)
 
     def tokens_within(self, budget: float, start: int) -> int:
-        """The most tokens from `start` on whose cost is within the budget; from a budget of one up, one."""
+        """Return the most tokens from `start` on whose cost is within the budget; at least one from a budget
+        of one up."""
         if budget < 1:
             return 0
         # Solves cost(start, n) = budget, a quadratic in n, in the form that also holds at position_cost 0.
@@ -37,9 +38,9 @@ class StepWork:
         return max(1, int(solution + 1e-9))
 
     def chunk(self, num_tokens: int, start: int, budget: float) -> int:
-        """Of so many tokens from `start` on, those to compute next: all that are within the budget, or one of
-        as few equal parts as fit. A step for the few that a full one leaves costs far more than their share.
-        """
+        """Return how many of so many tokens from `start` on to compute next: all that are within the budget,
+        or one of as few equal parts as fit. A step for the few that a full one leaves costs far more than
+        their share."""
         most = self.tokens_within(budget, start)
         if num_tokens <= most or most == 0:
             return min(num_tokens, most)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.registry import Origin
 from loraplex.core.errors import AdapterError, CapacityError
+from loraplex.server import adapter_startup
 from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
 from loraplex.server.left_out import retry_left_out
 
@@ -148,6 +150,30 @@ def test_the_folder_that_the_api_loaded_may_be_given_as_well(api: Api, folder: P
     api.served.service.files.allowed = AllowedPaths([folder])
     assert restart(api).notes == ()
     assert paths(api) == {"two": folder / "two"}
+
+
+def test_adapters_are_given_to_the_engine_a_few_at_a_time_and_in_order(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(6):
+        write_adapter(tmp_path / "many" / f"a{number}", seed=number)
+    engine = api.served.engine
+    begun: list[str] = []
+    most = under_way = 0
+
+    async def add(spec: Any) -> None:
+        nonlocal most, under_way
+        begun.append(spec.path.name)
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        engine.adapters[spec.version] = spec
+
+    monkeypatch.setattr(engine, "add_adapter", add)
+    assert restart(api, tmp_path / "many").num_served == 6
+    assert begun == [f"a{number}" for number in range(6)]
+    assert most == adapter_startup._NUM_AT_ONCE
 
 
 def test_the_first_of_two_folders_with_one_name_wins(api: Api, folder: Path, tmp_path: Path) -> None:

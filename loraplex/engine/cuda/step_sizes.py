@@ -82,7 +82,8 @@ def fewest_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) 
 
 
 def all_graph_sizes(max_blocks: int, num_layers: int) -> list[StepSizes]:
-    """Of every graph with narrow tables; the largest first, so that the others fit into its memory."""
+    """Return the sizes of every graph with narrow tables; the largest first, so that the others fit into its
+    memory."""
     table_width = min(NARROW_TABLE, max_blocks)
     mixed = [
         mixed_sizes(rows, decodes, spans, table_width, num_layers)

@@ -96,8 +96,8 @@ class Kernel:
             raise KernelError(self._describe(grid, args, constants, error)) from error
 
     def _variant(self, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-        """What Triton compiles a kernel anew for: types, and which of the arguments are 1 or divisible by 16,
-        but for those that the kernel says not to look at."""
+        """Return what Triton compiles a kernel anew for: types, and which of the arguments are 1 or divisible
+        by 16, but for those that the kernel says not to look at."""
         seen: list[Any] = [self]
         for parameter, value in zip(self._jitted.params, args, strict=False):
             if isinstance(value, TensorDescriptor):

@@ -23,7 +23,7 @@ _MAX_TILE_TOKENS = 128
 
 
 def score_scale(head_dim: int) -> float:
-    """What makes the product of a query and a key an exponent of 2."""
+    """Return the factor that makes the product of a query and a key an exponent of 2."""
     return math.log2(math.e) / math.sqrt(head_dim)
 
 
