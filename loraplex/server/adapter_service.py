@@ -249,8 +249,8 @@ class AdapterService:
         another server has made since."""
         if (why := self.registered.why_lagging(name)) is not None:
             raise AdapterConflictError(
-                f"another server has changed the adapter {name!r}, and this one could not follow: {why}; make "
-                "this change there, or load the adapter here with load_inplace"
+                f"another server has changed the adapter {name!r}, and this one could not follow: {why}; "
+                "make this change there, or load the adapter here with load_inplace"
             )
 
     async def serve_registered(self, after: ServedAdapter, needed: Sequence[ReadAdapter]) -> None:

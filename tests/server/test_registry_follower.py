@@ -469,10 +469,8 @@ def test_a_server_that_could_not_follow_undoes_nothing_by_a_change_of_its_own(
     follow(two)
     assert load(one, "bot", folder / "v2", load_inplace=True).status_code == 200
     refuse_all_but(two, monkeypatch, "v0", "v1")
-    if verb == "canary":
-        answer = load(two, "bot", folder / "v1", canary_share=0.5)
-    else:
-        answer = change(two, verb)
+    is_load = verb == "canary"
+    answer = load(two, "bot", folder / "v1", canary_share=0.5) if is_load else change(two, verb)
     assert answer.status_code == 409
     assert "another server has changed the adapter 'bot', and this one could not follow" in answer.text
     assert registered(one)[0] == "v2"
