@@ -148,7 +148,8 @@ def _adjust(logits_V: torch.Tensor, state: SamplingState) -> torch.Tensor:
 
 
 def _candidates(scaled_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids, likeliest first, of what top_k and then top_p leave."""
+    """Weights and ids of what top_k and then top_p leave, in the order of ids: in that of weights, rounding
+    would swap those that weigh nearly the same, and a draw that is repeated elsewhere would find another."""
     vocab_size = scaled_V.shape[0]
     if params.top_k > 0:
         values_C, ids_C = scaled_V.topk(min(params.top_k, vocab_size))
@@ -167,7 +168,8 @@ def _candidates(scaled_V: torch.Tensor, params: SamplingParams) -> tuple[torch.T
         before_C = weights_C.cumsum(dim=-1) - weights_C
         kept = max(1, int((before_C < params.top_p).sum()))
         weights_C, ids_C = weights_C[:kept], ids_C[:kept]
-    return weights_C, ids_C
+    ids_C, order_C = ids_C.sort()
+    return weights_C[order_C], ids_C
 
 
 def _draw(weights_C: torch.Tensor, uniform: float) -> int:

@@ -31,6 +31,7 @@ from loraplex.adapters.registry import AdapterRegistry, Origin
 from loraplex.adapters.rollout import Canary
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import (
+    AdapterConflictError,
     AdapterFormatError,
     EngineDeadError,
     InvalidRequestError,
@@ -177,6 +178,8 @@ class AdapterService:
         self.check_name(name)
         async with self.follower.change(name):
             before = self._served.get(name)
+            if canary_share is not None:
+                self._check_follows(name)
             self._check_load(name, before, replace=replace, canary_share=canary_share)
             found = await self.files.read(path)
             if before is None:
@@ -195,6 +198,7 @@ class AdapterService:
     async def promote(self, name: str, *, on_staged: OnStaged = lambda version: None) -> ServedAdapter:
         """Let a name stand for its canary, which answers all requests from now on."""
         async with self.follower.change(name):
+            self._check_follows(name)
             before = self._find_served(name)
             after = before.promoted()
             assert before.canary is not None, "one without was refused"
@@ -216,6 +220,7 @@ class AdapterService:
         """Let a name stand for the version before the present one, or for the earlier one that is given by
         the beginning of its hash. Its files are read again, and must be the same."""
         async with self.follower.change(name):
+            self._check_follows(name)
             before = self._find_served(name)
             found = await self.files.read_again(before.find_previous(version))
             after = before.rolled_back_to(found)
@@ -238,6 +243,15 @@ class AdapterService:
                 raise self._not_loaded(name)
             on_removed()
         return adapter is None or await self._drain(adapter.versions, drain_timeout_s)
+
+    def _check_follows(self, name: str) -> None:
+        """Raises AdapterConflictError if a change that builds on what is served here would undo one that
+        another server has made since."""
+        if (why := self.registered.why_lagging(name)) is not None:
+            raise AdapterConflictError(
+                f"another server has changed the adapter {name!r}, and this one could not follow: {why}; "
+                "make this change there, or load the adapter here with load_inplace"
+            )
 
     async def serve_registered(self, after: ServedAdapter, needed: Sequence[ReadAdapter]) -> None:
         """Serve a name as it is registered by another server (see `FollowedNames`)."""

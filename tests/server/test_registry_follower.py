@@ -457,3 +457,20 @@ def test_a_canary_that_only_one_of_two_servers_can_read_stays_on_trial(
     assert "is not served here" in note
     follow(one)
     assert (shown(one), shown(closed)) == (("v0", "v1", []), ("v0", None, []))
+
+
+@pytest.mark.parametrize("verb", ["canary", "rollback", "promote"])
+def test_a_server_that_could_not_follow_undoes_nothing_by_a_change_of_its_own(
+    fronts: tuple[Api, Api], folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    one, two = fronts
+    assert load(one, "bot", folder / "v1", load_inplace=True).status_code == 200
+    assert change(one, "rollback").status_code == 200
+    follow(two)
+    assert load(one, "bot", folder / "v2", load_inplace=True).status_code == 200
+    refuse_all_but(two, monkeypatch, "v0", "v1")
+    is_load = verb == "canary"
+    answer = load(two, "bot", folder / "v1", canary_share=0.5) if is_load else change(two, verb)
+    assert answer.status_code == 409
+    assert "another server has changed the adapter 'bot', and this one could not follow" in answer.text
+    assert registered(one)[0] == "v2"

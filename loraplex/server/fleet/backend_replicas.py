@@ -22,6 +22,8 @@ from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
 from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.protocol_ipc import Ready
 
+_RETRY_S: Final = (5.0, 30.0)
+"""The pause before a server that could not be used is asked again, and the longest."""
 _NO_RESTART: Final = (
     "it is a server that the fleet did not start; restart it where it runs, and it is used again when it is "
     "back (`loraplex fleet drain N --move` before that lets the others go on with its requests)"
@@ -88,5 +90,7 @@ def backend_fleet(
         most=(number, why),
         no_restart=_NO_RESTART,
         num_loads_at_once=options.num_loads_at_once,
+        may_lack=True,
+        retry_s=_RETRY_S,
     )
     return FleetEngine(setup, number, log)

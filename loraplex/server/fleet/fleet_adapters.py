@@ -16,10 +16,11 @@ from loraplex.server.replica import Replica
 
 class FleetAdapters:
     """The versions that the members of a fleet know. `routing`: None until the fleet has started.
-    `start_error`: why it could not start."""
+    `start_error`: why it could not start. `may_lack`: it may start without some of them."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, *, may_lack: bool = False) -> None:
         self._members = members
+        self._may_lack = may_lack
         # By version and folder: a replica that joins must know every folder that holds a version.
         self._specs: dict[str, dict[Path, AdapterSpec]] = {}
         self.routing: LiveRouting | None = None
@@ -73,7 +74,7 @@ class FleetAdapters:
         """Tell whether a replica has left meanwhile, and the fleet serves without it."""
         if not isinstance(error, EngineDeadError) or not is_gone(replica):
             return False
-        return self.routing is not None and not self._members.is_gone
+        return (self._may_lack or self.routing is not None) and not self._members.is_gone
 
     async def stage(self, version: str) -> None:
         """See AsyncEngine: on all replicas that serve, that it is placed on and that do not refuse it. One

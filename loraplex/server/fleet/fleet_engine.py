@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -36,7 +36,7 @@ from loraplex.server.fleet.fleet_requests import FleetRequests
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.placing import Placing
-from loraplex.server.fleet.revival import Revival
+from loraplex.server.fleet.revival import RETRY_S, Revival
 from loraplex.server.fleet.routing_events import Began, Limits
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Replica
@@ -57,8 +57,9 @@ class FleetSetup:
     one that is ready. `period_s`: of the policy's placement. `costs`: of any of them, as a profile, where
     they do not say it themselves. `most`: how many there can be, and why (None if nothing but good sense
     limits them). `no_restart`: why a replica cannot be restarted on demand, and what to do instead; None if
-    it can. `num_loads_at_once`: adapters that one which joins is given at a time. `clock`: that periods
-    go by."""
+    it can. `num_loads_at_once`: adapters that one which joins is given at a time. `may_lack`: the fleet
+    starts without replicas that do not, if one does, and goes on trying them. `retry_s`: the pause before one
+    that has failed is tried again, and the longest. `clock`: that periods go by."""
 
     make: Callable[[int], Replica]
     limits: Callable[[Ready], Limits]
@@ -68,6 +69,8 @@ class FleetSetup:
     no_restart: str | None = None
     period_s: float = PERIOD_S
     num_loads_at_once: int = 4
+    may_lack: bool = False
+    retry_s: tuple[float, float] = RETRY_S
     clock: Clock = field(default_factory=MonotonicClock)
 
 
@@ -82,10 +85,13 @@ class FleetEngine:
         self._log = log
         self._routing: LiveRouting | None = None
         self._placing: Placing | None = None
-        self._adapters = FleetAdapters(self._members)
+        self._adapters = FleetAdapters(self._members, may_lack=setup.may_lack)
         self._changes = Changes()  # replicas that join or leave
         self._revival = Revival(
-            self._members, setup.clock, lambda number: self._changes.run(self._revive(number))
+            self._members,
+            setup.clock,
+            lambda number: self._changes.run(self._revive(number)),
+            setup.retry_s,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
@@ -110,7 +116,7 @@ class FleetEngine:
             for number, replica in enumerate(self._members)
         ]
         try:
-            await asyncio.gather(*starts)
+            await self._started(starts)
         except BaseException as error:
             self._adapters.start_error = error if isinstance(error, Exception) else None
             for start in starts:
@@ -128,7 +134,8 @@ class FleetEngine:
         setup = self._setup
         began = Began(
             policy=setup.policy.name,
-            limits=[setup.limits(info) for info in infos],
+            # One that is not there yet joins with limits of its own.
+            limits=[setup.limits(replica.info or infos[0]) for replica in self._members],
             costs=infos[0].costs or profile_to_json(setup.costs),
             mean_tokens=FIRST_GUESS,
             period_s=setup.period_s,
@@ -146,9 +153,26 @@ class FleetEngine:
         loops = (self._look, self._watch_failures, self._revival.run, self._placing.run)
         self._tasks = [asyncio.create_task(_kept_up(loop)) for loop in loops]
 
+    async def _started(self, starts: Sequence[asyncio.Task[None]]) -> None:
+        """Wait until all replicas have started, or those that do if the fleet may lack the others. Raises
+        what the first one raises that the fleet does not start without."""
+        if not self._setup.may_lack:
+            await asyncio.gather(*starts)
+            return
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        errors = {number: each for number, each in enumerate(results) if each is not None}
+        for error in errors.values():
+            if len(errors) == len(starts) or not isinstance(error, LoraplexError):
+                raise error
+        for number, error in errors.items():
+            logger.warning(
+                "the fleet starts without replica %d, which is tried again every %g s: %s",
+                *(number, self._setup.retry_s[0], error),
+            )
+
     async def _device_bytes(self) -> int | None:
         """Return the memory that adapters share with the KV cache on every replica."""
-        each = await asyncio.gather(*(replica.stats() for replica in self._members))
+        each = await asyncio.gather(*(replica.stats() for replica in self._members if replica.healthy))
         return min(stats.device_arena_bytes for stats in each) or None
 
     async def close(self) -> None:

@@ -16,8 +16,8 @@ from loraplex.server.fleet.members import Members
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 1.0
-FIRST_S: Final = 60.0
-_MOST_S: Final = 900.0
+RETRY_S: Final = (60.0, 900.0)
+"""The pause before a replica that has failed is started anew, and the longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,17 @@ class _Try:
 
 
 class Revival:
-    """Starts replicas anew a minute after they have failed, or longer each time that comes to nothing. When
+    """Starts replicas anew some time after they have failed, and longer each time that comes to nothing. When
     all have failed it does nothing: then the fleet itself has, and whoever supervises it acts."""
 
-    def __init__(self, members: Members, clock: Clock, start_anew: Callable[[int], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        members: Members,
+        clock: Clock,
+        start_anew: Callable[[int], Awaitable[None]],
+        retry_s: tuple[float, float] = RETRY_S,
+    ) -> None:
+        self._first_s, self._most_s = retry_s
         self._members = members
         self._clock = clock
         self._start_anew = start_anew
@@ -44,10 +51,10 @@ class Revival:
         self._members.lost.clear()
 
     def plan(self, number: int, reason: str) -> None:
-        """Start a replica anew in a minute, or when it is planned already: it has left to be replaced, and
-        the new one did not start, for this reason."""
+        """Start a replica anew after the first pause, or when it is planned already: it has left to be
+        replaced, and the new one did not start, for this reason."""
         self._members.lost[number] = reason
-        self._tries.setdefault(number, _Try(self._clock.now_s() + FIRST_S, FIRST_S))
+        self._tries.setdefault(number, _Try(self._clock.now_s() + self._first_s, self._first_s))
 
     def is_planned(self, number: int) -> bool:
         return number in self._tries
@@ -64,8 +71,8 @@ class Revival:
             if replica.healthy:
                 self._tries.pop(number, None)
             elif replica.status.state is EngineState.FAILED and number not in self._tries:
-                logger.warning("replica %d was given up; it is started anew in %g s", number, FIRST_S)
-                self._tries[number] = _Try(now_s + FIRST_S, FIRST_S)
+                logger.warning("replica %d was given up; it is started anew in %g s", number, self._first_s)
+                self._tries[number] = _Try(now_s + self._first_s, self._first_s)
         for number, planned in list(self._tries.items()):
             if now_s >= planned.at_s and not self._members.is_gone:
                 await self._try(number, planned)
@@ -74,7 +81,7 @@ class Revival:
         try:
             await self._start_anew(number)
         except LoraplexError:  # which the fleet has logged
-            pause_s = min(2 * planned.pause_s, _MOST_S)
+            pause_s = min(2 * planned.pause_s, self._most_s)
             if number in self._tries:  # else somebody has decided otherwise meanwhile
                 self._tries[number] = _Try(self._clock.now_s() + pause_s, pause_s)
         else:

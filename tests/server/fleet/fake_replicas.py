@@ -22,6 +22,7 @@ class FakeReplica:
 
     def __init__(self) -> None:
         self.state = EngineState.NEW
+        self.message = ""
         self.num_steps = 0
         self.stats_gate: asyncio.Event | None = None  # what its next report waits for
         self.failed = asyncio.Event()
@@ -42,7 +43,7 @@ class FakeReplica:
 
     @property
     def status(self) -> EngineStatus:
-        return EngineStatus(state=self.state, message="", num_restarts=self.num_restarts, pid=None)
+        return EngineStatus(state=self.state, message=self.message, num_restarts=self.num_restarts, pid=None)
 
     async def start(
         self,

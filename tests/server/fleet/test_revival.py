@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from loraplex.perf.named_profiles import find_profile
 from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
 from loraplex.server.fleet.members import Members
-from loraplex.server.fleet.revival import FIRST_S, Revival
+from loraplex.server.fleet.revival import RETRY_S, Revival
 from loraplex.server.fleet.routing_events import Limits
+
+FIRST_S, _ = RETRY_S
 
 
 class Started:
@@ -135,7 +138,50 @@ def test_a_replica_that_is_scaled_away_does_not_come_back(is_due: bool) -> None:
 
 class StartsNot(FakeReplica):
     async def start(self, *args: object) -> None:
-        raise EngineDeadError("no memory left; free some")
+        self.state, self.message = EngineState.FAILED, "no memory left; free some"
+        raise EngineDeadError(self.message)
+
+
+def test_a_fleet_that_may_lack_replicas_starts_with_those_that_do_and_tries_the_others_again() -> None:
+    made: list[FakeReplica] = []
+    clock = ManualClock()
+
+    def make(number: int) -> FakeReplica:
+        made.append(StartsNot() if number == 1 and len(made) < 4 else FakeReplica())
+        return made[-1]
+
+    async def scenario() -> None:
+        fleet = FleetEngine(replace(setup_of(make, clock), may_lack=True, retry_s=(5.0, 30.0)), 3)
+        await fleet.add_adapter(spec_of("v"))
+        await fleet.start()
+        try:
+            states = {each.number: each.status for each in fleet.replicas}
+            assert [states[number].state for number in (0, 2)] == [EngineState.READY, EngineState.READY]
+            assert states[1].state is EngineState.FAILED
+            assert "no memory left" in states[1].message
+            request = request_of("r", adapter="v", max_tokens=3)
+            outputs = [token async for each in fleet.generate(request) for token in each.token_ids]
+            assert tuple(outputs) == tuple(tokens_of(request))
+            for pause_s in (5.0, 10.0):
+                await fleet._revival.look()
+                clock.advance(pause_s)
+                await fleet._revival.look()
+            assert [each.status.state for each in fleet.replicas] == [EngineState.READY] * 3
+            assert fleet.holders("v") != []
+            assert made[-1].known == {"v"}
+        finally:
+            await fleet.close()
+
+    run(scenario())
+
+
+def test_a_fleet_of_which_no_replica_starts_says_why() -> None:
+    async def scenario() -> None:
+        setup = setup_of(lambda number: StartsNot(), ManualClock())
+        with pytest.raises(EngineDeadError, match="no memory left; free some"):
+            await FleetEngine(replace(setup, may_lack=True), 2).start()
+
+    run(scenario())
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
