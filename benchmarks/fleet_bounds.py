@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,13 +14,14 @@ from loraplex.twin.replay import ReplayOptions, longest_of
 from loraplex.workload.jsonl import WorkloadRequest
 from loraplex.workload.papers import paper_workload
 
+BATCHES: Final = (32, 64, 128, 256)
 _RPS: Final = 50.0
 _SECONDS: Final = 120.0
 
 
 def measure_bounds(data: Path | None) -> dict[str, Any]:
-    """Return for each workload of the section `auto` the time that all its tokens take in batches with the
-    largest rank in them, over the time they take in batches of one rank each."""
+    """Return for each workload of the section `auto`, by the size of batches, the time that all its tokens
+    take in batches with the largest rank in them, over the time they take in batches of one rank each."""
     found = {}
     for paper, *_ in AUTO:
         made = paper_workload(paper, data=data, rate=_RPS, duration_s=_SECONDS)
@@ -30,15 +31,21 @@ def measure_bounds(data: Path | None) -> dict[str, Any]:
         engines = fleet_engines(
             find_profile(Path(PADDED)), replay, longest=longest_of(requests), link=None, adapter_bytes=None
         )
-        rates = token_rates(engines.costs, engines.adapters.ranks.tolist())
-        tokens = _tokens_by_rank(requests, engines.adapters.ranks.tolist())
-        mixed_s = sum(tokens.values()) / min(rates.values())
-        apart_s = sum(each / rates[rank] for rank, each in tokens.items())
+        ranks = engines.adapters.ranks.tolist()
+        tokens = _tokens_by_rank(requests, ranks)
         found[paper] = {
-            "tokens_per_s_by_rank": {str(rank): round(rate) for rank, rate in sorted(rates.items())},
-            "gain_at_most": round(mixed_s / apart_s, 3),
+            str(batch): _bound(token_rates(engines.costs, ranks, batch), tokens) for batch in BATCHES
         }
     return found
+
+
+def _bound(rates: Mapping[int, float], tokens: Mapping[int, int]) -> dict[str, Any]:
+    mixed_s = sum(tokens.values()) / min(rates.values())
+    apart_s = sum(each / rates[rank] for rank, each in tokens.items())
+    return {
+        "tokens_per_s_by_rank": {str(rank): round(rate) for rank, rate in sorted(rates.items())},
+        "gain_at_most": round(mixed_s / apart_s, 3),
+    }
 
 
 def _tokens_by_rank(requests: Sequence[WorkloadRequest], ranks: Sequence[int]) -> dict[int, int]:

@@ -155,12 +155,14 @@ def loraserve_table(result: Result) -> str:
 def bounds_table(result: Result) -> str:
     if "bounds" not in result:
         return NOT_YET
+    found = result["bounds"]["results"]
+    batches = list(next(iter(found.values())))
     lines = [
-        (name, _rank_rates(each), f"{each['gain_at_most']:.2f}x")
-        for name, each in result["bounds"]["results"].items()
+        (name, _rank_rates(each[batches[0]]), *(f"{each[batch]['gain_at_most']:.2f}x" for batch in batches))
+        for name, each in found.items()
     ]
-    headings = ("workload", "tokens/s of a batch of 32, by rank", "gain at the most")
-    return table(headings, lines)
+    gains = (f"gain at the most, batches of {batch}" for batch in batches)
+    return table(("workload", f"tokens/s of a batch of {batches[0]}, by rank", *gains), lines)
 
 
 def _rank_rates(each: Mapping[str, Any]) -> str:

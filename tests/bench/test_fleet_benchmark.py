@@ -258,8 +258,9 @@ def test_what_was_not_simulated_yet_is_said(table: Any) -> None:
 
 def test_the_gain_of_keeping_ranks_apart_is_bounded() -> None:
     found = measure_bounds(None)
-    assert found["dlora-bursty"]["gain_at_most"] == 1.0, "all its adapters have one rank"
-    assert 1.0 < found["loraserve-rank-skew"]["gain_at_most"] < 2.0
+    assert {each["gain_at_most"] for each in found["dlora-bursty"].values()} == {1.0}, "they have one rank"
+    small, *_, large = (each["gain_at_most"] for each in found["loraserve-rank-skew"].values())
+    assert 1.0 < small < large < 2.0
     table = fleet_tables.bounds_table({"bounds": {"results": found}})
     assert "| 1.00x |" in table
     assert "tokens/s of a batch of 32, by rank" in table

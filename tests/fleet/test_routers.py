@@ -67,7 +67,12 @@ def test_rank_aware_slows_other_requests_down_least(fleet: Fleet, request: Route
     def key(replica: int) -> Key:
         exists, queue = fleet.requests(replica), fleet.queue(replica)
         decode_s = costs.decode_s(set_of([*exists, request]))[0]
-        added_prefill_s = costs.prefill_s(set_of([*queue, request]))[0] - costs.prefill_s(set_of(queue))[0]
+        # A prompt joins a step that is taken anyway.
+        queue_s, least_s = (
+            costs.prefill_s(set_of(each))[0] for each in (queue, [request._replace(prompt_tokens=1)])
+        )
+        longer_s = costs.prefill_s(set_of([*queue, request]))[0]
+        added_prefill_s = max(longer_s - max(queue_s, least_s), 0.0)
         added_decode_s = decode_s - costs.decode_s(set_of(exists))[0]
         breaks = slo_s is not None and decode_s > slo_s
         cost = added_prefill_s / MEAN_TOKENS + added_decode_s

@@ -13,16 +13,16 @@ import numpy as np
 
 from loraplex.perf.set_costs import RequestSets, SetCosts
 
-_BATCH: Final = 32.0
+_BATCH: Final = 32
 _PROMPT_TOKENS: Final = 128.0
 _OUTPUT_TOKENS: Final = 155.0
 
 
-def token_rates(costs: SetCosts, ranks: Iterable[int]) -> Mapping[int, float]:
+def token_rates(costs: SetCosts, ranks: Iterable[int], batch_size: int = _BATCH) -> Mapping[int, float]:
     """Return the tokens/s, prompt and output, of a replica whose requests all have adapters of one rank."""
     by_rank = sorted(set(ranks))
     rank = np.array(by_rank, np.float64)
-    one, batch = np.ones(len(rank)), np.full(len(rank), _BATCH)
+    one, batch = np.ones(len(rank)), np.full(len(rank), float(batch_size))
     decoding = RequestSets(
         num_requests=batch,
         sum_ranks=batch * rank,
@@ -39,6 +39,6 @@ def token_rates(costs: SetCosts, ranks: Iterable[int]) -> Mapping[int, float]:
         kv_tokens=one * _PROMPT_TOKENS,
         num_adapters=one,
     )
-    request_s = costs.prefill_s(reading) + costs.decode_s(decoding) * _OUTPUT_TOKENS / _BATCH
+    request_s = costs.prefill_s(reading) + costs.decode_s(decoding) * _OUTPUT_TOKENS / batch_size
     rates = (_PROMPT_TOKENS + _OUTPUT_TOKENS) / request_s
     return dict(zip(by_rank, rates.tolist(), strict=True))

@@ -1,8 +1,14 @@
-"""The costs of one more request: how much longer it makes the steps of each replica."""
+"""The costs of one more request: how much longer it makes the steps of each replica.
+
+A prompt joins a step that is taken anyway: what a step with any prompt takes, however short, is not a cost of
+the prompt. In the papers' linear forms it is the constant term, which falls out of the difference; in a model
+of whole steps a replica without prompts would be charged for it, and prompts would gather where one waits
+already.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +16,10 @@ import numpy.typing as npt
 from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.view import FleetView
-from loraplex.perf.set_costs import RequestSets
+from loraplex.perf.set_costs import RequestSets, SetCosts
+
+# An array without dimensions: numpy takes half as long with it as with a Python number.
+_ZERO: Final = np.zeros(())
 
 
 class Added(NamedTuple):
@@ -18,7 +27,8 @@ class Added(NamedTuple):
 
     `num_requests`: the requests that the candidate has already. `decode_s`: the seconds of a decode step with
     the new one, `decode_more_s`: how much longer that is than without it. `queue_s`: the seconds to read the
-    prompts that wait, `prefill_s`: how much longer that takes with the new one.
+    prompts that wait, `prefill_s`: how much longer that takes with the new one, beyond what a step with any
+    prompt takes.
     """
 
     num_requests: npt.NDArray[Any]
@@ -28,20 +38,37 @@ class Added(NamedTuple):
     prefill_s: FloatArray
 
 
-def added_costs(request: RoutedRequest, view: FleetView, candidates: IntArray) -> Added:
-    """Return PrePerf and DecPerf of every candidate with a request and without it."""
-    costs = view.costs
-    # Sets without the request in the first row, with it in the second: one question for both.
-    everything, waiting = view.load.with_one_more(request, candidates)
-    before_s, decode_s = costs.decode_s(everything)
-    queue_s, longer_s = costs.prefill_s(waiting)
-    return Added(
-        num_requests=everything.num_requests[0],
-        decode_s=decode_s,
-        decode_more_s=decode_s - before_s,
-        queue_s=queue_s,
-        prefill_s=longer_s - queue_s,
-    )
+class AddedCosts:
+    """Asks the cost model of a view, and remembers what the shortest prompt of each rank takes."""
+
+    def __init__(self) -> None:
+        self._least_s: dict[int, FloatArray] = {}
+        self._least_of: SetCosts | None = None
+
+    def of(self, request: RoutedRequest, view: FleetView, candidates: IntArray) -> Added:
+        """Return PrePerf and DecPerf of every candidate with a request and without it."""
+        costs = view.costs
+        # Sets without the request in the first row, with it in the second: one question for both.
+        everything, waiting = view.load.with_one_more(request, candidates)
+        before_s, decode_s = costs.decode_s(everything)
+        queue_s, longer_s = costs.prefill_s(waiting)
+        taken_anyway_s = np.maximum(self._least_prefill_s(request.rank, costs), queue_s)
+        return Added(
+            num_requests=everything.num_requests[0],
+            decode_s=decode_s,
+            decode_more_s=decode_s - before_s,
+            queue_s=queue_s,
+            prefill_s=np.maximum(longer_s - taken_anyway_s, _ZERO),
+        )
+
+    def _least_prefill_s(self, rank: int, costs: SetCosts) -> FloatArray:
+        """Return the seconds of a step that reads a prompt of one token, as an array without dimensions."""
+        if costs is not self._least_of:
+            self._least_of = costs
+            self._least_s.clear()
+        if rank not in self._least_s:
+            self._least_s[rank] = costs.prefill_s(smallest_prompt(rank)).reshape(())
+        return self._least_s[rank]
 
 
 def smallest_prompt(rank: int) -> RequestSets:

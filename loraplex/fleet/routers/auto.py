@@ -26,10 +26,9 @@ import numpy as np
 
 from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.request import RoutedRequest
-from loraplex.fleet.routers.added_costs import added_costs, smallest_prompt
+from loraplex.fleet.routers.added_costs import AddedCosts
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
-from loraplex.perf.set_costs import SetCosts
 
 TOLERANCE: Final = 0.35
 """How much more than the cheapest replica one that has the adapter may cost."""
@@ -37,15 +36,12 @@ HEADROOM: Final = 0.95
 """The share of the SLO that its decode step may take."""
 SIMILAR: Final = 0.1
 """How much more than the cheapest replica one may cost that counts as equally cheap."""
-# An array without dimensions: numpy takes half as long with it as with a Python number.
-_ZERO: Final = np.zeros(())
 
 
 class AutoRouter:
     def __init__(self, tolerance: float = TOLERANCE) -> None:
         self._tolerance = tolerance
-        self._least_s: dict[int, FloatArray] = {}
-        self._least_of: SetCosts | None = None
+        self._added = AddedCosts()
         self._turns = Turns()
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
@@ -73,17 +69,13 @@ class AutoRouter:
         load, mean_tokens = view.load, view.load.answers.mean_tokens
         own_tokens = load.output_left(request)
         # Asked of all replicas, as taking the candidates out of the columns would take longer.
-        added = added_costs(request, view, load.replicas)
+        added = self._added.of(request, view, load.replicas)
         num_requests, decode_s = added.num_requests, added.decode_s
         if (num_requests >= load.max_running).any():
             too_many = np.maximum(num_requests + 1 - load.max_running, 0)
             decode_s = decode_s * (1 + too_many / load.max_running)
         own_s = decode_s + (added.queue_s + view.load_s(request, load.replicas)) / own_tokens
-        # A prompt joins a step that is taken anyway: what a step with any prompt takes is not added to it, or
-        # prompts would gather where one waits already.
-        anyway_s = np.maximum(self._least_prefill_s(request.rank, view.costs) - added.queue_s, _ZERO)
-        prefill_s = np.maximum(added.prefill_s - anyway_s, _ZERO)
-        cost_s: FloatArray = own_s + num_requests * (prefill_s / mean_tokens + added.decode_more_s)
+        cost_s: FloatArray = own_s + num_requests * (added.prefill_s / mean_tokens + added.decode_more_s)
         if view.slo_s is not None:
             within = candidates[own_s[candidates] <= view.slo_s]
             candidates = within if len(within) else candidates
@@ -92,15 +84,6 @@ class AutoRouter:
         allowed_s = np.full(load.num_replicas, math.inf)
         allowed_s[candidates] = cost_s[candidates]
         return allowed_s, decode_s
-
-    def _least_prefill_s(self, rank: int, costs: SetCosts) -> FloatArray:
-        """Return the seconds of a step that reads a prompt of one token, as an array without dimensions."""
-        if costs is not self._least_of:
-            self._least_of = costs
-            self._least_s.clear()
-        if rank not in self._least_s:
-            self._least_s[rank] = costs.prefill_s(smallest_prompt(rank)).reshape(())
-        return self._least_s[rank]
 
 
 def _homes(request: RoutedRequest, view: FleetView) -> Iterator[Collection[int]]:

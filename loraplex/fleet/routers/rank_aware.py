@@ -13,18 +13,19 @@ decode step counts all requests of a replica, even if it cannot run all of them 
 from __future__ import annotations
 
 from loraplex.fleet.request import RoutedRequest
-from loraplex.fleet.routers.added_costs import added_costs
+from loraplex.fleet.routers.added_costs import AddedCosts
 from loraplex.fleet.routers.router import Turns
 from loraplex.fleet.view import FleetView
 
 
 class RankAwareRouter:
     def __init__(self) -> None:
+        self._added = AddedCosts()
         self._turns = Turns()
 
     def choose(self, request: RoutedRequest, view: FleetView) -> int:
         candidates = view.with_room(request, view.candidates(request))
-        added = added_costs(request, view, candidates)
+        added = self._added.of(request, view, candidates)
         per_request_s = added.prefill_s / view.load.answers.mean_tokens + added.decode_more_s
         total_s = per_request_s * added.num_requests
         if view.slo_s is None:

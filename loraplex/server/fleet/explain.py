@@ -11,7 +11,7 @@ from loraplex.core.continuation import request_id_of
 from loraplex.core.errors import UserError
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.policy_words import ROUTINGS_EXPLAINED
-from loraplex.fleet.routers.added_costs import added_costs
+from loraplex.fleet.routers.added_costs import AddedCosts
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.routing_events import Began, Decision, RoutingEvent, Sent, call_id_of
 
@@ -121,7 +121,7 @@ def _seen(routing: LiveRouting, decision: Sent) -> list[ReplicaSeen]:
     shares = {} if placed is None else dict(zip(*placed, strict=True))
     view = routing.view
     request = routing.request_of(decision.version, decision.prompt_tokens)
-    added = added_costs(request, view, view.load.replicas)
+    added = AddedCosts().of(request, view, view.load.replicas)
     load_s = view.load_s(request, view.load.replicas)
     token_s = added.decode_s + (added.queue_s + load_s) / view.load.output_left(request)
     has_room = view.load.has_room(request)
