@@ -44,15 +44,17 @@ def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> tor
     scaled_LV = logits_LV.float() / temperature.float()
     floor = scaled_LV.amax(dim=-1, keepdim=True) + min_p.log().float()  # min_p 0: minus infinity
     values_LV, ids_LV = scaled_LV.masked_fill(scaled_LV < floor, -torch.inf).sort(dim=-1, descending=True)
-    ranks_V = torch.arange(values_LV.shape[1], device=values_LV.device)
-    weights_LV = values_LV.masked_fill(ranks_V >= top_k, -torch.inf).softmax(dim=-1).double()
+    numbers_V = torch.arange(values_LV.shape[1], device=values_LV.device)
+    weights_LV = values_LV.masked_fill(numbers_V >= top_k, -torch.inf).softmax(dim=-1).double()
     # Keep the shortest prefix that reaches top_p: a token stays if those before it fall short.
     before_LV = weights_LV.cumsum(dim=-1) - weights_LV
-    weights_LV = weights_LV.masked_fill((before_LV >= top_p) & (ranks_V > 0), 0.0)
+    weights_LV = weights_LV.masked_fill((before_LV >= top_p) & (numbers_V > 0), 0.0)
+    # In the order of ids: in that of weights, rounding would swap those that weigh nearly the same.
+    weights_LV = torch.zeros_like(weights_LV).scatter_(1, ids_LV, weights_LV)
     totals_LV = weights_LV.cumsum(dim=-1)
     index_L = torch.searchsorted(totals_LV, totals_LV[:, -1:] * drawn, right=True)
-    last_L = (weights_LV > 0).sum(dim=-1, keepdim=True) - 1
-    return ids_LV.gather(1, torch.minimum(index_L, last_L))[:, 0]
+    last_L = torch.where(weights_LV > 0, numbers_V, 0).amax(dim=-1, keepdim=True)
+    return torch.minimum(index_L, last_L)[:, 0]
 
 
 def draw_once(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -8,7 +8,7 @@ import torch
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
-from loraplex.engine.sampler import SamplingState, uniform
+from loraplex.engine.sampler import SamplingState, sample, uniform
 
 
 def state_of(**params: object) -> SamplingState:
@@ -28,8 +28,8 @@ def expected_token(logits: torch.Tensor, state: SamplingState) -> int:
     weights /= weights.sum()
     before = weights[order].cumsum(0) - weights[order]
     weights[order[before >= params.top_p]] = 0
-    totals = weights[order].cumsum(0)
-    return int(order[int((totals <= uniform(state.seed, state.num_output) * totals[-1]).sum())])
+    totals = weights.cumsum(0)
+    return int((totals <= uniform(state.seed, state.num_output) * totals[-1]).sum())
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,20 @@ def test_a_draw_is_where_the_distribution_passes_the_uniform_number(params: dict
         state.num_output = index % 3
     expected = [expected_token(row, state) for row, state in zip(logits, states, strict=True)]
     assert draw_tokens(logits, states).tolist() == expected
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 35}, {"top_p": 0.999}], ids=str)
+def test_rounding_of_nearly_equal_logits_changes_no_draw(params: dict[str, float]) -> None:
+    """A request that goes on elsewhere is read in other pieces, which round otherwise."""
+    logits = torch.zeros(200, 40)
+    torch.manual_seed(2)
+    rounded = logits + torch.randn_like(logits) * 1e-6
+    logits[:, 35:] = rounded[:, 35:] = -20.0  # the rest is in the nucleus, whichever way it is rounded
+    states = [state_of(seed=seed, **params) for seed in range(200)]
+    drawn = draw_tokens(logits, states).tolist()
+    assert drawn == draw_tokens(rounded, states).tolist()
+    assert drawn == [each.token_id for each in sample(logits, states)]
+    assert drawn == [each.token_id for each in sample(rounded, states)]
 
 
 def test_rows_of_different_settings_do_not_touch_each_other() -> None:
