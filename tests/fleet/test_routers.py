@@ -30,7 +30,7 @@ from loraplex.fleet.load import FleetLoad, ReplicaLimits
 from loraplex.fleet.plan import Plan
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.affinity import AffinityRouter
-from loraplex.fleet.routers.auto import HEADROOM, SIMILAR, TOLERANCE, AutoRouter
+from loraplex.fleet.routers.auto import CROWDED, HEADROOM, SIMILAR, TOLERANCE, AutoRouter
 from loraplex.fleet.routers.first_fit import FirstFitRouter
 from loraplex.fleet.routers.most_idle import MostIdleRouter
 from loraplex.fleet.routers.named import ROUTERS, router_named
@@ -108,15 +108,26 @@ def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: Rout
     allowed = {each: cost for each, (breaks, cost) in found.items() if not breaks} or {
         each: cost for each, (_, cost) in found.items()
     }
+    cheapest_s = min(allowed.values())
+    num_waiting = {each: len(fleet.queue(each)) for each in allowed}
+    crowded = CROWDED if load.num_slots is None else 0.0
     # What is as good as the cheapest to the last digit may be seen either way.
+    similar, surely_similar = (
+        [each for each, cost in allowed.items() if cost <= cheapest_s * (1 + SIMILAR) * sure]
+        for sure in (1 + 1e-9, 1 - 1e-9)
+    )
     near, surely_near = (
         {
             each
             for each, cost in allowed.items()
-            if cost <= min(allowed.values()) * (1 + TOLERANCE) * sure
+            if cost * (1 + crowded * max(num_waiting[each] - fewest, 0))
+            <= cheapest_s * (1 + TOLERANCE) * sure
             if slo_s is None or step_s[each] <= HEADROOM * slo_s * sure
         }
-        for sure in (1 + 1e-9, 1 - 1e-9)
+        for sure, fewest in (
+            (1 + 1e-9, min(num_waiting[each] for each in surely_similar)),
+            (1 - 1e-9, min(num_waiting[each] for each in similar)),
+        )
     )
     chosen = AutoRouter().choose(request, fleet.view)
     planned = frozenset() if plan is None or adapter is None else frozenset(plan.replicas[adapter])
@@ -125,16 +136,12 @@ def test_auto_costs_the_fleet_least_near_the_adapter(fleet: Fleet, request: Rout
     for homes in (meant, on_device, on_host, planned):
         if surely_near & homes:
             assert chosen in near & homes
-            fewest = min(len(fleet.queue(each)) for each in surely_near & homes)
-            assert len(fleet.queue(chosen)) <= fewest
+            assert num_waiting[chosen] <= min(num_waiting[each] for each in surely_near & homes)
             return
         if near & homes:
             return
-    surely_similar = [
-        each for each, cost in allowed.items() if cost <= min(allowed.values()) * (1 + SIMILAR) * (1 - 1e-9)
-    ]
-    assert allowed[chosen] <= min(allowed.values()) * (1 + SIMILAR) * (1 + 1e-9)
-    assert len(fleet.queue(chosen)) <= min(len(fleet.queue(each)) for each in surely_similar)
+    assert chosen in similar
+    assert num_waiting[chosen] <= min(num_waiting[each] for each in surely_similar)
 
 
 @pytest.mark.parametrize(("max_adapters", "expected"), [(2, {2}), (None, {0, 2})])
@@ -158,6 +165,21 @@ def test_auto_takes_turns_where_replicas_are_about_as_good() -> None:
     assert sorted(router.choose(request_of(None), fleet.view) for _ in range(3)) == [0, 1, 2]
     fleet.send(request_of(None), 0)
     assert {router.choose(request_of(None), fleet.view) for _ in range(3)} == {1, 2}, "a prompt waits at 0"
+
+
+def test_auto_leaves_an_adapter_where_too_many_prompts_wait() -> None:
+    """Each of them would hold up whoever decodes there."""
+    fleet, router = fleet_of(3, costs=COSTS["steps"]), AutoRouter()
+    for replica in range(3):
+        for _ in range(8):
+            fleet.send(request_of(None), replica, is_running=True)
+    fleet.view.tiers.loaded(0, 1)
+    chosen = []
+    for _ in range(4):
+        chosen.append(router.choose(request_of(1), fleet.view))
+        fleet.send(request_of(None), 0)
+    assert chosen[0] == 0
+    assert chosen[-1] != 0
 
 
 @FEW

@@ -12,8 +12,10 @@ engines have slots, those that the plan names come first: each slot is meant for
 where adapters live, and a request leaves home only if that pays: adapters are rarely loaded, and a burst
 still has all replicas to go to.
 
-Prompts are spread in time: of replicas that are about as good, one with the fewest prompts waiting is taken,
-then the one picked longest ago.
+Prompts are spread in time, as each holds up all who decode beside it: a replica that has the adapter may cost
+the less the more prompts wait there, unless engines have slots, where leaving it may push out another. Of
+the replicas that are about as good as the cheapest, one with the fewest prompts waiting is taken, then the
+one picked longest ago.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ HEADROOM: Final = 0.95
 """The share of the SLO that its decode step may take."""
 SIMILAR: Final = 0.1
 """How much more than the cheapest replica one may cost that counts as equally cheap."""
+CROWDED: Final = 0.2
+"""How much dearer a replica that has the adapter counts for each prompt that waits there, beyond the fewest
+that wait at a replica as cheap as the cheapest."""
 
 
 class AutoRouter:
@@ -53,13 +58,21 @@ class AutoRouter:
         most_s = cheapest_s * (1 + self._tolerance)
         num_waiting = view.load.waiting.num_requests
         longest_s = math.inf if view.slo_s is None else HEADROOM * view.slo_s
+        similar: IntArray = (cost_s <= cheapest_s * (1 + SIMILAR)).nonzero()[0]
+        waiting_there = num_waiting[similar]
+        fewest = waiting_there[waiting_there.argmin()]
+        crowded = CROWDED if view.load.num_slots is None else 0.0
         for homes in _homes(request, view):
             # Homes are few: they are looked at one by one, and not all replicas for each kind of home.
-            near = sorted(home for home in homes if cost_s[home] <= most_s and decode_s[home] <= longest_s)
+            near = sorted(
+                home
+                for home in homes
+                if cost_s[home] * (1 + crowded * max(num_waiting[home] - fewest, 0)) <= most_s
+                and decode_s[home] <= longest_s
+            )
             if near:
                 return self._turns.pick(np.array(near), num_waiting[near], cost_s[near])
-        similar: IntArray = (cost_s <= cheapest_s * (1 + SIMILAR)).nonzero()[0]
-        return self._turns.pick(similar, num_waiting[similar])
+        return self._turns.pick(similar, waiting_there)
 
     def _costs(
         self, request: RoutedRequest, view: FleetView, candidates: IntArray
