@@ -154,6 +154,7 @@ class FleetRuns:
             token_rates=token_rates(self._has.costs, self._has.adapters.ranks.tolist()),
             padded=self._has.pads,
         )
+        num_slots = self._has.limits.max_adapters
         return Replanner(
             named.make(context),
             adapters=self._has.adapters,
@@ -161,8 +162,9 @@ class FleetRuns:
             period_s=math.inf if named.is_static else self._options.period_s,
             host_bytes=self._host_bytes,
             device_bytes=self._has.device_bytes,
-            num_slots=self._has.limits.max_adapters,
+            num_slots=num_slots,
             seed=seed,
+            demand=named.demand(num_slots),
             known_demand=self._known_demand(workload) if policy.knows_future else None,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,13 +17,16 @@ from twins import random_workload
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad
+from loraplex.fleet.placements.demand import Demand, extrapolated_demand, mean_demand
 from loraplex.fleet.policy import Policy
+from loraplex.fleet.replanner import Replanner
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.round_robin import RoundRobinRouter
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
 from loraplex.perf.named_profiles import Profile
 from loraplex.perf.slot_profile import SlotProfile
+from loraplex.twin import fleet_run
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_engines import fleet_engines
 from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_times
@@ -189,3 +193,22 @@ def test_placements_and_links_that_do_not_fit_are_refused() -> None:
     options = FleetOptions(num_replicas=2, replay=OPTIONS, link=LINK)
     with pytest.raises(UserError, match="give --adapter-mib, or leave --link out"):
         FleetRuns(TRUTH, WORKLOAD, options)
+
+
+@pytest.mark.parametrize(
+    ("policy", "demand"), [("auto", mean_demand), ("auto+loraserve", extrapolated_demand)]
+)
+def test_a_placement_is_given_the_demand_that_it_goes_by(
+    policy: str, demand: Demand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Demand] = []
+
+    class Seen(Replanner):
+        def __init__(self, *args: Any, demand: Demand, **options: Any) -> None:
+            given.append(demand)
+            super().__init__(*args, demand=demand, **options)
+
+    monkeypatch.setattr(fleet_run, "Replanner", Seen)
+    options = FleetOptions(num_replicas=2, replay=OPTIONS, points=dict.fromkeys((8, 16, 64), 900.0))
+    FleetRuns(TRUTH, WORKLOAD[:3], options).run(Policy.of_name(policy))
+    assert given == [demand]
