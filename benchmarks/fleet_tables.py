@@ -152,6 +152,27 @@ def loraserve_table(result: Result) -> str:
     return table(("capacity, P95 TTFT within 10 s", *sizes), lines)
 
 
+def loraserve_storage_table(result: Result) -> str:
+    """Return a table of what the fullest host held over all adapters, on the mean over traces."""
+    found = figures(runs_of(result, "loraserve"), "held_over_everywhere")
+    sizes = sorted({name.split(", ")[0] for name in found}, key=lambda size: int(size.split()[0]))
+    policies = list(dict.fromkeys(policy for each in found.values() for policy in each))
+    if not policies:
+        return NOT_YET
+    lines = []
+    for policy in policies:
+        cells = []
+        for size in sizes:
+            held = mean_of(
+                each[policy].mean
+                for name, each in found.items()
+                if name.startswith(f"{size},") and policy in each
+            )
+            cells.append("-" if held is None else f"{held.mean:.2f}, {1 / held.mean:.1f}x less")
+        lines.append((f"`{policy}`", *cells))
+    return table(("fullest host, over a copy of everything", *sizes), lines)
+
+
 def bounds_table(result: Result) -> str:
     if "bounds" not in result:
         return NOT_YET

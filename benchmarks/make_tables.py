@@ -143,6 +143,7 @@ TABLES: Final[dict[str, Table]] = {
     "fleet-bounds": Table((FLEET,), fleet_tables.bounds_table),
     "fleet-sixty": Table((FLEET,), fleet_tables.sixty_table),
     "fleet-loraserve": Table((FLEET,), fleet_tables.loraserve_table),
+    "fleet-loraserve-storage": Table((FLEET,), fleet_tables.loraserve_storage_table),
     "fleet-dlora": Table((FLEET,), fleet_tables.dlora_table),
     "fleet-auto": Table((FLEET,), fleet_tables.auto_table),
     "fleet-auto-figures": Table((FLEET,), fleet_tables.auto_figures_table),

@@ -212,6 +212,55 @@ def test_loraserve_is_shown_over_the_first_policy_and_all_traces() -> None:
     assert "| `auto` | 1.00x (2 traces) | - |" in table
 
 
+def test_storage_is_looked_at_where_the_first_policy_holds_its_goal() -> None:
+    class Found(dict[str, Any]):
+        def __missing__(self, key: str) -> dict[str, float]:
+            return {"capacity_rps": 7.0 if fleet_sections.LORASERVE[0] in key else 9.0}
+
+    made = [
+        run
+        for runs in fleet_sections.loraserve(replace(SIZE, num_seeds=2, found=Found()))
+        for run in runs
+        if run.step is None
+    ]
+    assert {run.fleet.rate for run in made} == {7.0}
+    assert {(run.policy, run.fleet.seed) for run in made} == {
+        (policy, seed) for policy in fleet_sections.LORASERVE_STORAGE for seed in (0, 1)
+    }
+    assert {run.fleet.paper for run in made} == set(fleet_sections.TRACES)
+
+
+def test_storage_is_shown_over_a_copy_of_everything() -> None:
+    def held(name: str, policy: str, *shares: float) -> dict[str, Any]:
+        return {
+            f"{name}, {policy}, seed {seed}": {
+                "fleet": name, "policy": policy, "seed": seed, "held_over_everywhere": share,
+            }
+            for seed, share in enumerate(shares)
+        }  # fmt: skip
+
+    written = {
+        "loraserve": section(
+            capacity("4 servers, a", "auto", 20.0),
+            held("4 servers, a", "rank-aware+everywhere", 1.0),
+            held("4 servers, a", "auto", 0.2, 0.4),
+            held("4 servers, b", "auto", 0.2),
+            held("12 servers, a", "rank-aware+everywhere", 0.5),
+        )
+    }
+    table = fleet_tables.loraserve_storage_table(written)
+    assert table.startswith("| fullest host, over a copy of everything | 4 servers | 12 servers |\n")
+    assert "| `rank-aware+everywhere` | 1.00, 1.0x less | 0.50, 2.0x less |" in table
+    assert "| `auto` | 0.25, 4.0x less | - |" in table
+
+
+def test_everything_everywhere_is_what_storage_is_shown_over() -> None:
+    """A router without a plan ends with a copy of every adapter that it was asked for on every host."""
+    fleet_of_two = replace(FLEET, num_adapters=5, rate=40.0, duration_s=4.0)
+    found = fleet.perform(fleet_sections.Run(name="any", fleet=fleet_of_two, policy="round-robin"))
+    assert found["held_over_everywhere"] == 1.0
+
+
 def test_dlora_is_shown_over_round_robin() -> None:
     runs = (capacity("8 replicas", "round-robin+random", 2.0), capacity("8 replicas", "auto", 5.0))
     assert "| `auto` | 5.0 | 2.50x |" in fleet_tables.dlora_table({"dlora": section(*runs)})
@@ -247,6 +296,7 @@ def test_sixty_servers_and_the_figures_of_auto_are_shown(tmp_path: Path) -> None
         fleet_tables.bounds_table,
         fleet_tables.sixty_table,
         fleet_tables.loraserve_table,
+        fleet_tables.loraserve_storage_table,
         fleet_tables.dlora_table,
         fleet_tables.auto_table,
         fleet_tables.auto_figures_table,
