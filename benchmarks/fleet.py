@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks import sources
 from benchmarks.fleet_bounds import measure_bounds
 from benchmarks.fleet_decisions import measure_decisions
-from benchmarks.fleet_sections import RUNS, Fleet, Run, Size
+from benchmarks.fleet_sections import RUNS, TOLERANCE, Fleet, Run, Size
 from loraplex.bench.environment import environment
 from loraplex.core.whole_file import write_whole
 from loraplex.fleet.policy import AUTO, ORACLE, PLACEMENTS, Policy
@@ -148,7 +148,7 @@ def _capacity(fleet: Fleet, policy: Policy, options: FleetOptions, step: float) 
         outcome = FleetRuns(profile, requests, options).run(policy, fleet.seed)
         return fleet.goal.is_reached(outcome, options.slo)
 
-    highest = highest_rate(is_reached, fleet.rate, factor=step)
+    highest = highest_rate(is_reached, fleet.rate, TOLERANCE, step)
     if highest is None:
         return 0.0
     return round(highest, 3) if math.isfinite(highest) else None

@@ -142,6 +142,9 @@ def key_of(name: str, policy: str, seed: int = 0, *, is_search: bool) -> str:
     return f"{name}, {'capacity of ' if is_search else ''}{policy}, seed {seed}"
 
 
+TOLERANCE: Final = 0.01
+"""A search ends when a rate that is sustained and one that is not are no further apart: less than what most
+seeds differ by."""
 FAR, NEAR, NEXT_SEED = 1.5, 1.1, 1.04
 """Steps of a search: where nothing is known, from the rate that another policy sustains, and from the rate
 that the same policy sustains with another seed."""
@@ -300,7 +303,10 @@ class Size:
     def parameters(self) -> dict[str, Any]:
         """Return what results must have in common to stand in one section."""
         chosen = ("num_replicas", "sixty", "duration_s", "rate")
-        return {name: getattr(self, name) for name in chosen} | {"published_data": self.data is not None}
+        return {name: getattr(self, name) for name in chosen} | {
+            "published_data": self.data is not None,
+            "tolerance": TOLERANCE,
+        }
 
 
 RUNS: Final[dict[str, Callable[[Size], Iterator[list[Run]]]]] = {

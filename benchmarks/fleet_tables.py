@@ -16,6 +16,8 @@ PAPERS: Final = ("rank-aware", "pending-time+burst-tolerance+migrate", "routing-
 AFTER_FIRST: Final = ", after the first token"
 """In the name of a fleet whose SLO is on the time per token after the first."""
 ORACLE, AUTO, AFFINITY = "oracle", "auto", "affinity"
+_FORMER_TOLERANCE: Final = 0.02
+"""The tolerance of searches in results that do not tell it."""
 NOT_YET: Final = "Not measured yet.\n"
 
 
@@ -83,9 +85,13 @@ def simulated_note(result: Result, section: str) -> str:
         return ""
     data = "published traces" if found["parameters"]["published_data"] else "synthetic traces"
     commit = found["git_commit"] or "unknown"
-    num_seeds = len({run["seed"] for run in runs_of(result, section)})
+    runs = runs_of(result, section)
+    num_seeds = len({run["seed"] for run in runs})
     seeds = f", {num_seeds} {plural('seed', num_seeds)} at the most" if num_seeds else ""
-    return f"Computed {found['date'][:10]}, commit {commit}, {data}{seeds}.\n"
+    is_searched = any("capacity_rps" in run for run in runs)
+    tolerance = found["parameters"].get("tolerance", _FORMER_TOLERANCE)
+    searched = f", rates found to within {tolerance:.0%}" if is_searched else ""
+    return f"Computed {found['date'][:10]}, commit {commit}, {data}{seeds}{searched}.\n"
 
 
 def capacities(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mean]]:

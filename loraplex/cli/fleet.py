@@ -237,6 +237,7 @@ def capacity(
     Where it would be over too soon to mean anything, it is repeated.
     """
     from loraplex.twin.fleet_compare import capacities
+    from loraplex.twin.highest_rate import TOLERANCE
 
     _check_files(profile, workload, json_out, plot)
     if not 0 < attainment <= 1:
@@ -259,6 +260,7 @@ def capacity(
             {
                 **_conditions(inputs),
                 "attainment": attainment,
+                "tolerance": TOLERANCE,
                 "capacity_rps": {name: each.rps if is_known(each) else None for name, each in found.items()},
                 "reasons": {
                     name: capacity_in_words(each) for name, each in found.items() if not is_known(each)
@@ -272,7 +274,7 @@ def capacity(
 
         title = f"{_title(workload, replicas, profile)}: the highest rate with {within}"
         save_picture(plot, draw_capacities(found, attainment=attainment, title=title))
-    typer.echo(within)
+    typer.echo(f"{within}; rates are found to within {TOLERANCE:.0%}")
     width = max(map(len, found))
     for name, each in found.items():
         typer.echo(f"{name:{width}} {capacity_in_words(each)}")
