@@ -127,6 +127,7 @@ TABLES: Final[dict[str, Table]] = {
     "set-costs": Table((GPU,), set_tables.set_costs_table),
     "set-costs-machine": Table((GPU,), set_tables.set_costs_note),
     "twin-fleet": Table((TWIN,), twin_tables.fleet_table),
+    "twin-fleet-machine": Table((TWIN,), twin_tables.fleet_note),
     "fleet-front": Table((FRONT,), live_tables.front_table, if_missing="Not measured yet.\n"),
     "fleet-front-machine": Table((FRONT,), live_tables.front_note, if_missing=""),
     "fleet-kills": Table((KILLS,), live_tables.kills_table, if_missing="Not measured yet.\n"),
