@@ -68,6 +68,8 @@ LORASERVE: Final = (
     "auto",
 )
 """S-LoRA's two baselines, Toppings, LoRAServe, ours."""
+LORASERVE_STORAGE: Final = ("rank-aware+everywhere", "routing-table+loraserve", "auto")
+"""The policies whose storage is looked at, at the rate that the first baseline sustains."""
 TRACES: Final = tuple(
     f"loraserve-{arrivals}-{popularity}"
     for arrivals in ("regular", "poisson")
@@ -140,6 +142,9 @@ def key_of(name: str, policy: str, seed: int = 0, *, is_search: bool) -> str:
     return f"{name}, {'capacity of ' if is_search else ''}{policy}, seed {seed}"
 
 
+TOLERANCE: Final = 0.01
+"""A search ends when a rate that is sustained and one that is not are no further apart: less than what most
+seeds differ by."""
 FAR, NEAR, NEXT_SEED = 1.5, 1.1, 1.04
 """Steps of a search: where nothing is known, from the rate that another policy sustains, and from the rate
 that the same policy sustains with another seed."""
@@ -205,8 +210,22 @@ def capacities(size: Size, fleets: Mapping[str, Fleet], policies: Sequence[str])
     ]
 
 
+def at_rate_of(
+    size: Size, fleets: Mapping[str, Fleet], sustaining: str, policies: Sequence[str]
+) -> list[Run]:
+    """Return a run of each policy and seed at the rate that another policy sustains."""
+    return [
+        Run(name=name, fleet=replace(fleet, rate=rate, seed=seed), policy=policy)
+        for name, fleet in fleets.items()
+        if (rate := size.found[key_of(name, sustaining, is_search=True)]["capacity_rps"])
+        for policy in policies
+        for seed in range(size.num_seeds)
+    ]
+
+
 def loraserve(size: Size) -> Iterator[list[Run]]:
-    """All seeds on the smallest fleet, one on the larger ones."""
+    """All seeds on the smallest fleet, one on the larger ones: first what every policy sustains, then what
+    some of them hold at the rate that S-LoRA's random placement sustains."""
     for num_replicas in (size.num_replicas,) if size.num_replicas else (4, 8, 12):
         fleets = {
             f"{num_replicas} servers, {trace}": Fleet(
@@ -224,6 +243,7 @@ def loraserve(size: Size) -> Iterator[list[Run]]:
         }
         seeds = size if num_replicas <= 4 else replace(size, num_seeds=1)
         yield from capacities(seeds, fleets, LORASERVE)
+        yield at_rate_of(seeds, fleets, LORASERVE[0], LORASERVE_STORAGE)
 
 
 def dlora(size: Size) -> Iterator[list[Run]]:
@@ -256,17 +276,7 @@ def auto(size: Size) -> Iterator[list[Run]]:
         for kernels, profile in KERNELS.items()
     }
     yield from capacities(size, fleets, (*OTHERS, "auto"))
-    yield [
-        Run(
-            name=name,
-            fleet=replace(fleet, rate=rate, seed=seed),
-            policy=policy,
-        )
-        for name, fleet in fleets.items()
-        if (rate := size.found[key_of(name, "affinity", is_search=True)]["capacity_rps"])
-        for policy in ("affinity", "auto")
-        for seed in range(size.num_seeds)
-    ]
+    yield at_rate_of(size, fleets, "affinity", ("affinity", "auto"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +303,10 @@ class Size:
     def parameters(self) -> dict[str, Any]:
         """Return what results must have in common to stand in one section."""
         chosen = ("num_replicas", "sixty", "duration_s", "rate")
-        return {name: getattr(self, name) for name in chosen} | {"published_data": self.data is not None}
+        return {name: getattr(self, name) for name in chosen} | {
+            "published_data": self.data is not None,
+            "tolerance": TOLERANCE,
+        }
 
 
 RUNS: Final[dict[str, Callable[[Size], Iterator[list[Run]]]]] = {

@@ -16,6 +16,8 @@ PAPERS: Final = ("rank-aware", "pending-time+burst-tolerance+migrate", "routing-
 AFTER_FIRST: Final = ", after the first token"
 """In the name of a fleet whose SLO is on the time per token after the first."""
 ORACLE, AUTO, AFFINITY = "oracle", "auto", "affinity"
+_FORMER_TOLERANCE: Final = 0.02
+"""The tolerance of searches in results that do not tell it."""
 NOT_YET: Final = "Not measured yet.\n"
 
 
@@ -83,9 +85,13 @@ def simulated_note(result: Result, section: str) -> str:
         return ""
     data = "published traces" if found["parameters"]["published_data"] else "synthetic traces"
     commit = found["git_commit"] or "unknown"
-    num_seeds = len({run["seed"] for run in runs_of(result, section)})
+    runs = runs_of(result, section)
+    num_seeds = len({run["seed"] for run in runs})
     seeds = f", {num_seeds} {plural('seed', num_seeds)} at the most" if num_seeds else ""
-    return f"Computed {found['date'][:10]}, commit {commit}, {data}{seeds}.\n"
+    is_searched = any("capacity_rps" in run for run in runs)
+    tolerance = found["parameters"].get("tolerance", _FORMER_TOLERANCE)
+    searched = f", rates found to within {tolerance:.0%}" if is_searched else ""
+    return f"Computed {found['date'][:10]}, commit {commit}, {data}{seeds}{searched}.\n"
 
 
 def capacities(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mean]]:
@@ -150,6 +156,27 @@ def loraserve_table(result: Result) -> str:
             cells.append("-" if ratio is None else f"{ratio:.2f}x ({len(both)} traces)")
         lines.append((f"`{policy}`", *cells))
     return table(("capacity, P95 TTFT within 10 s", *sizes), lines)
+
+
+def loraserve_storage_table(result: Result) -> str:
+    """Return a table of what the fullest host held over all adapters, on the mean over traces."""
+    found = figures(runs_of(result, "loraserve"), "held_over_everywhere")
+    sizes = sorted({name.split(", ")[0] for name in found}, key=lambda size: int(size.split()[0]))
+    policies = list(dict.fromkeys(policy for each in found.values() for policy in each))
+    if not policies:
+        return NOT_YET
+    lines = []
+    for policy in policies:
+        cells = []
+        for size in sizes:
+            held = mean_of(
+                each[policy].mean
+                for name, each in found.items()
+                if name.startswith(f"{size},") and policy in each
+            )
+            cells.append("-" if held is None else f"{held.mean:.2f}, {1 / held.mean:.1f}x less")
+        lines.append((f"`{policy}`", *cells))
+    return table(("fullest host, over a copy of everything", *sizes), lines)
 
 
 def bounds_table(result: Result) -> str:

@@ -16,24 +16,24 @@ import numpy as np
 from loraplex.bench.engine_scenarios import Load, measure_decode, measure_prefill
 from loraplex.engine.core import Engine
 from loraplex.perf.cost_model import KernelKind
-from loraplex.perf.set_costs import PaddedSetCosts, RankSetCosts, RequestSets, SetSamples
+from loraplex.perf.set_costs import (
+    SWEPT_BATCHES,
+    SWEPT_PATTERNS,
+    SWEPT_PROMPT_TOKENS,
+    SWEPT_RANKS,
+    PaddedSetCosts,
+    RankSetCosts,
+    RequestSets,
+    SetSamples,
+)
 
-BATCHES: Final = (4, 8, 16, 32, 64)
-RANKS: Final = (8, 16, 32, 64, 128)
-PATTERNS: Final[Mapping[str, tuple[int, ...]]] = {
-    **{f"rank {rank}": (rank,) for rank in RANKS},
-    "ranks 8 and 64": (8, 64),
-    "ranks 8 to 128": RANKS,
-    "one in four of rank 128, else 8": (128, 8, 8, 8),
-}
-"""What the sets are called -> the ranks of their requests' adapters, in turn. Every request has an adapter of
-its own."""
+BATCHES: Final = SWEPT_BATCHES
+RANKS: Final = SWEPT_RANKS
 ADAPTERS: Final = dict.fromkeys(RANKS, max(BATCHES))
 """Rank -> how many adapters of it there are."""
 PADDED_ADAPTERS: Final = {8: 64, 16: 16, 32: 16, 64: 32, 128: 64}
 """A padded adapter is kept in a copy for every rank above its own: 60 GB for these, and the same again on the
 device. Sets for which they are too few are left out."""
-_PROMPT_TOKENS: Final = 32
 _OUTPUT_TOKENS: Final = 40
 _PREFILLS: Final = 4
 FORMS: Final = {KernelKind.RANK: RankSetCosts, KernelKind.PADDED: PaddedSetCosts}
@@ -45,7 +45,7 @@ def measure_sets(
     vocab_size: int,
     *,
     batches: Sequence[int] = BATCHES,
-    patterns: Mapping[str, tuple[int, ...]] = PATTERNS,
+    patterns: Mapping[str, tuple[int, ...]] = SWEPT_PATTERNS,
 ) -> list[dict[str, Any]]:
     """Measure every set for which there are adapters. `by_rank`: those of each rank that the engine knows."""
     found: list[dict[str, Any]] = []
@@ -57,7 +57,7 @@ def measure_sets(
                 continue
             load = Load(
                 batch=batch,
-                prompt_tokens=_PROMPT_TOKENS,
+                prompt_tokens=SWEPT_PROMPT_TOKENS,
                 output_tokens=_OUTPUT_TOKENS,
                 adapters=adapters,
                 vocab_size=vocab_size,
@@ -70,7 +70,7 @@ def measure_sets(
                     "num_requests": batch,
                     "sum_ranks": sum(chosen),
                     "max_rank": max(chosen),
-                    "prompt_tokens": batch * _PROMPT_TOKENS,
+                    "prompt_tokens": batch * SWEPT_PROMPT_TOKENS,
                     "decode_ms": round(measure_decode(engine, load, 1).p50, 4),
                     "prefill_ms": round(measure_prefill(engine, other, _PREFILLS).p50, 4),
                 }

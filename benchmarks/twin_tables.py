@@ -157,6 +157,10 @@ def speed_note(result: Result) -> str:
     return _computed(result["speed"])
 
 
+def fleet_note(result: Result) -> str:
+    return _computed(result["fleet"])
+
+
 def _computed(section: Result) -> str:
     machine = section["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in section["packages"].items())

@@ -36,7 +36,7 @@ from loraplex.cli.twin_options import (
 )
 from loraplex.core.errors import UserError
 from loraplex.core.progress import shown_progress
-from loraplex.core.words import plural
+from loraplex.core.words import plural, unknown_name
 from loraplex.fleet.policy_words import PLACEMENTS_EXPLAINED, ROUTINGS_EXPLAINED
 
 if TYPE_CHECKING:
@@ -69,6 +69,13 @@ _Link = Annotated[
         "--link", help="Replicas fetch adapters from each other at 25GB/s; default: each from its own disk."
     ),
 ]
+_Costs = Annotated[
+    str,
+    typer.Option(
+        "--costs",
+        help="What policies predict steps by: `steps`, the profile; `linear`, the papers' line fitted to it.",
+    ),
+]
 _Plot = Annotated[Path | None, typer.Option(help="Draw it to this .png.")]
 
 
@@ -92,6 +99,7 @@ def simulate(
     slo_ttft: SloTtft = None,
     period: _Period = 60.0,
     link: _Link = None,
+    costs: _Costs = "steps",
     adapters: Adapters = None,
     ranks: Ranks = None,
     slots: Slots = None,
@@ -112,7 +120,7 @@ def simulate(
     policy = Policy.of(routing, placement, migrates=migrate)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
-    inputs = _inputs(profile, workload, replicas, slo, period, link, options)
+    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, options)
     _check_fit([policy], inputs)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     with shown_progress("simulating", expected=f"{len(inputs.workload):,} requests") as progress:
@@ -122,7 +130,7 @@ def simulate(
     if json_out is not None:
         document = {
             "policy": policy.name,
-            **_limits(inputs),
+            **_conditions(inputs),
             "figures": asdict(figures),
             "summary": outcome.all.summary(),
             "timeline": asdict(outcome.all.timeline()),
@@ -153,6 +161,7 @@ def compare(
     slo_ttft: SloTtft = None,
     period: _Period = 60.0,
     link: _Link = None,
+    costs: _Costs = "steps",
     adapters: Adapters = None,
     ranks: Ranks = None,
     slots: Slots = None,
@@ -176,7 +185,7 @@ def compare(
     named = _named(policies)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
-    inputs = _inputs(profile, workload, replicas, slo, period, link, options)
+    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, options)
     _check_fit(named, inputs)
     expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
     with shown_progress("simulating", expected=expected) as progress:
@@ -185,7 +194,7 @@ def compare(
     intervals = {name: interval_of([run.figures for run in runs]) for name, runs in found.items()}
     if json_out is not None:
         shown = {name: {**asdict(mean), "interval_95": intervals[name]} for name, mean in means.items()}
-        save_json(json_out, {**_limits(inputs), "num_seeds": seeds, "policies": shown})
+        save_json(json_out, {**_conditions(inputs), "num_seeds": seeds, "policies": shown})
     if plot is not None:
         from loraplex.cli.fleet_plot import draw_policies
 
@@ -211,6 +220,7 @@ def capacity(
     slo_ttft: SloTtft = None,
     period: _Period = 60.0,
     link: _Link = None,
+    costs: _Costs = "steps",
     adapters: Adapters = None,
     ranks: Ranks = None,
     slots: Slots = None,
@@ -227,6 +237,7 @@ def capacity(
     Where it would be over too soon to mean anything, it is repeated.
     """
     from loraplex.twin.fleet_compare import capacities
+    from loraplex.twin.highest_rate import TOLERANCE
 
     _check_files(profile, workload, json_out, plot)
     if not 0 < attainment <= 1:
@@ -234,7 +245,7 @@ def capacity(
     named = _named(policies)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
-    inputs = _inputs(profile, workload, replicas, slo, period, link, options)
+    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, options)
     _check_fit(named, inputs)
     if seconds is not None:  # the same requests at every rate, and time for each of them to end
         inputs = _whole(inputs, seconds)
@@ -247,8 +258,9 @@ def capacity(
         save_json(
             json_out,
             {
-                **_limits(inputs),
+                **_conditions(inputs),
                 "attainment": attainment,
+                "tolerance": TOLERANCE,
                 "capacity_rps": {name: each.rps if is_known(each) else None for name, each in found.items()},
                 "reasons": {
                     name: capacity_in_words(each) for name, each in found.items() if not is_known(each)
@@ -262,7 +274,7 @@ def capacity(
 
         title = f"{_title(workload, replicas, profile)}: the highest rate with {within}"
         save_picture(plot, draw_capacities(found, attainment=attainment, title=title))
-    typer.echo(within)
+    typer.echo(f"{within}; rates are found to within {TOLERANCE:.0%}")
     width = max(map(len, found))
     for name, each in found.items():
         typer.echo(f"{name:{width}} {capacity_in_words(each)}")
@@ -335,13 +347,17 @@ def _inputs(
     asked: AskedSlo,
     period: float,
     link: str | None,
+    costs: str,
     options: TwinOptions,
 ) -> FleetInputs:
+    from loraplex.perf.set_costs import CostForm
     from loraplex.perf.slot_profile import SlotProfile
     from loraplex.twin.fleet_compare import FleetInputs
     from loraplex.twin.fleet_run import FleetOptions, base_times
     from loraplex.twin.links import LinkSpeed
 
+    if costs not in {*CostForm}:
+        raise UserError(f"--costs: {unknown_name('form of costs', costs, CostForm)}")
     speed = None if link is None else LinkSpeed(bytes_per_s=parse_rate(link, "--link"))
     if speed is not None and speed.bytes_per_s < _SLOWEST_LINK:
         raise typer.BadParameter(
@@ -378,14 +394,15 @@ def _inputs(
             period_s=period,
             link=speed,
             adapter_bytes=adapter_bytes,
+            cost_form=CostForm(costs),
         ),
     )
 
 
-def _limits(inputs: FleetInputs) -> dict[str, float | None]:
-    """Return the SLO as it stands in JSON."""
-    slo = inputs.options.slo
-    return {"slo_tpt_s": slo.tpt_s, "slo_tpot_s": slo.tpot_s, "slo_ttft_s": slo.ttft_s}
+def _conditions(inputs: FleetInputs) -> dict[str, float | str | None]:
+    """Return the SLO and the form of costs as they stand in JSON."""
+    slo, costs = inputs.options.slo, str(inputs.options.cost_form)
+    return {"slo_tpt_s": slo.tpt_s, "slo_tpot_s": slo.tpot_s, "slo_ttft_s": slo.ttft_s, "costs": costs}
 
 
 def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:

@@ -75,6 +75,7 @@ def _planner(
         period_s=math.inf if named.is_static else period_s,
         device_bytes=device_bytes,
         num_slots=view.load.num_slots,
+        demand=named.demand(view.load.num_slots),
     )
 
 

@@ -16,6 +16,7 @@ from loraplex.core.errors import UserError
 from loraplex.core.words import unknown_name
 from loraplex.fleet.placements.burst_tolerance import BurstTolerancePlacement
 from loraplex.fleet.placements.contiguous import ContiguousPlacement
+from loraplex.fleet.placements.demand import Demand, extrapolated_demand, mean_demand
 from loraplex.fleet.placements.hysteresis import HysteresisPlacement
 from loraplex.fleet.placements.loraserve import LoRAServePlacement
 from loraplex.fleet.placements.placement import Placement, PlacementProblem
@@ -44,12 +45,18 @@ class PlacementContext:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedPlacement:
     """`is_static`: made once. `needs_points`: asks for operating points. `needs_device_bytes`: asks for the
-    memory that adapters share with the KV cache."""
+    memory that adapters share with the KV cache. `slot_demand`: the demand that is expected where engines
+    have slots; elsewhere it is the trend of the last periods."""
 
     make: Callable[[PlacementContext], Placement]
     is_static: bool = False
     needs_points: bool = False
     needs_device_bytes: bool = False
+    slot_demand: Demand = extrapolated_demand
+
+    def demand(self, num_slots: int | None) -> Demand:
+        """Return how demand is expected from the last periods. `num_slots`: None if engines have none."""
+        return extrapolated_demand if num_slots is None else self.slot_demand
 
 
 def _loraserve(context: PlacementContext) -> Placement:
@@ -89,7 +96,8 @@ PLACEMENTS: Final[Mapping[str, NamedPlacement | None]] = {
         needs_device_bytes=True,
     ),
     "loraserve": NamedPlacement(make=_loraserve, needs_points=True),
-    AUTO: NamedPlacement(make=_auto),
+    # What a slot is worth shows over all periods; one more or less would move adapters about.
+    AUTO: NamedPlacement(make=_auto, slot_demand=mean_demand),
 }
 """None: every replica serves every adapter, and nothing has to be planned."""
 ROUTINGS: Final = (*ROUTERS, ORACLE)

@@ -15,13 +15,13 @@ import numpy as np
 
 from loraplex.core.arrays import FloatArray, IntArray
 from loraplex.fleet.adapter_table import AdapterTable
-from loraplex.fleet.placements.demand import extrapolated_demand
+from loraplex.fleet.placements.demand import Demand, extrapolated_demand
 from loraplex.fleet.placements.placement import Placement, PlacementProblem
 from loraplex.fleet.plan import Entry, Plan
 
 PERIOD_S: Final = 60.0
 _NUM_PERIODS: Final = 5
-"""The number of periods whose trend is continued."""
+"""The number of periods that demand is expected from."""
 
 
 class Counted(NamedTuple):
@@ -35,7 +35,8 @@ class Replanner:
     """Counts tokens by adapter, and asks a placement for a plan at the end of each period.
 
     Before anybody has asked for anything, all adapters are expected to be asked for alike.
-    `known_demand`: tells the tokens/s of each adapter in the period that begins then, if that is known.
+    `demand`: what the placement expects from the periods that are over. `known_demand`: tells the tokens/s of
+    each adapter in the period that begins then, if that is known.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Replanner:
         device_bytes: int | None = None,
         num_slots: int | None = None,
         seed: int = 0,
+        demand: Demand = extrapolated_demand,
         known_demand: Callable[[float], FloatArray] | None = None,
     ) -> None:
         """`period_s`: infinite for a placement that is made once and kept. All replicas serve until `serve`
@@ -65,6 +67,7 @@ class Replanner:
         self._device_bytes = device_bytes
         self._num_slots = num_slots
         self._seed = seed
+        self._demand_from = demand
         self._known_demand = known_demand
         self._tokens: FloatArray = np.zeros(len(adapters))
         self._rates: deque[FloatArray] = deque(maxlen=_NUM_PERIODS)
@@ -204,6 +207,4 @@ class Replanner:
         """Return the tokens/s of each adapter by the periods that are over."""
         if not self._rates:
             return np.ones(len(self._adapters))
-        rates = np.stack(self._rates)
-        # What a slot is worth shows over all of them; one period more or less would move adapters about.
-        return extrapolated_demand(rates) if self._num_slots is None else rates.mean(axis=0)
+        return self._demand_from(np.stack(self._rates))

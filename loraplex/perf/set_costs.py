@@ -8,8 +8,9 @@ those of CaraServe and Toppings (Eq. 2); the others are the models that twins co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -23,6 +24,17 @@ from loraplex.perf.step_cost import RowCurve
 
 Column = IntArray | npt.NDArray[np.floating]
 
+SWEPT_BATCHES: Final = (4, 8, 16, 32, 64)
+SWEPT_RANKS: Final = (8, 16, 32, 64, 128)
+SWEPT_PATTERNS: Final[Mapping[str, tuple[int, ...]]] = {
+    **{f"rank {rank}": (rank,) for rank in SWEPT_RANKS},
+    "ranks 8 and 64": (8, 64),
+    "ranks 8 to 128": SWEPT_RANKS,
+    "one in four of rank 128, else 8": (128, 8, 8, 8),
+}
+"""The sets that linear forms are fitted to: what they are called -> the ranks of their requests' adapters, in
+turn. Every request has an adapter of its own."""
+SWEPT_PROMPT_TOKENS: Final = 32
 _TAIL_BITS: Final = 20
 """How far behind its last size a curve is followed: by a factor of two to this power."""
 
@@ -72,6 +84,14 @@ class SetCosts(Protocol):
     def decode_s(self, sets: RequestSets) -> FloatArray:
         """DecPerf: the seconds of one decode step of each set."""
         ...
+
+
+class CostForm(StrEnum):
+    """What a fleet's policies predict steps by: the model of whole steps that the profile has, or the papers'
+    straight lines."""
+
+    STEPS = "steps"
+    LINEAR = "linear"
 
 
 class SetSamples(NamedTuple):
@@ -173,6 +193,27 @@ class RankSetCosts(_LinearSetCosts):
     @staticmethod
     def _token_ranks(sets: RequestSets) -> Column:
         return _mean_token_ranks(sets)
+
+
+def linear_costs(costs: SetCosts, *, padded: bool) -> PaddedSetCosts | RankSetCosts:
+    """Return the papers' form of these kernels that comes nearest to other costs on sets of 4 to 64 requests
+    with ranks 8 to 128."""
+    chosen = [
+        [ranks[index % len(ranks)] for index in range(batch)]
+        for ranks in SWEPT_PATTERNS.values()
+        for batch in SWEPT_BATCHES
+    ]
+    num_requests = np.array([len(ranks) for ranks in chosen])
+    sets = RequestSets(
+        num_requests=num_requests,
+        sum_ranks=np.array([sum(ranks) for ranks in chosen]),
+        max_rank=np.array([max(ranks) for ranks in chosen]),
+        prompt_tokens=num_requests * SWEPT_PROMPT_TOKENS,
+        kv_tokens=num_requests * SWEPT_PROMPT_TOKENS,
+        num_adapters=num_requests,
+    )
+    decodes, prefills = SetSamples(sets, costs.decode_s(sets)), SetSamples(sets, costs.prefill_s(sets))
+    return (PaddedSetCosts if padded else RankSetCosts).fit(decodes, prefills)
 
 
 class StepSetCosts:

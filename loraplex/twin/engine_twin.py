@@ -87,6 +87,6 @@ class Engines(Adapters, Protocol[T]):
 
     def register(self, simulator: T, adapter: int) -> None: ...
 
-    def unstage(self, simulator: T, adapter: int) -> None:
-        """Let go the copy in the engine's host memory."""
+    def unstage(self, simulator: T, adapter: int) -> bool:
+        """Let go the copy in the engine's host memory. Return False if it stays for now, as it is in use."""
         ...

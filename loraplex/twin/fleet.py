@@ -28,7 +28,8 @@ _TURN_S: Final = 5e-3
 
 class _Replica:
     """One engine of the fleet. `wake_s`: nothing can be seen of it before this time. `numbers`: of the
-    requests that it was sent, in the order of the workload."""
+    requests that it was sent, in the order of the workload. `kept`: adapters whose copies it is to let go
+    and could not yet."""
 
     def __init__(self, engines: Engines[T]) -> None:
         simulator = engines.make()
@@ -42,6 +43,7 @@ class _Replica:
         self.numbers: list[int] = []
         self._request_ids: dict[int, str] = {}
         self.num_fetches = 0
+        self.kept: set[int] = set()
         self.wake_s = math.inf
 
     def send(self, number: int, request: WorkloadRequest) -> RequestOutcome:
@@ -280,7 +282,19 @@ class SimulatedFleet:
 
     def _let_go(self, drops: Iterable[Drop]) -> None:
         for chosen, adapter in drops:
-            self._replicas[chosen].unstage(adapter)
+            replica = self._replicas[chosen]
+            replica.unstage(adapter)
+            if adapter in replica.adapters:  # it may be reading it, or copying it to its device
+                replica.kept.add(adapter)
+
+    def _let_go_of_kept(self, chosen: int, replica: _Replica) -> None:
+        """Let go of copies that were in use when that was decided, and are not any more."""
+        pool, in_flight = self._controller.pool, self._controller.view.load.in_flight
+        assert pool is not None
+        for adapter in sorted(replica.kept):
+            is_wanted = pool.has(chosen, adapter) or pool.is_fetching(chosen, adapter)
+            if is_wanted or (chosen not in in_flight(adapter) and replica.unstage(adapter)):
+                replica.kept.remove(adapter)
 
     def _collect(self, chosen: int, wake_s: float) -> None:
         """Take over what a replica did, part of which may lie ahead: the step that is under way."""
@@ -295,6 +309,8 @@ class SimulatedFleet:
             replica.request_events.clear()
         if replica.adapter_events:
             self._take_adapter_events(chosen, replica)
+        if replica.kept:
+            self._let_go_of_kept(chosen, replica)
         replica.wake_s = wake_s
         if wake_s < math.inf:
             heapq.heappush(self._wakes, (wake_s, chosen))

@@ -13,7 +13,7 @@ from loraplex.fleet.view import AdapterMoves
 from loraplex.perf.cost_model import CostModel, KernelKind
 from loraplex.perf.named_profiles import Profile
 from loraplex.perf.serving_costs import AdapterLoadCost
-from loraplex.perf.set_costs import SetCosts, SlotSetCosts, StepSetCosts
+from loraplex.perf.set_costs import CostForm, SetCosts, SlotSetCosts, StepSetCosts, linear_costs
 from loraplex.perf.slot_profile import SlotProfile
 from loraplex.twin.engine_twin import Engines
 from loraplex.twin.links import LinkSpeed
@@ -45,12 +45,18 @@ def fleet_engines(
     longest: int,
     link: LinkSpeed | None = None,
     adapter_bytes: int | None = None,
+    cost_form: CostForm = CostForm.STEPS,
 ) -> FleetEngines:
     """Return engines for requests of so many tokens at most. `adapter_bytes`: of each adapter, for engines
-    with slots, whose profile does not say it."""
+    with slots, whose profile does not say it. `cost_form`: of the costs that policies are told; steps are
+    always those of the profile."""
     if isinstance(profile, SlotProfile):
-        return _with_slots(profile, options, longest, link, adapter_bytes)
-    return _ours(profile, options, longest, link)
+        found = _with_slots(profile, options, longest, link, adapter_bytes)
+    else:
+        found = _ours(profile, options, longest, link)
+    if cost_form is CostForm.STEPS:
+        return found
+    return replace(found, costs=linear_costs(found.costs, padded=found.pads))
 
 
 def _ours(profile: CostModel, options: ReplayOptions, longest: int, link: LinkSpeed | None) -> FleetEngines:

@@ -24,6 +24,7 @@ from loraplex.fleet.routers.named import router_named
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
 from loraplex.perf.named_profiles import Profile
+from loraplex.perf.set_costs import CostForm
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_engines import fleet_engines
 from loraplex.twin.foresight import Foresight
@@ -51,7 +52,7 @@ class FleetOptions:
     the time per token. `points`: tokens/s that a replica sustains, by rank; None to find them when a
     placement asks. `link`: the network over which replicas fetch adapters from each other's host memory; None
     if each reads them from its disk. `adapter_bytes`: the size of each adapter, for engines with slots, whose
-    profile does not say it."""
+    profile does not say it. `cost_form`: what policies predict steps by."""
 
     num_replicas: int
     replay: ReplayOptions
@@ -60,6 +61,7 @@ class FleetOptions:
     points: Mapping[int, float] | None = None
     link: LinkSpeed | None = None
     adapter_bytes: int | None = None
+    cost_form: CostForm = CostForm.STEPS
 
 
 class FleetRuns:
@@ -80,6 +82,7 @@ class FleetRuns:
             longest=longest_of(workload),
             link=options.link,
             adapter_bytes=options.adapter_bytes,
+            cost_form=options.cost_form,
         )
         self._points = options.points
         # Where adapters come from disk, a host only caches them, and need not hold those it is to serve.
@@ -154,6 +157,7 @@ class FleetRuns:
             token_rates=token_rates(self._has.costs, self._has.adapters.ranks.tolist()),
             padded=self._has.pads,
         )
+        num_slots = self._has.limits.max_adapters
         return Replanner(
             named.make(context),
             adapters=self._has.adapters,
@@ -161,8 +165,9 @@ class FleetRuns:
             period_s=math.inf if named.is_static else self._options.period_s,
             host_bytes=self._host_bytes,
             device_bytes=self._has.device_bytes,
-            num_slots=self._has.limits.max_adapters,
+            num_slots=num_slots,
             seed=seed,
+            demand=named.demand(num_slots),
             known_demand=self._known_demand(workload) if policy.knows_future else None,
         )
 

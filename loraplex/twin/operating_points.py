@@ -26,8 +26,10 @@ _DURATION_S: Final = 60.0
 points come out some per cent high, alike for all ranks; a placement takes their proportions."""
 _NUM_ADAPTERS: Final = 8
 _TOLERANCE: Final = 0.05
+_ANY: Final = 2.0
 _NEXT_RANK: Final = 1.1
-"""How far the points of neighbouring ranks are expected to be apart."""
+"""Factors between rates that are tried: where nothing is known, and from the point of the rank below, which
+is expected to be near."""
 
 
 def operating_points(
@@ -41,7 +43,7 @@ def operating_points(
     """Return tokens/s, of prompts and answers, by rank. `report`: is told each rank before its turn."""
     tokens = sum(each.prompt_tokens + each.output_tokens for each in workload) / len(workload)
     points: dict[int, float] = {}
-    guess, factor = 10.0, 2.0
+    guess, factor = 10.0, _ANY
     few = replace(options, num_adapters=_NUM_ADAPTERS, staged=True, until_s=math.inf)
     if not isinstance(profile, CostModel):  # slots are as they are, whichever adapters are in them
         few = replace(few, num_slots=options.num_slots or options.num_adapters, slot_rank=max(options.ranks))
@@ -54,6 +56,8 @@ def operating_points(
             return ttft is not None and bool(ttft["p95"] <= ttft_s)
 
         found = highest_rate(holds, guess, _TOLERANCE, factor)
+        if found in (None, math.inf) and factor < _ANY:
+            found = highest_rate(holds, guess, _TOLERANCE, _ANY)
         if found is None or found == math.inf:
             raise UserError(
                 f"no rate was found at which a replica just keeps first tokens within {ttft_s:g} s (P95) on "

@@ -184,9 +184,11 @@ class OwnEngines:
         version = self._versions[adapter]
         simulator.scheduler.adapters.add(version, self.adapter_bytes[version])
 
-    def unstage(self, simulator: Simulator, adapter: int) -> None:
-        """The copy in the engine's host memory is let go."""
-        simulator.scheduler.adapters.unstage(self._versions[adapter], self.sizes[adapter])
+    def unstage(self, simulator: Simulator, adapter: int) -> bool:
+        """The copy in the engine's host memory is let go, unless the device copies it just now."""
+        version = self._versions[adapter]
+        simulator.scheduler.adapters.unstage(version, self.sizes[adapter])
+        return not simulator.is_staged(version)
 
     def _bytes_of_rank(self, rank: int) -> int:
         options = self._options

@@ -209,6 +209,10 @@ class Simulator:
     def _take(self, request: EngineRequest) -> None:
         self.scheduler.add(request)
 
+    def is_staged(self, version: str) -> bool:
+        """Tell whether host memory has a complete copy."""
+        return self._memory.staging is not None and version in self._memory.staging.versions
+
     def is_idle(self) -> bool:
         return not self.scheduler.has_work() and not self._ends
 

@@ -74,5 +74,6 @@ class SlotEngines:
     def register(self, simulator: SlotSimulator, adapter: int) -> None:
         simulator.register(adapter)
 
-    def unstage(self, simulator: SlotSimulator, adapter: int) -> None:
+    def unstage(self, simulator: SlotSimulator, adapter: int) -> bool:
         simulator.unstage(adapter)
+        return True

@@ -55,8 +55,9 @@ def test_a_capacity_is_the_highest_rate_that_reaches_the_goal(
 ) -> None:
     asked: list[float] = []
 
-    def highest(is_reached: Any, first: float, *, factor: float) -> float:
+    def highest(is_reached: Any, first: float, tolerance: float, factor: float) -> float:
         asked.append(first)
+        assert tolerance == 0.01
         assert is_reached(first) in (True, False)
         return factor * first
 
@@ -193,7 +194,15 @@ def test_auto_is_shown_beside_the_best_of_the_others_and_the_oracle() -> None:
     assert "| geometric mean, padded |  |  |  |  | 1.500 |" in table
     assert "rank-proportional" not in table, "auto has no figure there yet"
     assert fleet_tables.simulated_note(written, "auto") == (
-        "Computed 2026-01-02, commit abc, published traces, 2 seeds at the most.\n"
+        "Computed 2026-01-02, commit abc, published traces, 2 seeds at the most, rates found to within 2%.\n"
+    )
+    written["auto"]["parameters"] = SIZE.parameters
+    assert fleet_tables.simulated_note(written, "auto") == (
+        "Computed 2026-01-02, commit abc, synthetic traces, 2 seeds at the most, rates found to within 1%.\n"
+    )
+    written["auto"]["runs"] = {}
+    assert fleet_tables.simulated_note(written, "auto").endswith("synthetic traces.\n"), (
+        "nothing was searched"
     )
 
 
@@ -210,6 +219,55 @@ def test_loraserve_is_shown_over_the_first_policy_and_all_traces() -> None:
     table = fleet_tables.loraserve_table(written)
     assert table.startswith("| capacity, P95 TTFT within 10 s | 4 servers | 12 servers |\n")
     assert "| `auto` | 1.00x (2 traces) | - |" in table
+
+
+def test_storage_is_looked_at_where_the_first_policy_holds_its_goal() -> None:
+    class Found(dict[str, Any]):
+        def __missing__(self, key: str) -> dict[str, float]:
+            return {"capacity_rps": 7.0 if fleet_sections.LORASERVE[0] in key else 9.0}
+
+    made = [
+        run
+        for runs in fleet_sections.loraserve(replace(SIZE, num_seeds=2, found=Found()))
+        for run in runs
+        if run.step is None
+    ]
+    assert {run.fleet.rate for run in made} == {7.0}
+    assert {(run.policy, run.fleet.seed) for run in made} == {
+        (policy, seed) for policy in fleet_sections.LORASERVE_STORAGE for seed in (0, 1)
+    }
+    assert {run.fleet.paper for run in made} == set(fleet_sections.TRACES)
+
+
+def test_storage_is_shown_over_a_copy_of_everything() -> None:
+    def held(name: str, policy: str, *shares: float) -> dict[str, Any]:
+        return {
+            f"{name}, {policy}, seed {seed}": {
+                "fleet": name, "policy": policy, "seed": seed, "held_over_everywhere": share,
+            }
+            for seed, share in enumerate(shares)
+        }  # fmt: skip
+
+    written = {
+        "loraserve": section(
+            capacity("4 servers, a", "auto", 20.0),
+            held("4 servers, a", "rank-aware+everywhere", 1.0),
+            held("4 servers, a", "auto", 0.2, 0.4),
+            held("4 servers, b", "auto", 0.2),
+            held("12 servers, a", "rank-aware+everywhere", 0.5),
+        )
+    }
+    table = fleet_tables.loraserve_storage_table(written)
+    assert table.startswith("| fullest host, over a copy of everything | 4 servers | 12 servers |\n")
+    assert "| `rank-aware+everywhere` | 1.00, 1.0x less | 0.50, 2.0x less |" in table
+    assert "| `auto` | 0.25, 4.0x less | - |" in table
+
+
+def test_everything_everywhere_is_what_storage_is_shown_over() -> None:
+    """A router without a plan ends with a copy of every adapter that it was asked for on every host."""
+    fleet_of_two = replace(FLEET, num_adapters=5, rate=40.0, duration_s=4.0)
+    found = fleet.perform(fleet_sections.Run(name="any", fleet=fleet_of_two, policy="round-robin"))
+    assert found["held_over_everywhere"] == 1.0
 
 
 def test_dlora_is_shown_over_round_robin() -> None:
@@ -247,6 +305,7 @@ def test_sixty_servers_and_the_figures_of_auto_are_shown(tmp_path: Path) -> None
         fleet_tables.bounds_table,
         fleet_tables.sixty_table,
         fleet_tables.loraserve_table,
+        fleet_tables.loraserve_storage_table,
         fleet_tables.dlora_table,
         fleet_tables.auto_table,
         fleet_tables.auto_figures_table,

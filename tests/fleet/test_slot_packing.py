@@ -113,8 +113,19 @@ def test_a_plan_is_kept_until_a_fresh_one_saves_loads() -> None:
     assert placement.place(problem(drifted, 3, 4, previous=saving)) is saving
 
 
-@pytest.mark.parametrize("num_slots", [None, 4])
-def test_popularity_is_the_mean_of_the_periods_where_there_are_slots(num_slots: int | None) -> None:
+TREND, MEAN = 3.0, 1.5
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_slots", "expected"),
+    [("auto", None, TREND), ("auto", 4, MEAN), ("loraserve", None, TREND), ("loraserve", 4, TREND)],
+)
+def test_a_placement_says_what_demand_it_goes_by(
+    placement: str, num_slots: int | None, expected: float
+) -> None:
+    """By the trend of the periods; `auto` by their mean where there are slots."""
+    named = PLACEMENTS[placement]
+    assert named is not None
     asked: list[list[float]] = []
 
     class Seen:
@@ -124,13 +135,14 @@ def test_popularity_is_the_mean_of_the_periods_where_there_are_slots(num_slots: 
             return Plan.of_homes(np.zeros(2, dtype=np.int64))
 
     table = AdapterTable.of(ranks=[8, 8], num_bytes=[1000, 1000])
-    planner = Replanner(Seen(), adapters=table, num_replicas=2, num_slots=num_slots)
+    planner = Replanner(
+        Seen(), adapters=table, num_replicas=2, num_slots=num_slots, demand=named.demand(num_slots)
+    )
     plan = planner.place(None, since_s=0.0, now_s=0.0)
     for period, tokens in enumerate((60, 120)):
         planner.count(0, tokens)
         plan = planner.place(plan, since_s=60.0 * period, now_s=60.0 * (period + 1))
-    trend, mean = 3.0, 1.5
-    assert asked[-1] == pytest.approx([trend if num_slots is None else mean, 0.0])
+    assert asked[-1] == pytest.approx([expected, 0.0])
 
 
 def test_auto_packs_slots_where_there_are_any() -> None:

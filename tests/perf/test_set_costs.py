@@ -23,6 +23,7 @@ from loraplex.perf.set_costs import (
     SetSamples,
     SlotSetCosts,
     StepSetCosts,
+    linear_costs,
 )
 from loraplex.perf.slot_profile import SlotCosts
 from loraplex.perf.step_cost import RowCurve, StepCost, StepFeatures, StepTerms
@@ -116,6 +117,20 @@ def test_a_linear_form_is_found_again_from_noisy_samples(form: type[PaddedSetCos
         assert quality.num_samples == 100
         assert quality.r_squared > 0.96
         assert quality.mean_error < 0.015
+
+
+@pytest.mark.parametrize(("form", "padded"), [(PaddedSetCosts, True), (RankSetCosts, False)])
+def test_lines_are_fitted_to_other_costs(form: type[PaddedSetCosts | RankSetCosts], padded: bool) -> None:
+    again = linear_costs(form(**COEFFICIENTS), padded=padded)
+    assert type(again) is form
+    for name, value in COEFFICIENTS.items():
+        assert getattr(again, name) == pytest.approx(value), name
+    model = h200_model() if not padded else replace(h200_model(), kernels=KernelKind.PADDED)
+    found = linear_costs(StepSetCosts(model, rank_bytes=1e6), padded=padded)
+    assert found.decode_rank_s > 0
+    assert found.decode_quality is not None
+    assert found.decode_quality.num_samples == 40
+    assert found.decode_quality.worst_error < 0.3
 
 
 def test_what_each_request_takes_is_found_if_it_is_looked_for() -> None:

@@ -211,7 +211,8 @@ def test_capacity_by_the_time_to_the_first_token(profile: Path, workload: Path, 
     )  # fmt: skip
     result = fleet("capacity", profile, workload, *args)
     assert result.exit_code == 0, result.output
-    assert "95.0% of requests within 100 ms to the first token" in result.output
+    words = "95.0% of requests within 100 ms to the first token; rates are found to within 2%"
+    assert words in result.output
     found = written(out)
     assert found["slo_tpt_s"] is None
     assert found["slo_ttft_s"] == pytest.approx(0.1)
@@ -366,6 +367,7 @@ def test_a_simulation_without_a_routing_has_auto(profile: Path, workload: Path, 
             "beside an adapter of 0.25 MiB, too few for a request",
         ),
         (("--routing", "contiguous"), "'contiguous' is a placement, and a routing is wanted here"),
+        (("--costs", "liner"), "--costs: there is no form of costs 'liner'; did you mean linear?"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(
@@ -477,3 +479,27 @@ def test_a_policy_that_is_named_twice_is_refused(profile: Path, workload: Path) 
     assert "is named twice; leave one of them out" in str(result.exception)
     result = fleet("compare", profile, workload, "--replicas", "2", "--policies", "random+random+random")
     assert "is no policy; write ROUTING+PLACEMENT" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_policies_predict_by_the_costs_that_are_asked_for(
+    command: str, profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    policy = ("--routing", "rank-aware") if command == "simulate" else ("--policies", "rank-aware")
+    seeds = ("--seeds", "1") if command == "compare" else ()
+    found = {}
+    for costs in ("steps", "linear"):
+        args = ("--replicas", "2", *policy, *seeds, "--slo-ttft", "1s", "--costs", costs, "--json", str(out))
+        result = fleet(command, profile, workload, *args)
+        assert result.exit_code == 0, result.output
+        found[costs] = written(out)
+        assert found[costs].pop("costs") == costs
+    assert found["steps"] != found["linear"]
+
+
+def test_an_unknown_form_of_costs_is_refused_by_all_commands(profile: Path, workload: Path) -> None:
+    for command in ("compare", "capacity"):
+        args = ("--replicas", "2", "--policies", "rank-aware", "--costs", "table")
+        error = fleet(command, profile, workload, *args).exception
+        assert str(error) == "--costs: there is no form of costs 'table'; there are steps, linear"

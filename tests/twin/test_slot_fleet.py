@@ -5,27 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import TRUTH
-from test_fleet import POLICIES, RestlessMigrator, check_all_served, times_of
+from test_fleet import RestlessMigrator, check_all_served, times_of
 from twins import random_workload
 
 from loraplex.core.errors import CapacityError, UserError
 from loraplex.fleet.controller import Controller
 from loraplex.fleet.load import FleetLoad
+from loraplex.fleet.placements.demand import Demand, extrapolated_demand, mean_demand
 from loraplex.fleet.policy import Policy
+from loraplex.fleet.replanner import Replanner
 from loraplex.fleet.request import RoutedRequest
 from loraplex.fleet.routers.round_robin import RoundRobinRouter
 from loraplex.fleet.tiers import AdapterTiers
 from loraplex.fleet.view import FleetView
 from loraplex.perf.named_profiles import Profile
 from loraplex.perf.slot_profile import SlotProfile
+from loraplex.twin import fleet_run
 from loraplex.twin.fleet import FleetOutcome, SimulatedFleet
 from loraplex.twin.fleet_engines import fleet_engines
-from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_times, shuffled
+from loraplex.twin.fleet_run import FleetOptions, FleetRuns, base_times
 from loraplex.twin.links import LinkSpeed
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.replay import ReplayOptions, longest_of, replay
@@ -36,7 +40,6 @@ OPTIONS = ReplayOptions(num_adapters=9, ranks=(8, 16, 64), num_slots=3, kv_token
 WORKLOAD = random_workload(3, num_requests=200, num_adapters=9, rps=30.0)
 LINK = LinkSpeed(bytes_per_s=2e9)
 ADAPTER_BYTES = 80 << 20
-SLOT_POLICIES = tuple(policy for policy in POLICIES if "burst-tolerance" not in policy)
 FEW_CONNECTIONS = replace(TRUTH, client=replace(TRUTH.client, max_open=5))
 
 
@@ -86,43 +89,6 @@ def test_a_replica_does_what_it_would_with_its_share_alone(policy: str) -> None:
         alone = replay(TRUTH, [WORKLOAD[index] for index in mine], OPTIONS)
         assert times_of([outcome.all.requests[index] for index in mine]) == times_of(alone.requests)
         assert outcome.replicas[number].num_loads == alone.num_loads
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    policy=st.sampled_from(SLOT_POLICIES),
-    migrates=st.booleans(),
-    link=st.sampled_from([None, LINK]),
-    num_replicas=st.integers(1, 5),
-    num_slots=st.integers(1, 9),
-    seed=st.integers(0, 1000),
-    rps=st.sampled_from([5.0, 50.0, 500.0]),
-)
-def test_random_fleets_lose_nothing_and_repeat_themselves(
-    policy: str,
-    migrates: bool,
-    link: LinkSpeed | None,
-    num_replicas: int,
-    num_slots: int,
-    seed: int,
-    rps: float,
-) -> None:
-    workload = random_workload(seed, num_requests=60, num_adapters=9, rps=rps)
-    name = (policy if "+" in policy else f"{policy}+everywhere") + ("+migrate" if migrates else "")
-    first, second = (
-        run(
-            name,
-            num_replicas=num_replicas,
-            options=replace(OPTIONS, num_slots=num_slots),
-            workload=workload,
-            seed=seed % 3,
-            link=link,
-        )
-        for _ in range(2)
-    )
-    check_all_served(first, list(shuffled(workload, seed % 3)))
-    assert list(first.all.requests) == list(second.all.requests)
-    assert list(first.chosen) == list(second.chosen)
 
 
 def simulate(
@@ -227,3 +193,22 @@ def test_placements_and_links_that_do_not_fit_are_refused() -> None:
     options = FleetOptions(num_replicas=2, replay=OPTIONS, link=LINK)
     with pytest.raises(UserError, match="give --adapter-mib, or leave --link out"):
         FleetRuns(TRUTH, WORKLOAD, options)
+
+
+@pytest.mark.parametrize(
+    ("policy", "demand"), [("auto", mean_demand), ("auto+loraserve", extrapolated_demand)]
+)
+def test_a_placement_is_given_the_demand_that_it_goes_by(
+    policy: str, demand: Demand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Demand] = []
+
+    class Seen(Replanner):
+        def __init__(self, *args: Any, demand: Demand, **options: Any) -> None:
+            given.append(demand)
+            super().__init__(*args, demand=demand, **options)
+
+    monkeypatch.setattr(fleet_run, "Replanner", Seen)
+    options = FleetOptions(num_replicas=2, replay=OPTIONS, points=dict.fromkeys((8, 16, 64), 900.0))
+    FleetRuns(TRUTH, WORKLOAD[:3], options).run(Policy.of_name(policy))
+    assert given == [demand]

@@ -49,7 +49,7 @@ def uneven_replicas(
 
     Memory is looked at first, then requests. A replica that reaches a threshold is overloaded; one that is
     below the KV threshold, or has fewer requests than the mean, is underloaded. Of equal ones the first
-    enters.
+    enters. Replicas that must not be sent requests and have none, as they are down, are no part of the mean.
     """
     shares, requests = _checked("KV shares", kv_share), _checked("numbers of requests", num_requests)
     if len(shares) != len(requests):
@@ -58,7 +58,8 @@ def uneven_replicas(
     found = _matched(shares, shares >= KV_SHARE, takes & (shares < KV_SHARE), num_pairs)
     if found is not None:
         return found
-    mean = float(requests.mean())
+    counted = requests[takes | (requests > 0)]
+    mean = float(counted.mean()) if len(counted) else 0.0
     return _matched(requests, requests - mean >= REQUESTS_ABOVE_MEAN, takes & (requests < mean), num_pairs)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from loraplex.core.arrays import FloatArray
 from loraplex.core.errors import UserError
+
+Demand = Callable[[FloatArray], FloatArray]
+"""The tokens/s of each adapter in the next period, from those of the last periods, oldest first, as [periods,
+adapters]."""
 
 
 def extrapolated_demand(rates: FloatArray) -> FloatArray:
@@ -17,6 +23,12 @@ def extrapolated_demand(rates: FloatArray) -> FloatArray:
         raise UserError("demand needs the token rates of at least one period, by period and adapter")
     weights = _trend_weights(len(rates))
     return np.maximum(weights @ rates, 0.0)
+
+
+def mean_demand(rates: FloatArray) -> FloatArray:
+    """Return the mean tokens/s of each adapter over the last periods."""
+    mean: FloatArray = rates.mean(axis=0)
+    return mean
 
 
 def _trend_weights(num_periods: int) -> FloatArray:

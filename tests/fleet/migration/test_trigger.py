@@ -86,3 +86,23 @@ def test_a_replica_that_accepts_nothing_is_not_sent_requests() -> None:
     found = uneven_replicas(kv_share=[0.5, 0.0, 0.1], num_requests=[90, 0, 5], accepts=accepts)
     assert found is not None
     assert found.underloaded == (2,)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "uneven"),
+    [
+        ([27, 13, 0, 0], None),  # 17 above the mean of four, 7 above that of two
+        ([40, 4, 0, 0], ([0], [1])),
+        ([40, 11, 0, 0], None),
+        ([44, 11, 0, 0], ([0], [1])),  # not below the mean of four
+    ],
+)
+def test_replicas_that_are_down_are_no_part_of_the_mean(
+    num_requests: list[int], uneven: tuple[list[int], list[int]] | None
+) -> None:
+    accepts = [True, True, False, False]
+    found = uneven_replicas(kv_share=[0.1] * 4, num_requests=num_requests, accepts=accepts)
+    assert (found and (list(found.overloaded), list(found.underloaded))) == uneven
+    assert uneven_replicas(kv_share=[0.1] * 4, num_requests=[0] * 4, accepts=[False] * 4) is None
+    drained = uneven_replicas(kv_share=[0.1] * 3, num_requests=[40, 2, 2], accepts=[False, True, True])
+    assert drained == UnevenReplicas(overloaded=(0,), underloaded=(1,)), "one that is drained still has some"
