@@ -169,7 +169,8 @@ def test_auto_takes_turns_where_replicas_are_about_as_good() -> None:
 
 def test_auto_leaves_an_adapter_where_too_many_prompts_wait() -> None:
     """Each of them would hold up whoever decodes there."""
-    fleet, router = fleet_of(3, costs=COSTS["steps"]), AutoRouter()
+    limits = ReplicaLimits(max_running=16, kv_tokens=4096)
+    fleet, router = fleet_of(3, costs=COSTS["steps"], limits=[limits] * 3), AutoRouter()
     for replica in range(3):
         for _ in range(8):
             fleet.send(request_of(None), replica, is_running=True)
