@@ -57,7 +57,7 @@ def test_a_capacity_is_the_highest_rate_that_reaches_the_goal(
 
     def highest(is_reached: Any, first: float, tolerance: float, factor: float) -> float:
         asked.append(first)
-        assert tolerance == 0.01
+        assert tolerance == TOLERANCE
         assert is_reached(first) in (True, False)
         return factor * first
 
@@ -198,7 +198,7 @@ def test_auto_is_shown_beside_the_best_of_the_others_and_the_oracle() -> None:
     )
     written["auto"]["parameters"] = SIZE.parameters
     assert fleet_tables.simulated_note(written, "auto") == (
-        "Computed 2026-01-02, commit abc, synthetic traces, 2 seeds at the most, rates found to within 1%.\n"
+        "Computed 2026-01-02, commit abc, synthetic traces, 2 seeds at the most, rates found to within 2%.\n"
     )
     written["auto"]["runs"] = {}
     assert fleet_tables.simulated_note(written, "auto").endswith("synthetic traces.\n"), (
