@@ -29,6 +29,7 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineStatus, ReplicaStatus
+from loraplex.server.fleet.backend_http import BackendAwayError, BackendError
 from loraplex.server.fleet.changes import Changes
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_adapters import FleetAdapters
@@ -124,6 +125,8 @@ class FleetEngine:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
+        finally:
+            self._adapters.start_ended.set()
         infos = [replica.info for replica in self._members if replica.info is not None]
         self.info = Ready(
             num_kv_blocks=sum(info.num_kv_blocks or 0 for info in infos) or None,
@@ -155,15 +158,20 @@ class FleetEngine:
 
     async def _started(self, starts: Sequence[asyncio.Task[None]]) -> None:
         """Wait until all replicas have started, or those that do if the fleet may lack the others. Raises
-        what the first one raises that the fleet does not start without."""
+        what the first one raises that the fleet does not start without; if none has started that it may lack,
+        what is wrong with each."""
         if not self._setup.may_lack:
             await asyncio.gather(*starts)
             return
         results = await asyncio.gather(*starts, return_exceptions=True)
-        errors = {number: each for number, each in enumerate(results) if each is not None}
-        for error in errors.values():
-            if len(errors) == len(starts) or not isinstance(error, LoraplexError):
-                raise error
+        errors: dict[int, LoraplexError] = {}
+        for number, result in enumerate(results):
+            if isinstance(result, LoraplexError):
+                errors[number] = result
+            elif result is not None:
+                raise result
+        if len(errors) == len(starts):
+            raise _none_started(list(errors.values()))
         for number, error in errors.items():
             logger.warning(
                 "the fleet starts without replica %d, which is tried again every %g s: %s",
@@ -177,6 +185,7 @@ class FleetEngine:
 
     async def close(self) -> None:
         self._requests.is_closing = True
+        self._adapters.start_ended.set()
         await self._changes.close()
         for task in self._tasks:
             task.cancel()
@@ -444,6 +453,17 @@ class _Deferred:
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._function().__await__()
+
+
+def _none_started(errors: Sequence[LoraplexError]) -> LoraplexError:
+    """Return one error for servers of which none can be used: what is wrong with each, first with those that
+    have said so themselves."""
+    telling = sorted(errors, key=lambda error: isinstance(error, BackendAwayError))
+    reasons = list(dict.fromkeys(map(str, telling)))
+    if len(reasons) == 1:
+        return telling[0]
+    each = "; ".join(f"({number}) {reason}" for number, reason in enumerate(reasons, start=1))
+    return BackendError(f"none of the {len(errors)} servers can be used: {each}")
 
 
 async def _kept_up(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
