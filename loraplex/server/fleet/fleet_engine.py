@@ -28,7 +28,8 @@ from loraplex.fleet.replanner import PERIOD_S
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.continuing import Continued
-from loraplex.server.engine_status import EngineStatus, ReplicaStatus
+from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
+from loraplex.server.fleet.adapter_memory import AdapterMemory
 from loraplex.server.fleet.backend_http import BackendAwayError, BackendError
 from loraplex.server.fleet.changes import Changes
 from loraplex.server.fleet.decision_log import DecisionLog
@@ -87,6 +88,7 @@ class FleetEngine:
         self._routing: LiveRouting | None = None
         self._placing: Placing | None = None
         self._adapters = FleetAdapters(self._members, may_lack=setup.may_lack)
+        self._memory = AdapterMemory()
         self._changes = Changes()  # replicas that join or leave
         self._revival = Revival(
             self._members,
@@ -153,6 +155,7 @@ class FleetEngine:
             self._routing.add(spec)
         self._placing = Placing(self._routing, self._members, self._requests, setup.clock)
         self._placing.tick()
+        self._memory.log(self._routing)
         loops = (self._look, self._watch_failures, self._revival.run, self._placing.run)
         self._tasks = [asyncio.create_task(_kept_up(loop)) for loop in loops]
 
@@ -180,7 +183,10 @@ class FleetEngine:
 
     async def _device_bytes(self) -> int | None:
         """Return the memory that adapters share with the KV cache on every replica."""
-        each = await asyncio.gather(*(replica.stats() for replica in self._members if replica.healthy))
+        ready = [(number, replica) for number, replica in enumerate(self._members) if replica.healthy]
+        each = await asyncio.gather(*(replica.stats() for _, replica in ready))
+        for (number, _), stats in zip(ready, each, strict=True):
+            self._memory.saw(number, stats)
         return min(stats.device_arena_bytes for stats in each) or None
 
     async def close(self) -> None:
@@ -209,11 +215,13 @@ class FleetEngine:
         routing, placing = self._routing, self._placing
         if routing is None or placing is None:
             return self._members.statuses(lambda number: 0)
-        num_placed = routing.num_placed()
+        placed = routing.placed()
+        shortages = self._memory.shortages(placed, is_everywhere=routing.is_everywhere)
         return [
             replace(
                 each,
-                num_placed=num_placed[each.number],
+                status=_with_message(each.status, shortages.get(each.number)),
+                num_placed=len(placed[each.number]),
                 num_brought=placing.num_brought[each.number],
                 num_migrated=placing.num_migrated[each.number],
             )
@@ -247,6 +255,7 @@ class FleetEngine:
             await asyncio.sleep(_LOOK_S)
             # Side by side: one that is slow to answer must not age what is known of the others.
             await asyncio.gather(*(self._ask(routing, number) for number in self._members.present))
+            self._memory.log(routing)
             if log is not None:
                 await asyncio.to_thread(log.write, log.take())
             if routing.has_many_gone or (log is not None and log.is_full):
@@ -268,6 +277,7 @@ class FleetEngine:
         if self._members[number] is replica and replica.healthy:
             routing.saw(number, stats)
             self._members.saw(number, stats)
+            self._memory.saw(number, stats)
 
     async def _watch_failures(self) -> None:
         """The fleet has failed when every replica has, or has left."""
@@ -369,6 +379,7 @@ class FleetEngine:
                 self._members[number].hand_over()
             await asyncio.sleep(_LEAVING_S)
         await self._members[number].close()
+        self._memory.forget(number)
 
     def _check_size(self, num_replicas: int) -> None:
         most, why = self._setup.most or (MAX_REPLICAS, "more are not managed by one front")
@@ -464,6 +475,13 @@ def _none_started(errors: Sequence[LoraplexError]) -> LoraplexError:
         return telling[0]
     each = "; ".join(f"({number}) {reason}" for number, reason in enumerate(reasons, start=1))
     return BackendError(f"none of the {len(errors)} servers can be used: {each}")
+
+
+def _with_message(status: EngineStatus, message: str | None) -> EngineStatus:
+    """Return the status of a replica with one message more, if it serves."""
+    if message is None or status.state is not EngineState.READY:
+        return status
+    return replace(status, message="; ".join(filter(None, (status.message, message))))
 
 
 async def _kept_up(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -93,6 +93,40 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
+@pytest.mark.parametrize(
+    ("policy", "fix"),
+    [
+        ("most-idle", "raise --host-adapter-memory, or place fewer on each replica (--placement auto)"),
+        ("most-idle+auto", "raise --host-adapter-memory, or have more replicas"),
+    ],
+)
+def test_too_little_memory_for_a_placement_is_said_with_the_fix_and_served(
+    policy: str, fix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        fleet = InProcess(policy, 2)
+        for number in range(8):
+            await fleet.engine.add_adapter(spec_of(f"v{number}"))
+        fleet.replicas[0].memory_bytes, fleet.replicas[1].memory_bytes = 100, 512
+        await fleet.engine.start()
+        (short, rich) = fleet.engine.replicas
+        needed = 64 * short.num_placed
+        words = f"take {needed:,} bytes, {needed - 100:,} more than its memory for adapters holds; they are"
+        assert words in short.status.message
+        assert short.status.message.endswith(fix)
+        assert rich.status.message == ""
+        assert [record.getMessage() for record in caplog.records if "more than" in record.getMessage()] == [
+            f"replica 0: {short.status.message}"
+        ]
+        for number in range(8):
+            request = request_of(f"r{number}", adapter=f"v{number}")
+            assert await fleet.answer(request) == tokens_of(request)
+        await fleet.engine.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+
+
 def test_requests_go_where_their_adapter_is_placed() -> None:
     async def scenario() -> None:
         async with fleet_of("most-idle+auto", 3, 9) as fleet:
