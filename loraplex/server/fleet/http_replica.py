@@ -96,6 +96,7 @@ class HttpReplica:
             num_at_once=self._options.num_loads_at_once,
             seen_path=self._options.seen_path,
             is_registered=self._options.is_registered,
+            in_use=lambda version: version in self._uses,
         )
         self._liveness = Liveness(self._clock)
         self._calls = CompletionCalls(self._http, self._adapters, self._liveness, on_trouble=self._doubt)
