@@ -55,7 +55,8 @@ class ReplicaStatus:
     it was ever sent; `num_replayed`: those that another one had before; `num_hits`: those that found their
     adapter in memory. `num_loads`: of adapters; `num_fetches`: those of them that it copied from another
     replica. `drained`: it is sent no more, by order. `num_placed`:
-    adapters that the placement gives it; `num_brought`: those that it ever brought in for that;
+    adapters that the placement gives it, but for those that it refuses; `num_refused`: all of the latter;
+    `num_brought`: those that it ever brought in for that;
     `num_migrated`: requests that ever migrated to it."""
 
     number: int
@@ -64,6 +65,7 @@ class ReplicaStatus:
     num_sent: int
     drained: bool
     num_placed: int = 0
+    num_refused: int = 0
     num_brought: int = 0
     num_migrated: int = 0
     num_replayed: int = 0

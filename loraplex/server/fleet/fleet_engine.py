@@ -215,7 +215,10 @@ class FleetEngine:
         routing, placing = self._routing, self._placing
         if routing is None or placing is None:
             return self._members.statuses(lambda number: 0)
-        placed = routing.placed()
+        placed = [
+            [version for version in versions if version not in replica.refused]
+            for versions, replica in zip(routing.placed(), self._members, strict=True)
+        ]
         shortages = self._memory.shortages(placed, is_everywhere=routing.is_everywhere)
         return [
             replace(
