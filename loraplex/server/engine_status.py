@@ -24,7 +24,8 @@ class EngineState(StrEnum):
 class EngineStatus:
     """Where the engine process stands. `message` says why when it is not ready; `phase` is what is being done
     about it, and `fraction` how much of that is done, as far as it is known. `node`: the machine of `pid`, if
-    it is not this one, or the URL of a server that runs elsewhere."""
+    it is not this one, or the URL of a server that runs elsewhere. `is_dropping`: it answers, but drops
+    requests, and nobody knows whether that will end."""
 
     state: EngineState
     message: str
@@ -33,6 +34,7 @@ class EngineStatus:
     phase: str | None = None
     fraction: float | None = None
     node: str | None = None
+    is_dropping: bool = False
 
     def explain(self) -> str:
         """Return what a person should know, and do, when the engine is not ready."""

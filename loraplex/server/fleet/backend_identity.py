@@ -106,16 +106,25 @@ async def check_usable(http: BackendHttp, backend: Backend, *, timeout_s: float)
             load = {"lora_name": _PROBE_NAME, "lora_path": _PROBE_PATH}
             answer = await http.call("POST", _LOAD_PATH, load, timeout_s=timeout_s, admin=True)
             _check_lora_enabled(answer, http)
-        body = {
-            "model": backend.base_model,
-            "prompt": [0],
-            "max_tokens": 1,
-            "temperature": 0,
-            "return_token_ids": True,
-        }
-        _check_token_ids(await http.call("POST", "/v1/completions", body, timeout_s=timeout_s), http)
     except UnreachableError as error:
         raise BackendAwayError(f"{error}; see its log, and start it again") from error
+    await check_completes(http, backend, timeout_s=timeout_s)
+
+
+async def check_completes(http: BackendHttp, backend: Backend, *, timeout_s: float) -> None:
+    """BackendError unless the server completes a prompt by a token, and tells its id."""
+    body = {
+        "model": backend.base_model,
+        "prompt": [0],
+        "max_tokens": 1,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    try:
+        answer = await http.call("POST", "/v1/completions", body, timeout_s=timeout_s)
+    except UnreachableError as error:
+        raise BackendAwayError(f"{error}; see its log, and start it again") from error
+    _check_token_ids(answer, http)
 
 
 def refused_key(answer: Answer, http: BackendHttp) -> BackendError:

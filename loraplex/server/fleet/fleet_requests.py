@@ -34,6 +34,8 @@ given up: it may be the reason."""
 _MAX_DEATHS_IN_ALL: Final = 10
 _MAX_WAIT_S: Final = 180.0
 """So long a request waits for a replica that takes it, if none serves or each goes away first."""
+_MAX_DROPPED_S: Final = 15.0
+"""The same while every one that is there answers, but drops requests."""
 _LOOK_S: Final = 0.05
 """How often a request that waits looks for a replica."""
 _BUSY_S: Final = 0.5
@@ -108,12 +110,16 @@ class FleetRequests:
             course.waits_since_s = self._clock.now_s()
         while True:
             accepts = self._members.accepting(adapter)
-            if self._clock.now_s() - course.waits_since_s > _MAX_WAIT_S:
-                problem = course.problem or self._members.status.message
+            takers = [self._members[number] for number, accepted in enumerate(accepts) if accepted]
+            is_dropped = all(replica.status.is_dropping for replica in takers)
+            limit_s = _MAX_DROPPED_S if is_dropped else _MAX_WAIT_S
+            if self._clock.now_s() - course.waits_since_s > limit_s:
+                problem = takers[0].status.message if is_dropped else course.problem
+                problem = problem or self._members.status.message
                 raise EngineDeadError(
-                    f"no replica took the request within {_MAX_WAIT_S:g} s ({problem}); send it again"
+                    f"no replica took the request within {limit_s:g} s ({problem}); send it again"
                 )
-            if any(accepted and self._members[number].healthy for number, accepted in enumerate(accepts)):
+            if any(replica.healthy for replica in takers):
                 return
             await asyncio.sleep(_LOOK_S)
 
