@@ -226,7 +226,7 @@ class FleetEngine:
                 status=_with_message(each.status, shortages.get(each.number)),
                 num_placed=len(placed[each.number]),
                 num_brought=placing.num_brought[each.number],
-                num_migrated=placing.num_migrated[each.number],
+                num_migrated=self._requests.num_migrated[each.number],
             )
             for each in self._members.statuses(routing.num_in_flight)
         ]
@@ -248,7 +248,8 @@ class FleetEngine:
     def place(self) -> None:
         """Decide now where adapters live and which requests move, if there is anything to decide."""
         if self._placing is not None:
-            self._placing.tick()
+            # Who adds an adapter, or a replica, has done so: without a plan it is served all the same.
+            self._placing.tick_if_possible()
 
     async def _look(self) -> None:
         """Ask replicas again and again which adapters they hold, and write down what was decided."""

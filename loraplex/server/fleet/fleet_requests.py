@@ -80,6 +80,8 @@ class FleetRequests:
         self.is_closing = False
         self.recent = RecentRequests()
         self.continued: Counter[Continued] = Counter()
+        self.num_migrated: Counter[int] = Counter()
+        """Requests that went on at each replica because they migrated."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See AsyncEngine. EngineDeadError only if too many replicas died with the request, if none is left
@@ -128,8 +130,9 @@ class FleetRequests:
         return {name: each.report.num_output for name, each in self._in_flight.items()}
 
     def move(self, moves: Sequence[Moved]) -> list[Moved]:
-        """Let requests go on elsewhere from where they are; return those that do. One that has ended or is
-        not where it was, whose target is gone, or that would go on otherwise there, stays."""
+        """Let requests go on elsewhere from where they are; return those that are asked to. One that has
+        ended or is not where it was, whose target is gone, or that would go on otherwise there, stays; so
+        does one that its replica cannot hand over just now."""
         self._targets.clear()  # of earlier moves, which have been made or never will
         accepts = self._members.accepting()
         made = []
@@ -226,6 +229,7 @@ class FleetRequests:
         if target is not None and accepts[target]:
             routing.route(request.request_id, request.adapter, request.num_tokens, to=target)
             self._members.sent(target)
+            self.num_migrated[target] += 1
             return routing, target
         able = self._able_to_continue(request, accepts) if request.output_token_ids else accepts
         others = [each and number not in failed for number, each in enumerate(able)]
