@@ -58,14 +58,24 @@ STAGE_TIMEOUT_S: Final = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LeftOut:
-    """An adapter that the engine refused when the server started, and why. `canary`: what is on trial under
-    its name; `origin`: how to register it when it is served, None if the registry keeps another one."""
+class ToServe:
+    """An adapter that a server begins with. `canary`: what is on trial under its name; `origin`: how to
+    register it when it is served, None if the registry keeps another one."""
 
     adapter: ServedAdapter
     canary: Canary | None
     origin: Origin | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """An adapter that is not served since the server started, and why. `find`: returns what to serve by its
+    files as they are now, called on a thread; raises UserError if they cannot be read. `is_refused`: the
+    engine did not take it; else its files could not be read."""
+
+    find: Callable[[], ToServe]
     reason: str
+    is_refused: bool
 
 
 OnStaged = Callable[[str], None]
@@ -108,7 +118,8 @@ class AdapterService:
         self.follower = RegistryFollower(self.registered, self.files, self)
         self.on_dropped: Callable[[str], None] = lambda name: None
         self.left_out: dict[str, LeftOut] = {}
-        """Names that are not served, as the engine refused their adapters at the start (`left_out`)."""
+        """Names that are not served, as their adapters could not be read at the start, or the engine refused
+        them (`left_out`)."""
         self._engine = engine
         self._stages_new = stages_new
         self._served: dict[str, ServedAdapter] = {}

@@ -10,8 +10,8 @@ While other servers run on the registry, all its names are theirs as well and ar
 API: served from folders that are open here, kept where they cannot be, and not moved to another folder by
 what is given here. Given from the same folder, they are what its files are now, and the others follow.
 Nothing that is wrong with an adapter of a folder or of the API keeps the others from being served; a note
-says what was left out. One that is given by itself (`--adapter`) must be served, or the start fails; unless
-one that the API loaded has its name.
+says what was left out, which is tried again (`left_out`). One that is given by itself (`--adapter`) must be
+served, or the start fails; unless one that the API loaded has its name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from loraplex.core.errors import (
     UserError,
 )
 from loraplex.core.hub import HubRepo
-from loraplex.server.adapter_service import AdapterService, LeftOut
+from loraplex.server.adapter_service import AdapterService, LeftOut, ToServe
 from loraplex.server.canary_startup import restore_canaries
 from loraplex.server.served_adapter import ServedAdapter
 
@@ -157,12 +157,12 @@ async def start_adapters(
     is_shared = bool(await asyncio.to_thread(lambda: registry.other_servers))
     choice = await asyncio.to_thread(_choose, service, entries, given, folders, is_shared=is_shared)
     skipped, notes = [*choice.skipped], [*choice.notes]
-    served, failed, refused = await _serve(service, choice.first)
+    served, failed, left_out = await _serve(service, choice.first)
     instead = [choice.fallback[name] for name in failed if name in choice.fallback]
-    served_instead, also_failed, also_refused = await _serve(service, instead)
+    served_instead, also_failed, also_left_out = await _serve(service, instead)
     for name, error in failed.items():
         if name not in choice.fallback:
-            again = "; it is tried again from time to time" if name in refused else ""
+            again = "; it is tried again from time to time" if name in left_out else ""
             skipped.append(f"adapter {name!r} is not served: {error}{again}")
     for name, candidate in choice.fallback.items():
         is_served = name in failed and name not in also_failed
@@ -171,7 +171,7 @@ async def start_adapters(
 
     all_served = [*served, *served_instead]
     service.left_out = {
-        name: left for name, left in (also_refused | refused).items() if service.get(name) is None
+        name: left for name, left in (also_left_out | left_out).items() if service.get(name) is None
     }
     for candidate, spec in all_served:
         if change := candidate.change_note(spec):
@@ -229,7 +229,7 @@ async def _serve(
     service: AdapterService, candidates: Sequence[_Candidate]
 ) -> tuple[list[_Served], dict[str, LoraplexError], dict[str, LeftOut]]:
     """Fetch and read what is missing, and serve it; returns what is served, why the others are not, and those
-    of these that the engine refused.
+    of these that may be served later: all but what is not open to this server.
 
     AdapterError if one that is given by itself is among those, at once if its files are the reason.
     """
@@ -237,11 +237,14 @@ async def _serve(
     specs = await asyncio.to_thread(_read_missing, service, fetched)
     served: list[_Served] = []
     failed: dict[str, LoraplexError] = {}
-    refused: dict[str, LeftOut] = {}
-    for candidate, spec in zip(fetched, specs, strict=True):
+    left_out: dict[str, LeftOut] = {}
+    for asked, candidate, spec in zip(candidates, fetched, specs, strict=True):
         if isinstance(spec, UserError):
             _raise_if_given(candidate, spec)
             failed[candidate.name] = spec
+            if asked.spec is not spec:
+                find = _FindAgain(service, asked)
+                left_out[candidate.name] = LeftOut(find=find, reason=str(spec), is_refused=False)
     readable = [
         (candidate, spec)
         for candidate, spec in zip(fetched, specs, strict=True)
@@ -259,16 +262,52 @@ async def _serve(
         return None
 
     errors = await asyncio.gather(*map(refusal, adapters))
-    for (candidate, spec), adapter, error in zip(readable, adapters, errors, strict=True):
+    for (candidate, spec), error in zip(readable, errors, strict=True):
         if error is None:
             served.append((candidate, spec))
             continue
         _raise_if_given(candidate, error)
         failed[candidate.name] = error
-        refused[candidate.name] = LeftOut(
-            adapter=adapter, canary=candidate.rollout.canary, origin=candidate.origin, reason=str(error)
-        )
-    return served, failed, refused
+        find = _FindAgain(service, replace(candidate, spec=spec))
+        left_out[candidate.name] = LeftOut(find=find, reason=str(error), is_refused=True)
+    return served, failed, left_out
+
+
+class _FindAgain:
+    """Finds a candidate that was left out. Files are read only if they are others than those that were read,
+    or could not be: to read those of a large adapter again and again in vain would take a disk's time."""
+
+    def __init__(self, service: AdapterService, candidate: _Candidate) -> None:
+        self._service = service
+        self._candidate = candidate
+        self._failed: tuple[UserError, _Stamp] | None = None  # at the last time, and what was there then
+
+    def __call__(self) -> ToServe:
+        candidate = self._candidate
+        if isinstance(candidate.spec, AdapterSpec) and not files_unchanged(candidate.spec):
+            candidate = replace(candidate, spec=None)
+        stamp = None if candidate.repo is not None else _stamp(candidate.path)
+        if candidate.spec is None and self._failed is not None and stamp == self._failed[1]:
+            raise self._failed[0]
+        [fetched] = _fetch_missing(self._service, [candidate])
+        [spec] = _read_missing(self._service, [fetched])
+        if isinstance(spec, UserError):
+            self._failed = None if stamp is None else (spec, stamp)
+            raise spec
+        self._candidate = replace(fetched, spec=spec, repo=None)
+        return ToServe(adapter=fetched.served_as(spec), canary=fetched.rollout.canary, origin=fetched.origin)
+
+
+_Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+def _stamp(folder: Path) -> _Stamp | None:
+    """Return what changes whenever files of a folder do; None if that cannot be told."""
+    try:
+        found = [(path.name, path.stat()) for path in (folder, *sorted(folder.iterdir()))]
+    except OSError:
+        return None
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found)
 
 
 def _raise_if_given(candidate: _Candidate, error: LoraplexError) -> None:

@@ -24,7 +24,8 @@ class EngineState(StrEnum):
 class EngineStatus:
     """Where the engine process stands. `message` says why when it is not ready; `phase` is what is being done
     about it, and `fraction` how much of that is done, as far as it is known. `node`: the machine of `pid`, if
-    it is not this one, or the URL of a server that runs elsewhere."""
+    it is not this one, or the URL of a server that runs elsewhere. `is_dropping`: it answers, but drops
+    requests, and nobody knows whether that will end."""
 
     state: EngineState
     message: str
@@ -33,6 +34,7 @@ class EngineStatus:
     phase: str | None = None
     fraction: float | None = None
     node: str | None = None
+    is_dropping: bool = False
 
     def explain(self) -> str:
         """Return what a person should know, and do, when the engine is not ready."""
@@ -55,7 +57,8 @@ class ReplicaStatus:
     it was ever sent; `num_replayed`: those that another one had before; `num_hits`: those that found their
     adapter in memory. `num_loads`: of adapters; `num_fetches`: those of them that it copied from another
     replica. `drained`: it is sent no more, by order. `num_placed`:
-    adapters that the placement gives it; `num_brought`: those that it ever brought in for that;
+    adapters that the placement gives it, but for those that it refuses; `num_refused`: all of the latter;
+    `num_brought`: those that it ever brought in for that;
     `num_migrated`: requests that ever migrated to it."""
 
     number: int
@@ -64,6 +67,7 @@ class ReplicaStatus:
     num_sent: int
     drained: bool
     num_placed: int = 0
+    num_refused: int = 0
     num_brought: int = 0
     num_migrated: int = 0
     num_replayed: int = 0

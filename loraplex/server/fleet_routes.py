@@ -91,6 +91,7 @@ def _list(fleet: Fleet, adapters: AdapterService) -> ReplicaList:
                 in_flight=each.num_in_flight,
                 sent=each.num_sent,
                 placed=each.num_placed,
+                refused=each.num_refused,
                 brought=each.num_brought,
                 migrated=each.num_migrated,
                 restarts=each.status.num_restarts,

@@ -1,8 +1,8 @@
-"""Adapters that the engine refused when the server started: tried again until it takes them.
+"""Adapters that could not be read, or that the engine refused, when the server started: tried again.
 
-Servers that a fleet uses may refuse what they will take later, when somebody has started them with another
-option. A name that is loaded, unloaded or changed through another server meanwhile is left to that, also
-while what the other server made of it is refused here.
+Files may be put right, and servers that a fleet uses may take what they refused when somebody has started
+them with another option. A name that is loaded, unloaded or changed through another server meanwhile is left
+to that, also while what the other server made of it is refused here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def keep_retrying(service: AdapterService, period_s: float = RETRY_S) -> N
 
 
 async def retry_left_out(service: AdapterService) -> None:
-    """Serve what was left out at the start, as far as the engine takes it by now."""
+    """Serve what was left out at the start, as far as it can be read and the engine takes it by now."""
     for name in list(service.left_out):
         try:
             async with service.follower.change(name):
@@ -54,14 +54,15 @@ async def _retry(service: AdapterService, name: str) -> None:
         # register what was left out would undo that. Who follows changes tries that one again.
         service.left_out[name] = replace(left, reason=why)
         return
-    await service.adopt(left.adapter)
+    found = await asyncio.to_thread(left.find)
+    await service.adopt(found.adapter)
     logger.info("adapter %r is served now, which was left out at the start", name)
-    canaries = {} if left.canary is None else {name: left.canary}
+    canaries = {} if found.canary is None else {name: found.canary}
     missing = (await restore_canaries(service, canaries)).get(name)
     if missing is not None:
         logger.warning("%s", missing.note)
     served = service.get(name)
-    if served is not None and left.origin is not None:
-        await registered.put(served, left.origin, kept=None if missing is None else missing.kept)
+    if served is not None and found.origin is not None:
+        await registered.put(served, found.origin, kept=None if missing is None else missing.kept)
         if missing is not None and missing.kept is not None:
             registered.lags(name, missing.reason)

@@ -42,6 +42,7 @@ class MetricsSnapshot:
     num_refused: Mapping[str, int]
     num_continued: Mapping[str, int]
     adapters: Sequence[ServedAdapter]
+    num_left_out: int = 0
     replicas: Sequence[ReplicaStatus] = ()
     holders: Callable[[str], Sequence[int]] | None = None
     num_plans: int = 0
@@ -66,6 +67,7 @@ class _Page:
         self._num_refused = snapshot.num_refused
         self._num_continued = snapshot.num_continued
         self._adapters = snapshot.adapters
+        self._num_left_out = snapshot.num_left_out
         self._replicas = snapshot.replicas
         self._num_plans = snapshot.num_plans
         self._twin = snapshot.twin
@@ -114,6 +116,11 @@ class _Page:
             self._num_continued,
         )
         yield self._gauge("loraplex:adapters", "Adapters that are served", len(self._adapters))
+        yield self._gauge(
+            "loraplex:adapters_left_out",
+            "Adapters that are not served since the start, and are tried again",
+            self._num_left_out,
+        )
         num_bytes, budget = stats.host_adapter_bytes, stats.host_adapter_budget_bytes
         yield self._gauge("loraplex:host_adapter_bytes", "Host memory held by adapter weights", num_bytes)
         yield self._gauge("loraplex:host_adapter_budget_bytes", "Most of it that may be held", budget)
@@ -217,9 +224,10 @@ class _Page:
             (
                 GaugeMetricFamily,
                 "placed_adapters",
-                "Adapters that the placement gives it",
+                "Adapters that the placement gives it, but for those that it refuses",
                 lambda r: r.num_placed,
             ),
+            (GaugeMetricFamily, "refused_adapters", "Adapters that it refuses", lambda r: r.num_refused),
             (
                 CounterMetricFamily,
                 "adapters_brought",

@@ -72,16 +72,17 @@ class RegisteredNames:
         self, name: str, state: NameState | None, *, served: str | None, reason: Exception
     ) -> None:
         """Note that a name stays with the version `served`, and say so once for each reason."""
-        said = self._lags.get(name)
+        said, is_new = self._lags.get(name), state != self._seen.get(name)
         self.acted_on(name, state)
         self._lags[name] = str(reason)
         if said != str(reason):
             here = "is not served here" if served is None else f"stays with version {served[:12]} here"
-            logger.warning(
-                "adapter %r %s: it was changed through another server on the state folder, and this one "
-                "cannot follow: %s; trying again from time to time",
-                *(name, here, reason),
+            why = (
+                "it was changed through another server on the state folder, and this one cannot follow"
+                if is_new
+                else "it still cannot be served as it is registered"
             )
+            logger.warning("adapter %r %s: %s: %s; trying again from time to time", name, here, why, reason)
 
     async def put(self, adapter: ServedAdapter, origin: Origin | None, *, kept: Canary | None = None) -> None:
         """Register a name as it will be served; None for who gave it keeps that. `kept`: a canary that stays

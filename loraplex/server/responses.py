@@ -205,8 +205,9 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`state`: new, starting, ready, silent, restarting, unreachable or failed; `message` says why it is not
-    ready, or which adapters it refuses.
-    `placed`: how many adapters the placement gives it. `brought`: how many of them it ever brought in for a
+    ready, why it refuses adapters, or by how much they exceed its memory.
+    `placed`: how many adapters the placement gives it, but for those that it refuses; `refused`: how many it
+    refuses. `brought`: how many of them it ever brought in for a
     plan. `migrated`: how many requests ever migrated to it.
     `drained`: it is sent no more requests, by order. `pid`: of its engine process, on the machine `node` if
     that is not the server's own; of a server that runs elsewhere, `node` is the URL."""
@@ -218,6 +219,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     sent: int
     placed: int
+    refused: int
     brought: int
     migrated: int
     restarts: int
@@ -226,7 +228,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOutInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that no replica took when the server started, and that is tried again."""
+    """An adapter that could not be read, or that no replica took, at the start; it is tried again."""
 
     name: str
     reason: str

@@ -103,6 +103,7 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
             num_refused={reason.value: deps.waiting.num_refused[reason] for reason in Refused},
             num_continued={reason.value: deps.continued[reason] for reason in Continued},
             adapters=deps.adapters.served(),
+            num_left_out=len(deps.adapters.left_out),
             replicas=() if deps.fleet is None else deps.fleet.replicas,
             holders=None if deps.fleet is None else deps.fleet.holders,
             num_plans=0 if deps.fleet is None else deps.fleet.num_plans,
@@ -114,13 +115,13 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
 
 
 def _why_no_adapters(deps: ServerDeps) -> str | None:
-    """Return why none of the adapters is served, if the server is no use without them; else None. A few that
+    """Return why the engine refuses all adapters, if the server is no use without them; else None. A few that
     are refused keep nobody from the others."""
-    left_out = deps.adapters.left_out
-    if deps.is_ready_without_adapters or not left_out or deps.adapters.served():
+    refused = {name: left for name, left in deps.adapters.left_out.items() if left.is_refused}
+    if deps.is_ready_without_adapters or not refused or deps.adapters.served():
         return None
-    name, left = next(iter(left_out.items()))
-    return f"none of {len(left_out):,} adapters is served; {name!r}: {left.reason}"
+    name, left = next(iter(refused.items()))
+    return f"none of {len(refused):,} adapters is served; {name!r}: {left.reason}"
 
 
 def _check_model(deps: ServerDeps, model: str | None) -> None:

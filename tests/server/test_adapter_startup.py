@@ -11,7 +11,7 @@ from adapter_calls import load, unload, version_of
 from server_fixtures import SHAPE, Api, write_adapter
 
 from loraplex.adapters.allowed_paths import AllowedPaths
-from loraplex.adapters.peft_reader import read_adapter
+from loraplex.adapters.peft_reader import read_adapter, read_adapters
 from loraplex.adapters.registry import Origin
 from loraplex.core.errors import AdapterError, CapacityError
 from loraplex.server import adapter_startup
@@ -318,6 +318,36 @@ def test_what_the_engine_refuses_is_tried_again_and_served_when_it_is_taken(
     assert registered == {
         entry.name: (entry.origin, entry.rollout.canary) for entry in service.registry.all()
     }
+
+
+def test_what_could_not_be_read_is_read_again_when_its_files_change(
+    make_api: Callable[..., Api], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = make_api(allowed=[folder], is_ready_without_adapters=False)
+    service, reads = api.served.service, []
+
+    def counted(paths: Sequence[Path], *args: Any, **options: Any) -> Any:
+        reads.extend(paths)
+        return read_adapters(paths, *args, **options)
+
+    monkeypatch.setattr(adapter_startup, "read_adapters", counted)
+    shutil.rmtree(folder / "one")
+    config = (folder / "two" / "adapter_config.json").read_text()
+    (folder / "two" / "adapter_config.json").write_text("{")
+    report = restart(api, folder)
+    assert (report.num_served, report.num_skipped) == (0, 1)
+    assert report.notes[0].endswith("; it is tried again from time to time")
+    assert api.get("/health/ready").status_code == 200, "no server of a fleet is to blame"
+    for _ in range(3):
+        api.run(retry_left_out(service))
+    assert (paths(api), list(service.left_out)) == ({}, ["two"])
+    assert reads == 2 * [folder / "two"], "not again while nothing has changed"
+    assert "loraplex:adapters_left_out{" in (page := api.get("/metrics").text)
+    assert page.partition("loraplex:adapters_left_out{")[2].splitlines()[0].endswith(" 1.0")
+    (folder / "two" / "adapter_config.json").write_text(config)
+    api.run(retry_left_out(service))
+    assert (paths(api), service.left_out) == ({"two": folder / "two"}, {})
+    assert [entry.name for entry in service.registry.all()] == ["two"]
 
 
 @pytest.mark.parametrize("needs_adapters", [True, False])

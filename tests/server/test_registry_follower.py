@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -411,7 +412,11 @@ def test_what_was_left_out_does_not_undo_what_the_other_server_has_made_of_it(
 
 @pytest.mark.parametrize("is_left_out", [False, True])
 def test_a_server_whose_engine_refuses_a_canary_leaves_it_on_trial(
-    fronts: tuple[Api, Api], folder: Path, monkeypatch: pytest.MonkeyPatch, is_left_out: bool
+    fronts: tuple[Api, Api],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_left_out: bool,
 ) -> None:
     one, two = fronts
     assert load(one, "bot", folder / "v1", canary_share=0.3).status_code == 200
@@ -429,6 +434,14 @@ def test_a_server_whose_engine_refuses_a_canary_leaves_it_on_trial(
     follow(two, again=True)
     assert shown(one) == registered(one) == ("v0", "v1", [])
     assert shown(two) == ("v0", None, [])
+
+    async def refuse(spec: Any) -> None:
+        raise AdapterError("its disk is full")
+
+    monkeypatch.setattr(two.served.engine, "add_adapter", refuse)
+    follow(two, again=True)
+    assert re.search(r"it still cannot be served as it is registered: .*its disk is full", caplog.text)
+    assert "changed through another server" not in caplog.text, "nobody has since"
     monkeypatch.undo()
     follow(two, again=True)
     assert shown(two) == ("v0", "v1", [])

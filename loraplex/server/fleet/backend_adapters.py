@@ -71,12 +71,15 @@ class BackendAdapters:
         num_at_once: int,
         seen_path: SeenPath | None,
         is_registered: IsRegistered | None = None,
+        in_use: Callable[[str], bool] | None = None,
     ) -> None:
+        """`in_use`: whether requests of this front that are in flight have a version."""
         self._http = http
         self._timeout_s = timeout_s
         self._num_at_once = num_at_once
         self._seen_path = seen_path
         self._is_registered = is_registered or (lambda version: False)
+        self._in_use = in_use or (lambda version: False)
         self.kind = BackendKind.VLLM
         # By version and folder, as any of them may be gone later.
         self._wanted: dict[str, dict[Path, AdapterSpec]] = {}
@@ -138,7 +141,8 @@ class BackendAdapters:
         """Make the server have what it should, `served` being the names of what it has.
 
         What it refused before is left to `retry`; what it refuses now is in `refused`, and logged, as is what
-        it does not unload. Raises EngineDeadError if the server goes away meanwhile.
+        it does not unload. What requests in flight have is not unloaded: who removes it waits for them, and
+        does that. Raises EngineDeadError if the server goes away meanwhile.
         """
         names = set(served)
         self._loaded = {version for version in self._wanted if adapter_name(version) in names}
@@ -152,7 +156,8 @@ class BackendAdapters:
                 *(len(gone), self._http.url, gone[0][:12], self.refused[gone[0]]),
             )
         for version in list(self._unwanted):
-            await self._unload_if_it_does(version)
+            if not self._in_use(version):
+                await self._unload_if_it_does(version)
 
     async def _unload_if_it_does(self, version: str) -> None:
         """Unload a version; one that the server does not unload is in nobody's way, and tried again later."""
@@ -173,21 +178,28 @@ class BackendAdapters:
             logger.info("the server at %s takes %d adapters now that it refused", self._http.url, taken)
 
     async def _load_all(self, versions: Sequence[str]) -> None:
-        """Load versions, a few at a time; those that are refused are noted as that."""
+        """Load versions, a few at a time; those that are refused are noted as that. When the server goes
+        away, no more are begun. Raises EngineDeadError then."""
         gate = asyncio.Semaphore(self._num_at_once)
+        end: EngineDeadError | None = None
 
         async def bring(version: str) -> None:
+            nonlocal end
             async with gate:
+                if end is not None:
+                    return
                 try:
                     await self.load(version)
-                except EngineDeadError:
-                    raise
+                except EngineDeadError as error:
+                    end = error
                 except LoraplexError:
                     pass  # `refused` has it, unless it was removed meanwhile
 
         for problem in await asyncio.gather(*map(bring, versions), return_exceptions=True):
             if isinstance(problem, BaseException):
                 raise problem
+        if end is not None:
+            raise end
 
     async def close(self) -> None:
         """End what is under way with EngineClosedError."""

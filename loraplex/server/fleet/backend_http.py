@@ -26,6 +26,10 @@ class BackendError(UserError):
     """A server that a fleet is to use is not there, or cannot be used as it is."""
 
 
+class BackendAwayError(BackendError):
+    """The server does not answer, or is not ready, so that nothing is known of it yet."""
+
+
 class UnreachableError(EngineDeadError):
     """The server did not answer. `nobody_listens`: not even the connection was accepted."""
 

@@ -10,7 +10,13 @@ import msgspec
 
 from loraplex.adapters.base_name import base_names, comparable_name
 from loraplex.server.fleet.backend_errors import error_detail
-from loraplex.server.fleet.backend_http import Answer, BackendError, BackendHttp, UnreachableError
+from loraplex.server.fleet.backend_http import (
+    Answer,
+    BackendAwayError,
+    BackendError,
+    BackendHttp,
+    UnreachableError,
+)
 from loraplex.server.fleet.completion_body import BackendKind
 
 _PROBE_NAME: Final = "lpx-probe"
@@ -60,7 +66,7 @@ async def identify(http: BackendHttp, expected: ExpectedBase, *, timeout_s: floa
     try:
         answer = await http.call("GET", "/v1/models", timeout_s=timeout_s, admin=True)
     except UnreachableError as error:
-        raise BackendError(f"{error}; start the server, or correct the address") from error
+        raise BackendAwayError(f"{error}; start the server, or correct the address") from error
     models = _models(answer, http)
     base = next((model for model in models if model.parent is None), None)
     if base is None:
@@ -100,16 +106,25 @@ async def check_usable(http: BackendHttp, backend: Backend, *, timeout_s: float)
             load = {"lora_name": _PROBE_NAME, "lora_path": _PROBE_PATH}
             answer = await http.call("POST", _LOAD_PATH, load, timeout_s=timeout_s, admin=True)
             _check_lora_enabled(answer, http)
-        body = {
-            "model": backend.base_model,
-            "prompt": [0],
-            "max_tokens": 1,
-            "temperature": 0,
-            "return_token_ids": True,
-        }
-        _check_token_ids(await http.call("POST", "/v1/completions", body, timeout_s=timeout_s), http)
     except UnreachableError as error:
-        raise BackendError(f"{error}; see its log, and start it again") from error
+        raise BackendAwayError(f"{error}; see its log, and start it again") from error
+    await check_completes(http, backend, timeout_s=timeout_s)
+
+
+async def check_completes(http: BackendHttp, backend: Backend, *, timeout_s: float) -> None:
+    """BackendError unless the server completes a prompt by a token, and tells its id."""
+    body = {
+        "model": backend.base_model,
+        "prompt": [0],
+        "max_tokens": 1,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    try:
+        answer = await http.call("POST", "/v1/completions", body, timeout_s=timeout_s)
+    except UnreachableError as error:
+        raise BackendAwayError(f"{error}; see its log, and start it again") from error
+    _check_token_ids(answer, http)
 
 
 def refused_key(answer: Answer, http: BackendHttp) -> BackendError:
@@ -128,7 +143,7 @@ def _models(answer: Answer, http: BackendHttp) -> list[_Model]:
     if answer.status in (401, 403):
         raise refused_key(answer, http)
     if answer.status == 503:
-        raise BackendError(
+        raise BackendAwayError(
             f"the server at {http.url} is not ready ({error_detail(answer).message}); wait until it is"
         )
     if 300 <= answer.status < 400:

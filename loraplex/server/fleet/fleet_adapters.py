@@ -16,7 +16,8 @@ from loraplex.server.replica import Replica
 
 class FleetAdapters:
     """The versions that the members of a fleet know. `routing`: None until the fleet has started.
-    `start_error`: why it could not start. `may_lack`: it may start without some of them."""
+    `start_error`: why it could not start, once `start_ended` is set. `may_lack`: it may start without some of
+    them."""
 
     def __init__(self, members: Members, *, may_lack: bool = False) -> None:
         self._members = members
@@ -25,6 +26,7 @@ class FleetAdapters:
         self._specs: dict[str, dict[Path, AdapterSpec]] = {}
         self.routing: LiveRouting | None = None
         self.start_error: Exception | None = None
+        self.start_ended = asyncio.Event()
 
     def specs(self) -> list[AdapterSpec]:
         """Return all versions, with each of their folders."""
@@ -64,6 +66,8 @@ class FleetAdapters:
                 *(replica.remove_adapter(spec.version) for replica in self._members.alive()),
                 return_exceptions=True,
             )
+        if self.routing is None and self._members.is_gone:
+            await self.start_ended.wait()  # the last one has failed, which ends the start
         if self.start_error is not None:
             # The other replicas were given up for it, and would only say so.
             raise self.start_error

@@ -28,7 +28,9 @@ from loraplex.fleet.replanner import PERIOD_S
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.continuing import Continued
-from loraplex.server.engine_status import EngineStatus, ReplicaStatus
+from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
+from loraplex.server.fleet.adapter_memory import AdapterMemory
+from loraplex.server.fleet.backend_http import BackendAwayError, BackendError
 from loraplex.server.fleet.changes import Changes
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_adapters import FleetAdapters
@@ -86,6 +88,7 @@ class FleetEngine:
         self._routing: LiveRouting | None = None
         self._placing: Placing | None = None
         self._adapters = FleetAdapters(self._members, may_lack=setup.may_lack)
+        self._memory = AdapterMemory()
         self._changes = Changes()  # replicas that join or leave
         self._revival = Revival(
             self._members,
@@ -124,6 +127,8 @@ class FleetEngine:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
+        finally:
+            self._adapters.start_ended.set()
         infos = [replica.info for replica in self._members if replica.info is not None]
         self.info = Ready(
             num_kv_blocks=sum(info.num_kv_blocks or 0 for info in infos) or None,
@@ -150,20 +155,26 @@ class FleetEngine:
             self._routing.add(spec)
         self._placing = Placing(self._routing, self._members, self._requests, setup.clock)
         self._placing.tick()
+        self._memory.log(self._routing)
         loops = (self._look, self._watch_failures, self._revival.run, self._placing.run)
         self._tasks = [asyncio.create_task(_kept_up(loop)) for loop in loops]
 
     async def _started(self, starts: Sequence[asyncio.Task[None]]) -> None:
         """Wait until all replicas have started, or those that do if the fleet may lack the others. Raises
-        what the first one raises that the fleet does not start without."""
+        what the first one raises that the fleet does not start without; if none has started that it may lack,
+        what is wrong with each."""
         if not self._setup.may_lack:
             await asyncio.gather(*starts)
             return
         results = await asyncio.gather(*starts, return_exceptions=True)
-        errors = {number: each for number, each in enumerate(results) if each is not None}
-        for error in errors.values():
-            if len(errors) == len(starts) or not isinstance(error, LoraplexError):
-                raise error
+        errors: dict[int, LoraplexError] = {}
+        for number, result in enumerate(results):
+            if isinstance(result, LoraplexError):
+                errors[number] = result
+            elif result is not None:
+                raise result
+        if len(errors) == len(starts):
+            raise _none_started(list(errors.values()))
         for number, error in errors.items():
             logger.warning(
                 "the fleet starts without replica %d, which is tried again every %g s: %s",
@@ -172,11 +183,15 @@ class FleetEngine:
 
     async def _device_bytes(self) -> int | None:
         """Return the memory that adapters share with the KV cache on every replica."""
-        each = await asyncio.gather(*(replica.stats() for replica in self._members if replica.healthy))
+        ready = [(number, replica) for number, replica in enumerate(self._members) if replica.healthy]
+        each = await asyncio.gather(*(replica.stats() for _, replica in ready))
+        for (number, _), stats in zip(ready, each, strict=True):
+            self._memory.saw(number, stats)
         return min(stats.device_arena_bytes for stats in each) or None
 
     async def close(self) -> None:
         self._requests.is_closing = True
+        self._adapters.start_ended.set()
         await self._changes.close()
         for task in self._tasks:
             task.cancel()
@@ -200,13 +215,18 @@ class FleetEngine:
         routing, placing = self._routing, self._placing
         if routing is None or placing is None:
             return self._members.statuses(lambda number: 0)
-        num_placed = routing.num_placed()
+        placed = [
+            [version for version in versions if version not in replica.refused]
+            for versions, replica in zip(routing.placed(), self._members, strict=True)
+        ]
+        shortages = self._memory.shortages(placed, is_everywhere=routing.is_everywhere)
         return [
             replace(
                 each,
-                num_placed=num_placed[each.number],
+                status=_with_message(each.status, shortages.get(each.number)),
+                num_placed=len(placed[each.number]),
                 num_brought=placing.num_brought[each.number],
-                num_migrated=placing.num_migrated[each.number],
+                num_migrated=self._requests.num_migrated[each.number],
             )
             for each in self._members.statuses(routing.num_in_flight)
         ]
@@ -228,7 +248,8 @@ class FleetEngine:
     def place(self) -> None:
         """Decide now where adapters live and which requests move, if there is anything to decide."""
         if self._placing is not None:
-            self._placing.tick()
+            # Who adds an adapter, or a replica, has done so: without a plan it is served all the same.
+            self._placing.tick_if_possible()
 
     async def _look(self) -> None:
         """Ask replicas again and again which adapters they hold, and write down what was decided."""
@@ -238,6 +259,7 @@ class FleetEngine:
             await asyncio.sleep(_LOOK_S)
             # Side by side: one that is slow to answer must not age what is known of the others.
             await asyncio.gather(*(self._ask(routing, number) for number in self._members.present))
+            self._memory.log(routing)
             if log is not None:
                 await asyncio.to_thread(log.write, log.take())
             if routing.has_many_gone or (log is not None and log.is_full):
@@ -259,6 +281,7 @@ class FleetEngine:
         if self._members[number] is replica and replica.healthy:
             routing.saw(number, stats)
             self._members.saw(number, stats)
+            self._memory.saw(number, stats)
 
     async def _watch_failures(self) -> None:
         """The fleet has failed when every replica has, or has left."""
@@ -360,6 +383,7 @@ class FleetEngine:
                 self._members[number].hand_over()
             await asyncio.sleep(_LEAVING_S)
         await self._members[number].close()
+        self._memory.forget(number)
 
     def _check_size(self, num_replicas: int) -> None:
         most, why = self._setup.most or (MAX_REPLICAS, "more are not managed by one front")
@@ -444,6 +468,24 @@ class _Deferred:
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._function().__await__()
+
+
+def _none_started(errors: Sequence[LoraplexError]) -> LoraplexError:
+    """Return one error for servers of which none can be used: what is wrong with each, first with those that
+    have said so themselves."""
+    telling = sorted(errors, key=lambda error: isinstance(error, BackendAwayError))
+    reasons = list(dict.fromkeys(map(str, telling)))
+    if len(reasons) == 1:
+        return telling[0]
+    each = "; ".join(f"({number}) {reason}" for number, reason in enumerate(reasons, start=1))
+    return BackendError(f"none of the {len(errors)} servers can be used: {each}")
+
+
+def _with_message(status: EngineStatus, message: str | None) -> EngineStatus:
+    """Return the status of a replica with one message more, if it serves."""
+    if message is None or status.state is not EngineState.READY:
+        return status
+    return replace(status, message="; ".join(filter(None, (status.message, message))))
 
 
 async def _kept_up(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -34,6 +34,8 @@ given up: it may be the reason."""
 _MAX_DEATHS_IN_ALL: Final = 10
 _MAX_WAIT_S: Final = 180.0
 """So long a request waits for a replica that takes it, if none serves or each goes away first."""
+_MAX_DROPPED_S: Final = 15.0
+"""The same while every one that is there answers, but drops requests."""
 _LOOK_S: Final = 0.05
 """How often a request that waits looks for a replica."""
 _BUSY_S: Final = 0.5
@@ -78,6 +80,8 @@ class FleetRequests:
         self.is_closing = False
         self.recent = RecentRequests()
         self.continued: Counter[Continued] = Counter()
+        self.num_migrated: Counter[int] = Counter()
+        """Requests that went on at each replica because they migrated."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See AsyncEngine. EngineDeadError only if too many replicas died with the request, if none is left
@@ -108,12 +112,16 @@ class FleetRequests:
             course.waits_since_s = self._clock.now_s()
         while True:
             accepts = self._members.accepting(adapter)
-            if self._clock.now_s() - course.waits_since_s > _MAX_WAIT_S:
-                problem = course.problem or self._members.status.message
+            takers = [self._members[number] for number, accepted in enumerate(accepts) if accepted]
+            is_dropped = all(replica.status.is_dropping for replica in takers)
+            limit_s = _MAX_DROPPED_S if is_dropped else _MAX_WAIT_S
+            if self._clock.now_s() - course.waits_since_s > limit_s:
+                problem = takers[0].status.message if is_dropped else course.problem
+                problem = problem or self._members.status.message
                 raise EngineDeadError(
-                    f"no replica took the request within {_MAX_WAIT_S:g} s ({problem}); send it again"
+                    f"no replica took the request within {limit_s:g} s ({problem}); send it again"
                 )
-            if any(accepted and self._members[number].healthy for number, accepted in enumerate(accepts)):
+            if any(replica.healthy for replica in takers):
                 return
             await asyncio.sleep(_LOOK_S)
 
@@ -122,8 +130,9 @@ class FleetRequests:
         return {name: each.report.num_output for name, each in self._in_flight.items()}
 
     def move(self, moves: Sequence[Moved]) -> list[Moved]:
-        """Let requests go on elsewhere from where they are; return those that do. One that has ended or is
-        not where it was, whose target is gone, or that would go on otherwise there, stays."""
+        """Let requests go on elsewhere from where they are; return those that are asked to. One that has
+        ended or is not where it was, whose target is gone, or that would go on otherwise there, stays; so
+        does one that its replica cannot hand over just now."""
         self._targets.clear()  # of earlier moves, which have been made or never will
         accepts = self._members.accepting()
         made = []
@@ -220,6 +229,7 @@ class FleetRequests:
         if target is not None and accepts[target]:
             routing.route(request.request_id, request.adapter, request.num_tokens, to=target)
             self._members.sent(target)
+            self.num_migrated[target] += 1
             return routing, target
         able = self._able_to_continue(request, accepts) if request.output_token_ids else accepts
         others = [each and number not in failed for number, each in enumerate(able)]

@@ -5,6 +5,8 @@ NEW ──start()──▶ STARTING ──▶ READY ◀────────�
                     ▼           ▼ or not well  │ all adapters
                   FAILED     UNREACHABLE ──────┘      close() leads to CLOSED from everywhere
 
+One that is READY, but drops requests, is shown as UNREACHABLE as well (`dropped_requests`).
+
 Who started the server brings it back: it is asked for as long as it takes, so a replica never fails later on.
 """
 
@@ -26,12 +28,19 @@ from loraplex.engine.staging import answer_once
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
 from loraplex.server.fleet.backend_adapters import BackendAdapters, IsRegistered, SeenPath, adapter_name
-from loraplex.server.fleet.backend_errors import error_detail
+from loraplex.server.fleet.backend_errors import NotAcceptedError, error_detail
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError, BackendHttp, UnreachableError
-from loraplex.server.fleet.backend_identity import Backend, ExpectedBase, check_usable, identify
+from loraplex.server.fleet.backend_identity import (
+    Backend,
+    ExpectedBase,
+    check_completes,
+    check_usable,
+    identify,
+)
 from loraplex.server.fleet.backend_metrics import parse_stats
 from loraplex.server.fleet.completion_body import completion_body, continuation
 from loraplex.server.fleet.completion_calls import CompletionCalls
+from loraplex.server.fleet.dropped_requests import DroppedRequests
 from loraplex.server.fleet.liveness import Liveness
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Continuation
@@ -53,7 +62,8 @@ class HttpReplicaOptions:
     health, is taken for dead; it is asked every `busy_interval_s` while requests wait for it, else every
     `idle_interval_s`. `seen_path` says where the server finds a version's files, if elsewhere than here, and
     `is_registered` whether another front of the server may want a version that this one does not. Adapters
-    that the server refuses are offered again every `refused_retry_s`.
+    that the server refuses are offered again every `refused_retry_s`. `aside_s`: the first and the longest
+    pause of a server that drops requests.
     """
 
     call_timeout_s: float = 30.0
@@ -68,6 +78,7 @@ class HttpReplicaOptions:
     stats_timeout_s: float = 2.0
     num_loads_at_once: int = 4
     refused_retry_s: float = 30.0
+    aside_s: tuple[float, float] = (0.5, 10.0)
     seen_path: SeenPath | None = None
     is_registered: IsRegistered | None = None
 
@@ -96,9 +107,11 @@ class HttpReplica:
             num_at_once=self._options.num_loads_at_once,
             seen_path=self._options.seen_path,
             is_registered=self._options.is_registered,
+            in_use=lambda version: version in self._uses,
         )
         self._liveness = Liveness(self._clock)
         self._calls = CompletionCalls(self._http, self._adapters, self._liveness, on_trouble=self._doubt)
+        self._drops = DroppedRequests(self._clock, self._options.aside_s)
         self._life = EngineLife("the replica was not started")
         self._num_restarts = 0
         self._look = asyncio.Event()  # set when there is a reason to look after the server now
@@ -124,16 +137,19 @@ class HttpReplica:
 
     @property
     def healthy(self) -> bool:
-        return self._life.is_ready
+        return self._life.is_ready and self._drops.reason is None
 
     @property
     def status(self) -> EngineStatus:
+        drops = self._drops
+        is_aside = self._life.is_ready and drops.reason is not None
         return EngineStatus(
-            state=self._life.state,
-            message=self._life.message,
+            state=EngineState.UNREACHABLE if is_aside else self._life.state,
+            message=(drops.reason or "") if is_aside else self._life.message,
             num_restarts=self._num_restarts,
             pid=None,
             node=self.url,
+            is_dropping=is_aside and drops.is_cut,
         )
 
     @property
@@ -201,13 +217,20 @@ class HttpReplica:
         model = backend.base_model if request.adapter is None else adapter_name(request.adapter)
         body = completion_body(request, model=model, kind=backend.kind, max_model_len=backend.max_model_len)
         self._begin(request.adapter)
-        has_tokens = False
+        has_tokens, era = False, self._drops.era
         try:
             async with aclosing(self._calls.run(request, body)) as outputs:
                 async for output in outputs:
-                    has_tokens = has_tokens or bool(output.token_ids)
+                    if output.token_ids and not has_tokens:
+                        has_tokens = True
+                        self._drops.answered()
                     yield output
+        except NotAcceptedError as error:
+            self._note_drop(era, error, is_cut=isinstance(error.__cause__, UnreachableError))
+            raise
         except UnreachableError as error:
+            if not has_tokens:
+                self._note_drop(era, error, is_cut=True)
             # The server has outlived the request. Where connections break before any token, it would be sent
             # for ever if that did not count.
             if has_tokens and await self._answers():
@@ -267,6 +290,30 @@ class HttpReplica:
             self._lose(str(error))
         self._look.set()
 
+    def _note_drop(self, era: int, error: EngineDeadError, *, is_cut: bool) -> None:
+        """A request was dropped before its first token. A server that is lost, or will be, is none that drops
+        requests: the watch over it looks after that."""
+        if not self._life.is_ready:
+            return
+        if self._drops.dropped(era, self._drops_in_words(error), is_cut=is_cut):
+            logger.error("%s; it is sent none until it completes a prompt", self._drops.reason)
+
+    def _drops_in_words(self, error: Exception) -> str:
+        problem = str(error).partition("; ")[0]  # without its advice, which is another
+        return f"the server at {self.url} says that it is well, but drops requests ({problem}); see its log"
+
+    async def _try_again(self) -> None:
+        """Send requests to a server that was set aside for dropping them, if it completes a prompt."""
+        assert self.backend is not None
+        timeout_s = min(self._options.call_timeout_s, _LOOK_TIMEOUT_S)
+        try:
+            await check_completes(self._http, self.backend, timeout_s=timeout_s)
+        except BackendError as error:
+            self._drops.failed_again(self._drops_in_words(error))
+            return
+        self._drops.try_again()
+        logger.info("the server at %s completes prompts, and is sent requests again", self.url)
+
     def _begin(self, version: str | None) -> None:
         self._num_in_flight += 1
         if version is not None:
@@ -293,6 +340,8 @@ class HttpReplica:
                 if self._life.state is EngineState.UNREACHABLE or is_urgent:
                     # A server that broke a connection may have been started again since.
                     await self._bring_back()
+                if self._life.is_ready and self._drops.is_due:
+                    await self._try_again()
                 self._retry_refused()
                 pause_s = self._options.first_pause_s
             except (EngineDeadError, BackendError) as error:

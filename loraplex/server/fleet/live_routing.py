@@ -325,17 +325,22 @@ class LiveRouting:
         """Tell whether a replica has a version in its memory, as far as that is known."""
         return self._held.has(replica, version)
 
-    def num_placed(self) -> list[int]:
-        """Return how many adapters each replica is placed with."""
-        there = [number for version, number in self._numbers.items() if version not in self._removed]
+    @property
+    def is_everywhere(self) -> bool:
+        """Tell whether every replica is placed with all adapters, as there is no plan."""
+        return self.view.plan is None
+
+    def placed(self) -> list[list[str]]:
+        """Return the versions that each replica is placed with."""
+        there = {version: each for version, each in self._numbers.items() if version not in self._removed}
         plan, num_replicas = self.view.plan, self.view.load.num_replicas
         if plan is None:
-            return [len(there)] * num_replicas
-        counts = [0] * num_replicas
-        for number in there:
+            return [list(there)] * num_replicas
+        placed: list[list[str]] = [[] for _ in range(num_replicas)]
+        for version, number in there.items():
             for replica in plan.replicas[number]:
-                counts[replica] += 1
-        return counts
+                placed[replica].append(version)
+        return placed
 
     # ---- replicas
 

@@ -255,6 +255,7 @@ class Members:
                 num_hits=self.num_hits[number],
                 num_loads=self.num_loads[number],
                 num_fetches=self.num_fetches[number],
+                num_refused=len(self._replicas[number].refused),
                 drained=number in self._drained | self._leaving,
             )
             for number in sorted(present)

@@ -37,8 +37,7 @@ async def bring_in(replica: Replica, version: str) -> None:
 
 class Placing:
     """Asks a routing again and again what is to be done, and does it. `num_plans`: plans that changed
-    anything; `num_brought`: adapters that each replica brought in for one; `num_migrated`: requests that went
-    on at each replica because they migrated."""
+    anything; `num_brought`: adapters that each replica brought in for one."""
 
     def __init__(
         self, routing: LiveRouting, members: Members, requests: FleetRequests, clock: Clock | None = None
@@ -51,22 +50,25 @@ class Placing:
         self._stagings: set[asyncio.Task[None]] = set()
         self.num_plans = 0
         self.num_brought: Counter[int] = Counter()
-        self.num_migrated: Counter[int] = Counter()
+        self._problem = ""  # the last one that was logged, while it lasts
 
     async def run(self) -> None:
         """Decide whenever it is time, until this is cancelled."""
-        problem = ""
         while True:
             left_s = self._routing.next_tick_s - self._clock.now_s()
             # What was due before could not be decided, as no replica serves: one may come back.
             await asyncio.sleep(min(left_s, _LOOK_S) if left_s > 0 else _LOOK_S)
-            try:
-                self.tick()
-                problem = ""
-            except LoraplexError as error:
-                if str(error) != problem:
-                    logger.error("adapters stay where they are: %s", error)
-                problem = str(error)
+            self.tick_if_possible()
+
+    def tick_if_possible(self) -> None:
+        """As `tick`; a plan that does not fit the fleet is logged, once while it does not."""
+        try:
+            self.tick()
+            self._problem = ""
+        except LoraplexError as error:
+            if str(error) != self._problem:
+                logger.error("adapters stay where they are: %s", error)
+            self._problem = str(error)
 
     async def close(self) -> None:
         for task in self._stagings:
@@ -94,7 +96,6 @@ class Placing:
             task.add_done_callback(self._stagings.discard)
         if found.event.moves:
             made = self._requests.move(found.event.moves)
-            self.num_migrated.update(move.target for move in made)
             logger.info("%d requests migrate", len(made))
 
     async def _stage_all(self, replica: int, versions: Sequence[str]) -> None:

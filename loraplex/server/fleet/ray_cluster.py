@@ -231,7 +231,8 @@ class RayCluster:
                         if isinstance(report, Released):
                             self._seats.pop(report.id, None)
         finally:
-            self._connected = None
+            if self._connected is connected:  # else another driver was started since
+                self._connected = None
             if not connected.done():
                 connected.set_exception(UserError(self._unreachable("the process that spoke to it ended")))
                 connected.exception()

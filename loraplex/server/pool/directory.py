@@ -77,7 +77,11 @@ class PoolDirectory:
         # It may have lost since what those behind it have; nobody is waited for among these.
         ranked += [each for each in order[place + 1 :] if arrived[each]]
         named = [
-            Holder(self._addresses[each], awaited=not arrived[each] and (version, each) in self._in_flight)
+            Holder(
+                self._addresses[each],
+                awaited=not arrived[each] and (version, each) in self._in_flight,
+                number=each,
+            )
             for each in ranked
             if each in self._addresses
         ]

@@ -24,10 +24,17 @@ MAX_ANSWER_BYTES: Final = PIECE_BYTES + 4096
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
     """A replica that has a version in its host memory, or is about to. `awaited`: it was not seen there yet,
-    and will come, as requests for it are there."""
+    and will come, as requests for it are there. `number`: the replica's, for logs."""
 
     address: str
     awaited: bool = False
+    number: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """What it is called in logs."""
+        known_as = "the replica" if self.number is None else f"replica {self.number}"
+        return f"{known_as} at {self.address}"
 
 
 class SlabState(StrEnum):

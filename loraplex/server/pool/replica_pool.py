@@ -213,9 +213,6 @@ class ReplicaPool:
         with self._lock:
             self._num_failures += 1
         logger.warning(
-            "adapter version %s was not copied from the replica at %s: %s; another one is asked, or its "
-            "files are read",
-            key.version[:12],
-            holder.address,
-            error,
+            "adapter version %s was not copied from %s: %s; another one is asked, or its files are read",
+            *(key.version[:12], holder.shown, error),
         )

@@ -28,6 +28,7 @@ class FakeReplica:
         self.failed = asyncio.Event()
         self.info: Ready | None = None
         self.num_restarts = 0
+        self.memory_bytes = 0  # for adapters of 64 bytes each; 0 if it does not tell
         self.known: set[str] = set()
         self.held: set[str] = set()
         self.staged: list[str] = []
@@ -134,7 +135,9 @@ class FakeReplica:
             )
             for version in sorted(self.known)
         ]
-        reported = EngineStats(adapters=tuple(rows), num_steps=self.num_steps)
+        reported = EngineStats(
+            adapters=tuple(rows), num_steps=self.num_steps, host_adapter_budget_bytes=self.memory_bytes
+        )
         if (gate := self.stats_gate) is not None:
             self.stats_gate = None
             await gate.wait()

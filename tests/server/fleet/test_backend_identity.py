@@ -117,24 +117,34 @@ def test_a_server_that_does_not_answer_is_said_so() -> None:
     run(scenario())
 
 
-def test_a_fleet_that_cannot_start_says_what_is_wrong_with_the_server_it_fails_for(tmp_path: Path) -> None:
-    """Also to who adds adapters meanwhile: the other servers, which are left, have only that to say."""
+@pytest.mark.parametrize("has_dead", [True, False])
+def test_a_fleet_that_cannot_start_says_what_is_wrong_with_each_server(
+    tmp_path: Path, has_dead: bool
+) -> None:
+    """The most telling reason first; also to who adds adapters meanwhile."""
 
     async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as slow:  # connections are made, and never answered
-            async with VllmDialect(Behaviour(api_key="another")) as server:
-                urls = (f"http://127.0.0.1:{slow.getsockname()[1]}", server.url)
-                fleet = backend_fleet(
-                    Backends(urls=urls, api_key="mine"),
-                    base_names=[BASE],
-                    shape=SHAPE,
-                    policy=Policy.of("round-robin"),
-                )
-                adding = asyncio.create_task(fleet.add_adapter(spec_in(tmp_path / "one")))
-                with pytest.raises(BackendError, match="refuses the API key"):
-                    await fleet.start(add_adapters=adding)
-                with pytest.raises(BackendError, match="refuses the API key"):
-                    await adding
+        async with VllmDialect() as dead:
+            pass
+        async with VllmDialect(Behaviour(api_key="another")) as server:
+            fleet = backend_fleet(
+                Backends(urls=(dead.url, server.url) if has_dead else (server.url,), api_key="mine"),
+                base_names=[BASE],
+                shape=SHAPE,
+                policy=Policy.of("round-robin"),
+            )
+            adding = asyncio.create_task(fleet.add_adapter(spec_in(tmp_path / "one")))
+            with pytest.raises(BackendError) as caught:
+                await fleet.start(add_adapters=adding)
+            with pytest.raises(BackendError) as caught_adding:
+                await adding
+            message, own = str(caught.value), f"the server at {server.url} refuses the API key (HTTP 401); "
+            assert str(caught_adding.value) == message
+            if has_dead:
+                assert message.startswith(f"none of the 2 servers can be used: (1) {own}")
+                assert f"; (2) nothing answers at {dead.url} (Connection refused); start the" in message
+            else:
+                assert message.startswith(own)
 
     run(scenario())
 

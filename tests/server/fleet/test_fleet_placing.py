@@ -93,6 +93,40 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
+@pytest.mark.parametrize(
+    ("policy", "fix"),
+    [
+        ("most-idle", "raise --host-adapter-memory, or place fewer on each replica (--placement auto)"),
+        ("most-idle+auto", "raise --host-adapter-memory, or have more replicas"),
+    ],
+)
+def test_too_little_memory_for_a_placement_is_said_with_the_fix_and_served(
+    policy: str, fix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        fleet = InProcess(policy, 2)
+        for number in range(8):
+            await fleet.engine.add_adapter(spec_of(f"v{number}"))
+        fleet.replicas[0].memory_bytes, fleet.replicas[1].memory_bytes = 100, 512
+        await fleet.engine.start()
+        (short, rich) = fleet.engine.replicas
+        needed = 64 * short.num_placed
+        words = f"take {needed:,} bytes, {needed - 100:,} more than its memory for adapters holds; they are"
+        assert words in short.status.message
+        assert short.status.message.endswith(fix)
+        assert rich.status.message == ""
+        assert [record.getMessage() for record in caplog.records if "more than" in record.getMessage()] == [
+            f"replica 0: {short.status.message}"
+        ]
+        for number in range(8):
+            request = request_of(f"r{number}", adapter=f"v{number}")
+            assert await fleet.answer(request) == tokens_of(request)
+        await fleet.engine.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+
+
 def test_requests_go_where_their_adapter_is_placed() -> None:
     async def scenario() -> None:
         async with fleet_of("most-idle+auto", 3, 9) as fleet:
@@ -267,13 +301,54 @@ def test_migrated_requests_answer_as_if_nothing_had_happened() -> None:
             await asyncio.sleep(0)
             fleet.engine.undrain(1)
             fleet.tick(10.0)
+            assert await asyncio.gather(*answers) == [tokens_of(request) for request in requests]
             (_, migrated) = [each.num_migrated for each in fleet.engine.replicas]
             assert migrated > 5
-            assert await asyncio.gather(*answers) == [tokens_of(request) for request in requests]
             assert fleet.engine.replicas[1].num_sent == migrated
             assert [each.num_in_flight for each in fleet.engine.replicas] == [0, 0]
 
     run(scenario())
+
+
+def test_a_request_that_its_replica_cannot_hand_over_is_not_counted_as_migrated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with fleet_of("most-idle+everywhere+migrate", 2) as fleet:
+            asked: list[str | None] = []
+            monkeypatch.setattr(fleet.replicas[0], "hand_over", asked.append)
+            fleet.engine.drain(1)
+            requests = [request_of(f"r{n}", prompt=n + 1, max_tokens=300) for n in range(40)]
+            answers = [asyncio.create_task(fleet.answer(request)) for request in requests]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            fleet.engine.undrain(1)
+            fleet.tick(10.0)
+            assert len(asked) > 5
+            await asyncio.gather(*answers)
+            assert [each.num_migrated for each in fleet.engine.replicas] == [0, 0]
+
+    run(scenario())
+
+
+def test_an_adapter_is_served_also_if_there_is_no_plan_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with fleet_of("most-idle+auto", 2, 2) as fleet:
+            assert fleet.engine._placing is not None
+
+            def refuse() -> None:
+                raise UserError("nobody has room for it")
+
+            monkeypatch.setattr(fleet.engine._placing, "tick", refuse)
+            for number in (2, 3):
+                await fleet.engine.add_adapter(spec_of(f"v{number}"))
+                request = request_of(f"r{number}", adapter=f"v{number}")
+                assert await fleet.answer(request) == tokens_of(request)
+
+    run(scenario())
+    assert caplog.text.count("adapters stay where they are: nobody has room for it") == 1
 
 
 ACTIONS = st.lists(

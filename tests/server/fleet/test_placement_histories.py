@@ -273,7 +273,7 @@ def test_a_plan_and_its_period_stay_when_the_log_begins_anew() -> None:
     assert {version: fleet.routing.placed_on(version) for version in fleet.versions} == before
     assert fleet.routing.next_tick_s == next_tick_s
     assert list(fleet.routing.state()) == state
-    assert fleet.routing.num_placed() == [
+    assert [len(versions) for versions in fleet.routing.placed()] == [
         sum(entry is not None and n in entry.replicas for entry in before.values()) for n in range(3)
     ]
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from asyncio.subprocess import Process
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from engine_client_harness import run
@@ -125,3 +129,18 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(ray_cluster, "find_spec", find)
     assert "pip install 'loraplex[ray]'" in connecting_fails(None)
+
+
+def test_a_driver_that_ends_leaves_the_one_that_was_started_after_it() -> None:
+    async def scenario() -> None:
+        cluster, loop = RayCluster(RayPlace()), asyncio.get_running_loop()
+        before, now = loop.create_future(), loop.create_future()
+        cluster._connected = now
+        ended = SimpleNamespace(stdout=asyncio.StreamReader())
+        ended.stdout.feed_eof()
+        await cluster._read_reports(cast("Process", ended), before)
+        assert cluster._connected is now
+        await cluster._read_reports(cast("Process", ended), now)
+        assert cluster._connected is None
+
+    run(scenario())

@@ -57,6 +57,8 @@ def test_an_adapter_is_served_by_those_that_take_it_and_the_reason_of_the_other_
             assert words[1] == "replica 1: ready"
             shown, other = fleet.replicas
             assert (shown.status.state, other.status.message) == ("ready", "")
+            assert (shown.num_placed, shown.num_refused) == (0, 1)
+            assert (other.num_placed, other.num_refused) == (1, 0)
             assert "it refuses an adapter: " in shown.status.message
             assert "start it with --max-lora-rank 8" in shown.status.message
             for _ in range(4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from replicas import BASE, answer, replica_of, request_for, run, spec_in, started, until
@@ -21,7 +22,7 @@ from loraplex.core.request import FinishReason
 from loraplex.fleet.policy import Policy
 from loraplex.server.fleet.backend_adapters import adapter_name
 from loraplex.server.fleet.backend_errors import AdapterMissingError
-from loraplex.server.fleet.backend_http import BackendError
+from loraplex.server.fleet.backend_http import Answer, BackendError, UnreachableError
 from loraplex.server.fleet.backend_replicas import Backends, backend_fleet
 
 
@@ -310,6 +311,53 @@ def test_adapters_may_be_added_while_it_starts_and_streams_end_when_it_is_closed
                 await answer(replica, request_for([5]))
             await until(lambda: server.num_cancelled == 1)
             assert list(server.adapters) == [adapter_name(spec.version)]  # the next fleet finds it
+
+    run(scenario())
+
+
+def test_a_look_at_the_server_does_not_unload_what_requests_in_flight_have(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        spec = spec_in(tmp_path / "one")
+        async with VllmDialect() as server, started(server.url) as replica:
+            await replica.add_adapter(spec)
+            server.does.pause_after = 2
+            asking = asyncio.create_task(answer(replica, request_for([5], adapter=spec.version)))
+            await server.paused.wait()
+            removing = asyncio.create_task(replica.remove_adapter(spec.version))
+            await until(lambda: spec.version in replica._adapters._unwanted)
+            await replica._adapters.restore(list(server.adapters))
+            assert list(server.adapters) == [adapter_name(spec.version)]
+            server.does.resume.set()
+            assert (await asking).finish_reason is FinishReason.LENGTH
+            await removing
+            assert server.adapters == {}
+
+    run(scenario())
+
+
+def test_no_more_loads_are_begun_when_the_server_has_gone_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        specs = [spec_in(tmp_path / str(seed), seed=seed) for seed in range(6)]
+        async with (
+            VllmDialect() as server,
+            started(server.url, idle_interval_s=60.0, num_loads_at_once=2) as replica,
+        ):
+            for spec in specs:
+                replica._adapters.note(spec)
+            call, num_loads = replica._http.call, 0
+
+            async def counted(method: str, path: str, *args: Any, **options: Any) -> Answer:
+                nonlocal num_loads
+                num_loads += path == "/v1/load_lora_adapter"
+                return await call(method, path, *args, **options)
+
+            monkeypatch.setattr(replica._http, "call", counted)
+            await server.stop()
+            with pytest.raises(UnreachableError, match="nothing answers"):
+                await replica._adapters.restore([])
+            assert num_loads == 2
 
     run(scenario())
 

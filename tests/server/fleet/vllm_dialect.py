@@ -52,6 +52,8 @@ class Behaviour:
     """Streams wait for it before their answers begin."""
     hang_ups: int = 0
     """So many streams are cut before their answers begin."""
+    drops: bool = False
+    """It cuts every connection that asks for a completion."""
 
 
 def tokens_of(model: str, prompt: list[int], count: int) -> list[int]:
@@ -224,6 +226,10 @@ class VllmDialect:
         body = await request.json()
         self.calls.append((request.path, body))
         model = body["model"]
+        if self.does.drops:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
         if self.does.failure is not None:
             response = error(*self.does.failure)
             if self.does.retry_after is not None:

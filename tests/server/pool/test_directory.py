@@ -29,7 +29,7 @@ def addresses(holders: tuple[Holder, ...]) -> list[str]:
 def test_the_first_replica_reads_and_the_others_are_sent_to_those_before_them() -> None:
     directory = directory_of(4)
     assert directory.begin(2, "v") == ()
-    assert directory.begin(0, "v") == (Holder("at-2", awaited=True),)
+    assert directory.begin(0, "v") == (Holder("at-2", awaited=True, number=2),)
     assert addresses(directory.begin(1, "v")) == ["at-2", "at-0"]
     assert addresses(directory.begin(3, "v")) == ["at-0", "at-2", "at-1"]  # half of them to the second one
     assert directory.begin(2, "v") == (), "the one that reads is sent to nobody, however often it is asked"
@@ -39,7 +39,7 @@ def test_the_first_replica_reads_and_the_others_are_sent_to_those_before_them() 
 def test_a_replica_that_has_an_adapter_without_requests_is_not_waited_for() -> None:
     directory = directory_of(2)
     directory.saw(1, stats_of("v", "host"))
-    assert directory.begin(0, "v") == (Holder("at-1", awaited=False),)
+    assert directory.begin(0, "v") == (Holder("at-1", awaited=False, number=1),)
 
 
 def test_a_replica_that_was_seen_to_have_it_is_not_waited_for_if_its_host_memory_has_it_no_more() -> None:
@@ -47,7 +47,7 @@ def test_a_replica_that_was_seen_to_have_it_is_not_waited_for_if_its_host_memory
     directory.begin(1, "v")
     for tier, awaited in (("disk", True), ("loading", True), ("device", False), ("disk", True)):
         directory.saw(1, stats_of("v", tier, in_flight=1))
-        assert directory.holders(0, "v") == (Holder("at-1", awaited=awaited),)
+        assert directory.holders(0, "v") == (Holder("at-1", awaited=awaited, number=1),)
 
 
 def test_the_first_one_finds_what_it_has_lost_at_those_that_copied_it() -> None:
@@ -55,7 +55,7 @@ def test_the_first_one_finds_what_it_has_lost_at_those_that_copied_it() -> None:
     for replica in (0, 1, 2):
         directory.begin(replica, "v")
     directory.saw(2, stats_of("v", "host"))
-    assert directory.holders(0, "v") == (Holder("at-2", awaited=False),)
+    assert directory.holders(0, "v") == (Holder("at-2", awaited=False, number=2),)
 
 
 def test_an_adapter_that_was_evicted_is_not_looked_for_there() -> None:

@@ -222,7 +222,9 @@ def test_a_holder_that_sends_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPa
         assert len(slow.begins) < 5, "it was asked again"
 
 
-def test_a_holder_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_does_not_answer_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     keys, source = CurveKeys.make(), slab()
     other = KEY._replace(version="another")
     with zmq.Context() as context, joined(2, keys) as ((first, address), (second, _)):
@@ -231,10 +233,11 @@ def test_a_holder_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.Mo
         port = silent.bind_to_random_port("tcp://127.0.0.1")
         for key in (KEY, other):
             first.offer(key, source, None)
-            second.locate(key.version, [Holder(f"tcp://127.0.0.1:{port}"), Holder(address)])
+            second.locate(key.version, [Holder(f"tcp://127.0.0.1:{port}", number=7), Holder(address)])
         found = [np.zeros(NUM_BYTES, dtype=np.uint8) for _ in range(3)]
         second.fetch(KEY, found[0])
         assert second.num_failures == 1
+        assert f"not copied from replica 7 at tcp://127.0.0.1:{port}: it did not answer" in caplog.text
         second.fetch(other, found[1])
         assert second.num_failures == 1, "it was not asked again"
         monkeypatch.setattr(replica_pool, "_SILENT_S", 0.0)

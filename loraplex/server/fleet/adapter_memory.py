@@ -1,0 +1,68 @@
+"""Whether the adapters that a replica is placed with fit its memory: they are served if not, but slowly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from loraplex.core.stats import EngineStats
+from loraplex.server.fleet.live_routing import LiveRouting
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterMemory:
+    """What replicas last reported of their memory for adapters. Servers elsewhere do not tell how large
+    adapters are: of them nothing is said."""
+
+    def __init__(self) -> None:
+        self._reported: dict[int, EngineStats] = {}  # of those whose memory does not hold all adapters
+        self._logged: set[int] = set()
+
+    def saw(self, number: int, stats: EngineStats) -> None:
+        """Take over what a replica reports."""
+        if 0 < _memory_bytes(stats) < sum(adapter.num_bytes for adapter in stats.adapters):
+            self._reported[number] = stats
+        else:
+            self._reported.pop(number, None)
+
+    def shortages(self, placed: Sequence[Collection[str]], *, is_everywhere: bool) -> Mapping[int, str]:
+        """Return in words by how much the versions that each replica is placed with exceed its memory, and
+        what to do; of those alone where they do. `is_everywhere`: each is placed with all versions."""
+        found = {}
+        for number, stats in self._reported.items():
+            sizes = {adapter.version: adapter.num_bytes for adapter in stats.adapters}
+            needed, there = sum(sizes.get(version, 0) for version in placed[number]), _memory_bytes(stats)
+            if needed > there:
+                found[number] = _in_words(needed, there, is_everywhere=is_everywhere)
+        return found
+
+    def log(self, routing: LiveRouting) -> None:
+        """Log which replicas fall short that did not when this was last called."""
+        if not self._reported:
+            self._logged.clear()
+            return
+        short = self.shortages(routing.placed(), is_everywhere=routing.is_everywhere)
+        if new := [number for number in short if number not in self._logged]:
+            others = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            logger.warning("replica %d%s: %s", new[0], others, short[new[0]])
+        self._logged = set(short)
+
+    def forget(self, number: int) -> None:
+        """Know nothing of a replica that has left."""
+        self._reported.pop(number, None)
+
+
+def _memory_bytes(stats: EngineStats) -> int:
+    """Return what adapters have at the most, 0 if that is not known. What is on a device has a copy in the
+    host's memory as well, if there is room."""
+    return max(stats.host_adapter_budget_bytes, stats.device_arena_bytes)
+
+
+def _in_words(needed: int, there: int, *, is_everywhere: bool) -> str:
+    fewer = "place fewer on each replica (--placement auto)" if is_everywhere else "have more replicas"
+    return (
+        f"the adapters that it is placed with take {needed:,} bytes, {needed - there:,} more than its memory "
+        "for adapters holds; they are served, but those that are not in memory have to be read first: raise "
+        f"--host-adapter-memory, or {fewer}"
+    )
