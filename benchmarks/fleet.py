@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks import sources
 from benchmarks.fleet_bounds import measure_bounds
 from benchmarks.fleet_decisions import measure_decisions
-from benchmarks.fleet_sections import RUNS, TOLERANCE, Fleet, Run, Size
+from benchmarks.fleet_sections import RUNS, TOLERANCE, WARM, Fleet, Run, Size
 from loraplex.bench.environment import environment
 from loraplex.core.whole_file import write_whole
 from loraplex.fleet.policy import AUTO, ORACLE, PLACEMENTS, Policy
@@ -90,6 +90,7 @@ def inputs_of(fleet: Fleet) -> tuple[CostModel, Sequence[WorkloadRequest], Fleet
         slo=fleet.goal.slo(_base_times(fleet.paper, fleet.profile, fleet.data)),
         period_s=fleet.period_s,
         link=LINK,
+        warm=WARM,
     )
     return profile, requests, options
 
@@ -167,17 +168,21 @@ def _figures(outcome: FleetOutcome, slo: Slo) -> dict[str, Any]:
 
 
 def make_section(name: str, section: dict[str, Any], size: Size, save: Callable[[], None]) -> None:
-    """Perform the runs that the section lacks, on all cores; each is saved when it ends."""
+    """Perform the runs that the section lacks, on all cores; each is saved when it ends. In the end they
+    stand in the order in which the section names them."""
     found: dict[str, Any] = section.setdefault("runs", {})
     size = replace(size, found=found)
+    keys: list[str] = []
     with worker_pool(len(os.sched_getaffinity(0))) as pool:
         for runs in RUNS[name](size):
+            keys += (run.key for run in runs)
             tasks = {pool.submit(perform, run): run for run in runs if run.key not in found}
             for number, task in enumerate(as_completed(tasks), start=1):
                 run = tasks[task]
                 found[run.key] = task.result()
                 save()
                 print(f"{name} {number}/{len(tasks)}: {run.key}: {found[run.key]}", flush=True)
+    section["runs"] = {key: found[key] for key in keys}
 
 
 def kept(held: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:

@@ -145,6 +145,9 @@ def key_of(name: str, policy: str, seed: int = 0, *, is_search: bool) -> str:
 TOLERANCE: Final = 0.02
 """A search ends when a rate that is sustained and one that is not are no further apart. What it finds is the
 lower one: too low by half of this on the mean, for all policies alike."""
+WARM: Final = True
+"""Fleets have served before: in two minutes of a workload, one period without a plan would count for more
+than in a fleet that serves for days."""
 FAR, NEAR, NEXT_SEED = 1.5, 1.1, 1.04
 """Steps of a search: where nothing is known, from the rate that another policy sustains, and from the rate
 that the same policy sustains with another seed."""
@@ -306,6 +309,7 @@ class Size:
         return {name: getattr(self, name) for name in chosen} | {
             "published_data": self.data is not None,
             "tolerance": TOLERANCE,
+            "warm": WARM,
         }
 
 

@@ -16,8 +16,6 @@ PAPERS: Final = ("rank-aware", "pending-time+burst-tolerance+migrate", "routing-
 AFTER_FIRST: Final = ", after the first token"
 """In the name of a fleet whose SLO is on the time per token after the first."""
 ORACLE, AUTO, AFFINITY = "oracle", "auto", "affinity"
-_FORMER_TOLERANCE: Final = 0.02
-"""The tolerance of searches in results that do not tell it."""
 NOT_YET: Final = "Not measured yet.\n"
 
 
@@ -89,7 +87,7 @@ def simulated_note(result: Result, section: str) -> str:
     num_seeds = len({run["seed"] for run in runs})
     seeds = f", {num_seeds} {plural('seed', num_seeds)} at the most" if num_seeds else ""
     is_searched = any("capacity_rps" in run for run in runs)
-    tolerance = found["parameters"].get("tolerance", _FORMER_TOLERANCE)
+    tolerance = found["parameters"]["tolerance"]
     searched = f", rates found to within {tolerance:.0%}" if is_searched else ""
     return f"Computed {found['date'][:10]}, commit {commit}, {data}{seeds}{searched}.\n"
 
@@ -188,6 +186,8 @@ def bounds_table(result: Result) -> str:
         (name, _rank_rates(each[batches[0]]), *(f"{each[batch]['gain_at_most']:.2f}x" for batch in batches))
         for name, each in found.items()
     ]
+    means = (geometric_mean([each[batch]["gain_at_most"] for each in found.values()]) for batch in batches)
+    lines.append(("geometric mean", "", *(f"{mean:.2f}x" for mean in means)))
     gains = (f"gain at the most, batches of {batch}" for batch in batches)
     return table(("workload", f"tokens/s of a batch of {batches[0]}, by rank", *gains), lines)
 

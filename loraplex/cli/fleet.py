@@ -76,6 +76,10 @@ _Costs = Annotated[
         help="What policies predict steps by: `steps`, the profile; `linear`, the papers' line fitted to it.",
     ),
 ]
+_Warm = Annotated[
+    bool,
+    typer.Option("--warm", help="The fleet has served before: its first plan goes by the first minute."),
+]
 _Plot = Annotated[Path | None, typer.Option(help="Draw it to this .png.")]
 
 
@@ -100,6 +104,7 @@ def simulate(
     period: _Period = 60.0,
     link: _Link = None,
     costs: _Costs = "steps",
+    warm: _Warm = False,
     adapters: Adapters = None,
     ranks: Ranks = None,
     slots: Slots = None,
@@ -120,7 +125,7 @@ def simulate(
     policy = Policy.of(routing, placement, migrates=migrate)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
-    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, options)
+    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     _check_fit([policy], inputs)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     with shown_progress("simulating", expected=f"{len(inputs.workload):,} requests") as progress:
@@ -162,6 +167,7 @@ def compare(
     period: _Period = 60.0,
     link: _Link = None,
     costs: _Costs = "steps",
+    warm: _Warm = False,
     adapters: Adapters = None,
     ranks: Ranks = None,
     slots: Slots = None,
@@ -185,7 +191,7 @@ def compare(
     named = _named(policies)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
-    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, options)
+    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     _check_fit(named, inputs)
     expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
     with shown_progress("simulating", expected=expected) as progress:
@@ -221,6 +227,7 @@ def capacity(
     period: _Period = 60.0,
     link: _Link = None,
     costs: _Costs = "steps",
+    warm: _Warm = False,
     adapters: Adapters = None,
     ranks: Ranks = None,
     slots: Slots = None,
@@ -245,7 +252,7 @@ def capacity(
     named = _named(policies)
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
-    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, options)
+    inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     _check_fit(named, inputs)
     if seconds is not None:  # the same requests at every rate, and time for each of them to end
         inputs = _whole(inputs, seconds)
@@ -348,6 +355,7 @@ def _inputs(
     period: float,
     link: str | None,
     costs: str,
+    warm: bool,
     options: TwinOptions,
 ) -> FleetInputs:
     from loraplex.perf.set_costs import CostForm
@@ -395,14 +403,16 @@ def _inputs(
             link=speed,
             adapter_bytes=adapter_bytes,
             cost_form=CostForm(costs),
+            warm=warm,
         ),
     )
 
 
 def _conditions(inputs: FleetInputs) -> dict[str, float | str | None]:
-    """Return the SLO and the form of costs as they stand in JSON."""
-    slo, costs = inputs.options.slo, str(inputs.options.cost_form)
-    return {"slo_tpt_s": slo.tpt_s, "slo_tpot_s": slo.tpot_s, "slo_ttft_s": slo.ttft_s, "costs": costs}
+    """Return the SLO and what policies are told, as they stand in JSON."""
+    options, slo = inputs.options, inputs.options.slo
+    limits = {"slo_tpt_s": slo.tpt_s, "slo_tpot_s": slo.tpot_s, "slo_ttft_s": slo.ttft_s}
+    return {**limits, "costs": str(options.cost_form), "warm": options.warm}
 
 
 def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:

@@ -34,9 +34,9 @@ class Counted(NamedTuple):
 class Replanner:
     """Counts tokens by adapter, and asks a placement for a plan at the end of each period.
 
-    Before anybody has asked for anything, all adapters are expected to be asked for alike.
-    `demand`: what the placement expects from the periods that are over. `known_demand`: tells the tokens/s of
-    each adapter in the period that begins then, if that is known.
+    `demand`: what the placement expects from the periods that are over. `first_demand`: the tokens/s of each
+    adapter until a period is over; None if all are expected to be asked for alike. `known_demand`: tells the
+    tokens/s of each adapter in the period that begins then, if that is known.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Replanner:
         num_slots: int | None = None,
         seed: int = 0,
         demand: Demand = extrapolated_demand,
+        first_demand: FloatArray | None = None,
         known_demand: Callable[[float], FloatArray] | None = None,
     ) -> None:
         """`period_s`: infinite for a placement that is made once and kept. All replicas serve until `serve`
@@ -68,6 +69,7 @@ class Replanner:
         self._num_slots = num_slots
         self._seed = seed
         self._demand_from = demand
+        self._first_demand = np.ones(len(adapters)) if first_demand is None else first_demand
         self._known_demand = known_demand
         self._tokens: FloatArray = np.zeros(len(adapters))
         self._rates: deque[FloatArray] = deque(maxlen=_NUM_PERIODS)
@@ -78,10 +80,12 @@ class Replanner:
         """Place these as well, which have the next numbers; nobody has asked for them yet."""
         self._adapters = self._adapters.followed_by(added)
         self._tokens = self._padded(self._tokens)
+        mean = self._first_demand.mean() if len(self._first_demand) else 1.0
+        self._first_demand = self._padded(self._first_demand, mean)
         self._rates = deque(map(self._padded, self._rates), _NUM_PERIODS)
 
-    def _padded(self, column: FloatArray) -> FloatArray:
-        return np.pad(column, (0, len(self._adapters) - len(column)))
+    def _padded(self, column: FloatArray, value: float = 0.0) -> FloatArray:
+        return np.pad(column, (0, len(self._adapters) - len(column)), constant_values=value)
 
     def remove_adapter(self, adapter: int) -> None:
         """Give an adapter no place any more, until it comes back."""
@@ -196,7 +200,7 @@ class Replanner:
         if self._known_demand is not None:
             return self._known_demand(now_s)
         if is_first:
-            return np.ones(len(self._adapters))
+            return self._first_demand
         assert math.isfinite(self.period_s), "this placement is made once"
         assert since_s < now_s, "a rate is over some time"
         self._rates.append(self._tokens / (now_s - since_s))
@@ -206,5 +210,5 @@ class Replanner:
     def _expected(self) -> FloatArray:
         """Return the tokens/s of each adapter by the periods that are over."""
         if not self._rates:
-            return np.ones(len(self._adapters))
+            return self._first_demand
         return self._demand_from(np.stack(self._rates))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from loraplex.core.arrays import FloatArray
 from loraplex.core.errors import UserError
 from loraplex.fleet.adapter_table import AdapterTable
 from loraplex.fleet.controller import Controller
@@ -52,7 +51,8 @@ class FleetOptions:
     the time per token. `points`: tokens/s that a replica sustains, by rank; None to find them when a
     placement asks. `link`: the network over which replicas fetch adapters from each other's host memory; None
     if each reads them from its disk. `adapter_bytes`: the size of each adapter, for engines with slots, whose
-    profile does not say it. `cost_form`: what policies predict steps by."""
+    profile does not say it. `cost_form`: what policies predict steps by. `warm`: the fleet has served before,
+    and its first plan goes by what is asked for in the first minute."""
 
     num_replicas: int
     replay: ReplayOptions
@@ -62,6 +62,7 @@ class FleetOptions:
     link: LinkSpeed | None = None
     adapter_bytes: int | None = None
     cost_form: CostForm = CostForm.STEPS
+    warm: bool = False
 
 
 class FleetRuns:
@@ -158,6 +159,7 @@ class FleetRuns:
             padded=self._has.pads,
         )
         num_slots = self._has.limits.max_adapters
+        demand = Foresight(workload, len(self._has.adapters)).demand
         return Replanner(
             named.make(context),
             adapters=self._has.adapters,
@@ -168,11 +170,9 @@ class FleetRuns:
             num_slots=num_slots,
             seed=seed,
             demand=named.demand(num_slots),
-            known_demand=self._known_demand(workload) if policy.knows_future else None,
+            first_demand=demand(workload[0].arrival_s) if self._options.warm else None,
+            known_demand=demand if policy.knows_future else None,
         )
-
-    def _known_demand(self, workload: Sequence[WorkloadRequest]) -> Callable[[float], FloatArray]:
-        return Foresight(workload, len(self._has.adapters)).demand
 
     def _operating_points(self) -> Mapping[int, float]:
         if self._points is None:

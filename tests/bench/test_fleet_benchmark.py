@@ -57,7 +57,7 @@ def test_a_capacity_is_the_highest_rate_that_reaches_the_goal(
 
     def highest(is_reached: Any, first: float, tolerance: float, factor: float) -> float:
         asked.append(first)
-        assert tolerance == TOLERANCE
+        assert tolerance == fleet_sections.TOLERANCE
         assert is_reached(first) in (True, False)
         return factor * first
 
@@ -84,8 +84,8 @@ def test_a_goal_is_for_a_share_of_requests_or_for_their_mean() -> None:
 
 
 def test_a_section_makes_only_the_runs_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [fleet_sections.Run(name=name, fleet=FLEET, policy="random") for name in ("made", "lacking")]
-    made, lacking = (run.key for run in runs)
+    runs = [fleet_sections.Run(name=name, fleet=FLEET, policy="random") for name in ("lacking", "made")]
+    lacking, made = (run.key for run in runs)
     monkeypatch.setitem(fleet.RUNS, "sixty", lambda size: iter([runs]))
     section: dict[str, Any] = {"runs": {made: {"policy": "kept"}}}
     saved: list[list[str]] = []
@@ -93,6 +93,7 @@ def test_a_section_makes_only_the_runs_that_it_lacks(monkeypatch: pytest.MonkeyP
     assert saved == [[lacking, made]]
     assert section["runs"][made] == {"policy": "kept"}
     assert section["runs"][lacking]["policy"] == "random"
+    assert list(section["runs"]) == [lacking, made], "in the order in which the section names them"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def section(*runs: dict[str, Any]) -> dict[str, Any]:
     return {
         "date": "2026-01-02T03:04:05",
         "git_commit": "abc",
-        "parameters": {"published_data": True},
+        "parameters": {"published_data": True, "tolerance": 0.05},
         "runs": found,
     }
 
@@ -194,7 +195,7 @@ def test_auto_is_shown_beside_the_best_of_the_others_and_the_oracle() -> None:
     assert "| geometric mean, padded |  |  |  |  | 1.500 |" in table
     assert "rank-proportional" not in table, "auto has no figure there yet"
     assert fleet_tables.simulated_note(written, "auto") == (
-        "Computed 2026-01-02, commit abc, published traces, 2 seeds at the most, rates found to within 2%.\n"
+        "Computed 2026-01-02, commit abc, published traces, 2 seeds at the most, rates found to within 5%.\n"
     )
     written["auto"]["parameters"] = SIZE.parameters
     assert fleet_tables.simulated_note(written, "auto") == (

@@ -29,9 +29,15 @@ def run(
     seed: int = 0,
     period_s: float = 2.0,
     link: LinkSpeed | None = None,
+    warm: bool = False,
 ) -> FleetOutcome:
     chosen = FleetOptions(
-        num_replicas=num_replicas, replay=options, slo=Slo(tpt_s=0.01), period_s=period_s, link=link
+        num_replicas=num_replicas,
+        replay=options,
+        slo=Slo(tpt_s=0.01),
+        period_s=period_s,
+        link=link,
+        warm=warm,
     )
     return FleetRuns(imagined_machine(), workload, chosen).run(Policy.of_name(policy), seed)
 

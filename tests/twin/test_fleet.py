@@ -394,6 +394,14 @@ def test_plans_are_made_from_the_first_arrival_on(policy: str) -> None:
     assert (shifted.bytes_moved, shifted.num_moves) == (alike.bytes_moved, alike.num_moves)
 
 
+@pytest.mark.parametrize("warm", [True, False])
+def test_the_first_plan_of_a_fleet_that_has_served_goes_by_the_first_minute(warm: bool) -> None:
+    popular = [replace(each, adapter=0) for each in WORKLOAD]
+    outcome = run("routing-table+auto", workload=popular, period_s=1e6, warm=warm)
+    num_serving = sum(each.num_requests > 0 for each in outcome.replicas)
+    assert num_serving == (3 if warm else 1), "by itself it would give all adapters an equal share"
+
+
 def test_a_request_moves_with_the_tokens_it_has_when_that_is_decided() -> None:
     """Long answers: between two ticks nothing can be seen of a replica, and leaps go far beyond them."""
     long = [

@@ -495,6 +495,7 @@ def test_policies_predict_by_the_costs_that_are_asked_for(
         assert result.exit_code == 0, result.output
         found[costs] = written(out)
         assert found[costs].pop("costs") == costs
+        assert found[costs].pop("warm") is False
     assert found["steps"] != found["linear"]
 
 
