@@ -38,7 +38,7 @@ COLORS: Final = {
 def draw(result: dict[str, Any], picture: Path) -> None:
     """Draw two panels: capacity over that of `auto` by workload, and mean time per token of sixty servers."""
     matplotlib.rcParams["svg.hashsalt"] = "fleet"  # the same result makes the same file
-    drawing = Figure(figsize=(12, 4.6), layout="constrained")
+    drawing = Figure(figsize=(12, 5.0), layout="constrained")
     sustained, token = drawing.subplots(1, 2, width_ratios=(1.5, 1))
     _draw_capacities(sustained, capacities(runs_of(result, "auto")))
     _draw_times(token, figures(runs_of(result, "sixty"), "tpt_mean_s"))
@@ -57,7 +57,7 @@ def _draw_capacities(axes: Axes, found: Mapping[str, Mapping[str, Mean]]) -> Non
     axes.invert_yaxis()
     axes.set_xlabel("requests/s sustained, over those of auto")
     axes.grid(axis="x", alpha=0.25)
-    axes.legend(fontsize=7, loc="lower left")
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=3)
 
 
 def _draw_times(axes: Axes, found: Mapping[str, Mapping[str, Mean]]) -> None:
@@ -77,7 +77,8 @@ def _draw_times(axes: Axes, found: Mapping[str, Mapping[str, Mean]]) -> None:
                 )
     axes.set_yticks(range(len(policies)), policies, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"60 servers: mean time per token, ms (filled: {KERNELS[0]}, hollow: {KERNELS[1]})")
+    legend = f"(filled: {KERNELS[0]}, hollow: {KERNELS[1]})"
+    axes.set_xlabel(f"60 servers: mean time per token, ms\n{legend}", fontsize=9)
     axes.grid(axis="x", alpha=0.25)
 
 
