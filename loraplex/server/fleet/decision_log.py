@@ -150,10 +150,14 @@ def _read(path: Path) -> Iterator[RoutingEvent]:
                 return  # it is just being written
             try:
                 yield decode_event(line)
-            except msgspec.MsgspecError as error:
-                raise UserError(
-                    f"line {number} of {path} is no decision of this version of loraplex: {error}"
-                ) from error
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                # What follows was decided after something that is not known: it cannot be made once more.
+                logger.warning(
+                    "line %d of %s is no decision of this version of loraplex; decisions from there on are "
+                    "left out: %s",
+                    *(number, path, error),
+                )
+                return
 
 
 def _files(folder: Path) -> list[Path]:

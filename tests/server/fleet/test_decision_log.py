@@ -206,10 +206,19 @@ def test_a_line_that_is_just_being_written_is_left_out(tmp_path: Path) -> None:
         file.write(b'{"event": "sen')
     (events,) = logged_decisions(tmp_path)
     assert sum(isinstance(event, Sent) for event in events) == 4
+
+
+@pytest.mark.parametrize("damage", [b'{"event": "send"}\n', b"\xff\xfe\n"])
+def test_decisions_before_a_damaged_line_can_be_explained(
+    damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logged(tmp_path, 4)
+    (path,) = (tmp_path / decision_log.FOLDER).iterdir()
     with path.open("ab") as file:
-        file.write(b'd"}\n')
-    with pytest.raises(UserError, match=r"line \d+ of .* is no decision of this version"):
-        list(logged_decisions(tmp_path))
+        file.write(damage + damage)
+    (events,) = logged_decisions(tmp_path)
+    assert sum(isinstance(event, Sent) for event in events) == 4
+    assert caplog.text.count("is no decision of this version") == 1
 
 
 def test_a_folder_without_decisions_is_said(tmp_path: Path) -> None:
