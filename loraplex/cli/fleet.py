@@ -241,7 +241,8 @@ def capacity(
 ) -> None:
     """Find the highest rate at which the SLO holds under each policy: the workload, faster and slower.
 
-    Where it would be over too soon to mean anything, it is repeated.
+    Where it would be over too soon to mean anything, or has too few requests to tell the attainment, it is
+    repeated.
     """
     from loraplex.twin.fleet_compare import capacities
     from loraplex.twin.highest_rate import TOLERANCE
@@ -274,6 +275,7 @@ def capacity(
                 },
                 "tried": {name: each.tried for name, each in found.items()},
                 "trial_s": {name: each.trial_s for name, each in found.items()},
+                "trial_requests": {name: each.trial_requests for name, each in found.items()},
             },
         )
     if plot is not None:

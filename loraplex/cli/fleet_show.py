@@ -128,10 +128,24 @@ def capacity_in_words(capacity: Capacity) -> str:
         return (
             f"holds at every rate up to {most_rps:,.1f} requests/s; give a longer workload to find its limit"
         )
-    words = f"{capacity.rps:10,.2f} requests/s, in a trial of {capacity.trial_s:,.0f} s"
+    number = capacity.trial_requests
+    words = (
+        f"{_significant(capacity.rps):>10} requests/s, in a trial of {capacity.trial_s:,.0f} s with "
+        f"{number:,} {plural('request', number)}"
+    )
+    if capacity.has_few:
+        words += (
+            f"; too few to mean much: it takes {capacity.least_requests:,} to tell so high a share; give a "
+            "longer workload, or a lower --attainment"
+        )
     if capacity.is_short:
         words += (
             f"; too short to mean much: the SLO needs {capacity.least_s:,.0f} s; give a longer workload, or "
             "fewer replicas"
         )
     return words
+
+
+def _significant(rate: float) -> str:
+    """Return a rate with two decimals, or with as many as show three digits of it."""
+    return f"{rate:,.2f}" if rate >= 1 else f"{rate:.3g}"

@@ -15,11 +15,13 @@ from recorded import TRUTH
 from twins import imagined_machine, random_workload
 from typer.testing import CliRunner
 
+from loraplex.cli.fleet_show import capacity_in_words
 from loraplex.cli.main import app
 from loraplex.core.errors import UserError
 from loraplex.fleet.policy import PLACEMENTS, ROUTINGS
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
+from loraplex.twin.fleet_compare import Capacity
 from loraplex.workload.jsonl import WorkloadRequest, read_workload, write_workload
 
 FIGURES = {
@@ -196,11 +198,36 @@ def test_capacity_is_found_by_bisection(profile: Path, workload: Path, tmp_path:
     assert result.exit_code == 0, result.output
     found = written(out)
     rate = found["capacity_rps"]["round-robin+everywhere"]
-    assert f"requests/s, in a trial of {found['trial_s']['round-robin+everywhere']:,.0f} s" in result.output
+    seconds, number = (found[key]["round-robin+everywhere"] for key in ("trial_s", "trial_requests"))
+    assert f"requests/s, in a trial of {seconds:,.0f} s with {number:,} requests" in result.output
     tried = found["tried"]["round-robin+everywhere"]
     assert rate == max(each for each, attained in tried if attained >= 0.9)
     assert min(each for each, attained in tried if attained < 0.9) <= rate * 1.021
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_capacity_is_told_by_enough_requests_or_not_at_all(
+    profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    args = (
+        "--replicas", "2", "--policies", "round-robin", "--slo-tpt", "12ms", "--max-running", "8",
+        "--json", str(out), "--attainment",
+    )  # fmt: skip
+    for attainment, number in (("0.96", 360), ("0.95", 240)):
+        result = fleet("capacity", profile, workload, *args, attainment)
+        assert "too few" not in result.output
+        assert written(out)["trial_requests"]["round-robin+everywhere"] >= number > 120
+    found = Capacity(
+        rps=0.00123,
+        tried=[(0.00123, 1.0)],
+        trial_s=60.0,
+        least_s=6.0,
+        trial_requests=120,
+        least_requests=100_000,
+    )
+    assert "0.00123 requests/s, in a trial of 60 s with 120 requests; too few" in capacity_in_words(found)
+    assert "it takes 100,000" in capacity_in_words(found)
 
 
 def test_capacity_by_the_time_to_the_first_token(profile: Path, workload: Path, tmp_path: Path) -> None:
@@ -288,7 +315,7 @@ def test_a_policy_that_no_rate_suits_leaves_the_others_their_capacity(profile: P
     ("limits", "advice"),
     [
         (("--slo-ttft", "0.1ms"), "relax --slo-ttft or --attainment"),
-        (("--slo-ttft", "0.1ms", "--slo-tpt", "9s"), "relax --slo-tpt or --slo-ttft or --attainment"),
+        (("--slo-ttft", "0.1ms", "--slo-tpt", "90ms"), "relax --slo-tpt or --slo-ttft or --attainment"),
     ],
 )
 def test_a_refused_slo_says_which_options_to_relax(
