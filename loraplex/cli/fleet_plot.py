@@ -79,8 +79,9 @@ def draw_policies(found: Mapping[str, Sequence[PolicyRun]], *, slo: Slo, title: 
     ):
         quantiles_ms = {policy: [1e3 * s for s in getattr(runs[0], name)] for policy, runs in found.items()}
         _draw_distributions(axes, quantiles_ms, label, None if limit_s is None else limit_s * 1e3)
+    shares = {name: [run.figures.attainment for run in runs] for name, runs in found.items()}
     _draw_attainments(
-        attained, {name: [run.figures.attainment for run in runs] for name, runs in found.items()}
+        attained, {name: [share for share in each if share is not None] for name, each in shares.items()}
     )
     handles, labels = ttft.get_legend_handles_labels()
     figure.legend(
@@ -118,6 +119,8 @@ def _draw_distributions(
 def _draw_attainments(axes: Axes, attainments: Mapping[str, Sequence[float]]) -> None:
     """Draw a row for each policy, the first on top: a dot for each seed, and a bar at their mean."""
     for row, shares in enumerate(attainments.values()):
+        if not shares:
+            continue
         values = [100 * share for share in shares]
         axes.plot(values, [row] * len(values), "o", color=f"C{row % 10}", alpha=0.55, markersize=6)
         mean = sum(values) / len(values)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex.cli.flags import App
+from loraplex.cli.fleet_show import served_in_words
 from loraplex.cli.json_out import check_picture, check_writable, save_json
 from loraplex.cli.twin_options import (
     AdapterMib,
@@ -205,10 +206,7 @@ def _replay(profile: Path, workload: Path, model: str | None, options: TwinOptio
 
 def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
     num_steps = summary["num_steps"]
-    typer.echo(
-        f"{summary['num_served']} of {summary['num_requests']} requests served in "
-        f"{summary['duration_s']:.1f} simulated seconds, {num_steps} {plural('step', num_steps)}"
-    )
+    typer.echo(f"{served_in_words(summary)}, {num_steps:,} {plural('step', num_steps)}")
     typer.echo(f"{summary['output_tok_s']:,.1f} output tok/s, {summary['input_tok_s']:,.1f} input tok/s")
     loads, preemptions = summary["num_loads"], summary["num_preemptions"]
     typer.echo(

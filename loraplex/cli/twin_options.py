@@ -39,7 +39,10 @@ Ranks = Annotated[
 ]
 Slots = Annotated[int | None, typer.Option(min=1, help="Of an engine with slots; default: one for each.")]
 Seconds = Annotated[
-    float | None, typer.Option("--seconds", help="End so many simulated seconds after the first request.")
+    float | None,
+    typer.Option(
+        "--seconds", help="End so many simulated seconds after the first request, whoever still runs."
+    ),
 ]
 KvTokens = Annotated[
     int | None,

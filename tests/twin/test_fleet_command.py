@@ -25,8 +25,8 @@ from loraplex.twin.fleet_compare import Capacity
 from loraplex.workload.jsonl import WorkloadRequest, read_workload, write_workload
 
 FIGURES = {
-    "attainment", "ttft_p95_s", "tpot_mean_s", "tpt_mean_s", "adapter_loads", "busiest_over_mean",
-    "bytes_moved",
+    "attainment", "num_undecided", "ttft_p95_s", "tpot_mean_s", "tpt_mean_s", "adapter_loads",
+    "busiest_over_mean", "bytes_moved",
 }  # fmt: skip
 
 
@@ -154,8 +154,27 @@ def test_a_run_has_the_first_request_however_soon_it_ends(
     args = ("--replicas", "2", "--routing", "random", "--slo-ttft", "1s", "--seconds", "0.001")
     result = fleet("simulate", profile, later(workload, 10.0), *args)
     assert result.exit_code == 0, result.output
-    assert "0 of 1 requests served" in result.output
-    assert "0.00% within 1 s to the first token" in result.output
+    assert "0 of 1 request served (1 still ran or waited at the end)" in result.output
+    assert "no request had ended by then, or was too late to be within 1 s to the first" in result.output
+    result = fleet("compare", profile, workload, "--policies", "random", *args[:2], *args[4:], "--seeds", "2")
+    assert result.exit_code == 0, result.output
+    assert "when the run ended (requests): random+everywhere 1.0" in result.output
+
+
+def test_requests_that_the_end_interrupts_in_time_are_left_out_of_the_share(
+    profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    args = ("--replicas", "2", "--routing", "random", "--json", str(out), "--seconds", "2", "--slo-ttft")
+    result = fleet("simulate", profile, workload, *args, "10s")
+    found = written(out)
+    undecided, unfinished = found["figures"]["num_undecided"], found["summary"]["num_unfinished"]
+    assert undecided == unfinished > 0
+    assert f" ({unfinished} still ran or waited at the end) in 2.0 simulated seconds" in result.output
+    assert f"100.00% within 10 s to the first token, without {undecided} requests that" in result.output
+    fleet("simulate", profile, workload, *args, "0.001ms")
+    assert written(out)["figures"]["num_undecided"] == 0, "they are late already"
+    assert written(out)["figures"]["attainment"] == 0.0
 
 
 def test_a_fleet_that_is_overloaded_ends_and_says_where(profile: Path, tmp_path: Path) -> None:
