@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from loraplex.cli.fleet_show import capacity_in_words
 from loraplex.cli.main import app
-from loraplex.core.errors import UserError
+from loraplex.core.errors import StorageError, UserError
 from loraplex.fleet.policy import PLACEMENTS, ROUTINGS
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
@@ -517,6 +518,45 @@ def test_figures_are_saved_before_they_are_printed(profile: Path, workload: Path
     assert "the output cannot be written" in done.stderr
     assert written(out)["summary"]["num_served"] == 120
     assert plot.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_figures_are_printed_where_files_cannot_be_written(
+    command: str, profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    full, out = tmp_path / "full.png", tmp_path / "out.json"
+    full.symlink_to("/dev/full")
+    options, figures = {
+        "simulate": (("--routing", "random"), "120 of 120 requests served"),
+        "compare": (("--policies", "random", "--seeds", "1"), "\nrandom+everywhere "),
+    }[command]
+    files = ("--plot", str(full), "--json", str(out))
+    result = fleet(command, profile, workload, "--replicas", "2", "--slo-tpt", "30ms", *options, *files)
+    assert figures in result.output
+    assert f"wrote {out}" in result.output, "one file does not depend on the other"
+    assert written(out)
+    assert isinstance(result.exception, StorageError)
+    assert f"{full}: cannot be written (No space left on device)" in str(result.exception)
+
+
+def test_a_picture_is_replaced_in_one_go(
+    profile: Path, workload: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plot = tmp_path / "out.png"
+    plot.write_bytes(b"the last one")
+
+    def broken(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", broken)
+    args = ("--replicas", "2", "--routing", "random", "--plot", str(plot))
+    result = fleet("simulate", profile, workload, *args)
+    assert f"{plot}: cannot be written (No space left on device)" in str(result.exception)
+    assert plot.read_bytes() == b"the last one"
+    assert not list(tmp_path.glob(".*")), "nothing is left behind"
 
 
 def test_a_policy_that_is_named_twice_is_refused(profile: Path, workload: Path) -> None:
