@@ -128,7 +128,9 @@ def simulate(
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     _check_fit([policy], inputs)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
-    with shown_progress("simulating", expected=f"{len(inputs.workload):,} requests") as progress:
+    number = len(inputs.workload)
+    expected = f"{number:,} {plural('request', number)}"
+    with shown_progress("simulating", expected=expected) as progress:
         progress(policy.name, None)
         outcome = runs.run(policy)
     figures = figures_of(outcome, inputs.options.slo)
@@ -196,7 +198,7 @@ def compare(
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     _check_fit(named, inputs)
-    expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
+    expected = f"{len(named) * seeds:,} {plural('run', len(named) * seeds)}"
     with shown_progress("simulating", expected=expected) as progress:
         found = compare_policies(inputs, named, seeds, progress)
     means = {name: mean_of([run.figures for run in runs]) for name, runs in found.items()}
@@ -322,7 +324,7 @@ def _check_files(profile: Path, workload: Path, json_out: Path | None, plot: Pat
 
 
 def _title(workload: Path, replicas: int, profile: Path) -> str:
-    return f"{workload.name} on {replicas} {plural('replica', replicas)} of {profile.name}"
+    return f"{workload.name} on {replicas:,} {plural('replica', replicas)} of {profile.name}"
 
 
 def _named(text: str) -> list[Policy]:

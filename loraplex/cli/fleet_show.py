@@ -36,7 +36,7 @@ def show_outcome(outcome: FleetOutcome, figures: PolicyFigures, slo: Slo) -> Non
             typer.echo(f"{name:5} ms  {cells}")
     typer.echo(_TIMES)
     number = len(outcome.replicas)
-    over = f"over {number} {plural('replica', number)}"
+    over = f"over {number:,} {plural('replica', number)}"
     typer.echo(f"{'':10} {'least':>10} {'mean':>10} {'most':>10}   {over}")
     for key, words in (
         ("num_requests", "requests"),
@@ -83,8 +83,10 @@ def _attained(figures: PolicyFigures, slo: Slo) -> str:
 def show_overload(begin: str, replicas: list[tuple[int, float]]) -> None:
     """Print at which replicas requests wait, if there are any."""
     if replicas:
-        where = ", ".join(f"replica {number} ({waiting:,.1f})" for number, waiting in replicas)
-        typer.echo(f"{begin}: it serves less than 90% of what is asked for; most wait at {where}")
+        where = ", ".join(f"replica {number:,} ({waiting:,.1f} requests)" for number, waiting in replicas)
+        typer.echo(
+            f"{begin}: it serves less than 90% of what is asked for; most wait at {where}, on the mean"
+        )
 
 
 def show_policies(
