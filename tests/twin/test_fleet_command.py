@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from recorded import TRUTH
 from twins import imagined_machine, random_workload
 from typer.testing import CliRunner
 
+from loraplex.cli.fleet_plot import draw_policies
 from loraplex.cli.fleet_show import capacity_in_words
 from loraplex.cli.main import app
 from loraplex.core.errors import StorageError, UserError
 from loraplex.fleet.policy import PLACEMENTS, ROUTINGS
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
-from loraplex.twin.fleet_compare import Capacity
+from loraplex.twin.fleet_compare import Capacity, PolicyRun
+from loraplex.twin.fleet_figures import PolicyFigures
+from loraplex.twin.slo import Slo
 from loraplex.workload.jsonl import WorkloadRequest, read_workload, write_workload
 
 FIGURES = {
@@ -207,6 +211,27 @@ def test_policies_are_compared(profile: Path, workload: Path, tmp_path: Path) ->
         assert 0 <= figures["attainment"] <= 1
         assert figures["interval_95"]["tpt_mean_s"] > 0, "seeds differ"
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_many_policies_are_told_apart_in_a_picture() -> None:
+    figures = PolicyFigures(
+        attainment=0.0, num_undecided=0, ttft_p95_s=1.0, tpot_mean_s=1.0, tpt_mean_s=1.0, adapter_loads=1,
+        busiest_over_mean=1.0, bytes_moved=None,
+    )  # fmt: skip
+    times_s = [0.01 * (1 + number) for number in range(101)]
+    run = PolicyRun(figures, times_s, times_s, times_s, [])
+    drawn = draw_policies({f"policy {row}": [run, run] for row in range(14)}, slo=Slo(), title="many")
+    *distributions, attained = drawn.axes
+    for axes in distributions:
+        styles = {(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}
+        assert len(styles) == 14
+        assert axes.get_ylabel() == "requests of seed 0 within it, %"
+    low, high = attained.get_xlim()
+    assert low > -0.1
+    assert high > 0.5, "per cent, also if all are 0"
+    drawn.draw_without_rendering()
+    rows = [text.get_window_extent() for text in attained.texts]
+    assert not any(one.overlaps(other) for one, other in pairwise(rows))
 
 
 def test_capacity_is_found_by_bisection(profile: Path, workload: Path, tmp_path: Path) -> None:
