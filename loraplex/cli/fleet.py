@@ -15,7 +15,7 @@ import typer
 from loraplex.cli import fleet_live
 from loraplex.cli.flags import App
 from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, show_overload, show_policies
-from loraplex.cli.json_out import check_picture, check_writable, save_json, save_picture
+from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.sizes import parse_rate
 from loraplex.cli.slo import AskedSlo, SloTpot, SloTpt, SloTtft, parse_slo
 from loraplex.cli.twin_options import (
@@ -128,11 +128,14 @@ def simulate(
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     _check_fit([policy], inputs)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
-    with shown_progress("simulating", expected=f"{len(inputs.workload):,} requests") as progress:
+    number = len(inputs.workload)
+    expected = f"{number:,} {plural('request', number)}"
+    with shown_progress("simulating", expected=expected) as progress:
         progress(policy.name, None)
         outcome = runs.run(policy)
     figures = figures_of(outcome, inputs.options.slo)
-    if json_out is not None:
+
+    def write_figures(path: Path) -> None:
         document = {
             "policy": policy.name,
             **_conditions(inputs),
@@ -141,14 +144,16 @@ def simulate(
             "timeline": asdict(outcome.all.timeline()),
             "replicas": [asdict(each) for each in outcome.replicas],
         }
-        save_json(json_out, document)
-    if plot is not None:
+        save_json(path, document)
+
+    def draw(path: Path) -> None:
         from loraplex.cli.fleet_plot import draw_outcome
 
         title = f"{_title(workload, replicas, profile)}: {policy.name}"
-        save_picture(plot, draw_outcome(outcome, title=title))
-    show_outcome(outcome, figures, inputs.options.slo)
-    _say_written(json_out, plot)
+        save_picture(path, draw_outcome(outcome, title=title))
+
+    with files_saved((json_out, write_figures), (plot, draw)):
+        show_outcome(outcome, figures, inputs.options.slo)
 
 
 @app.command()
@@ -193,25 +198,27 @@ def compare(
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     _check_fit(named, inputs)
-    expected = f"{len(named) * seeds} {plural('run', len(named) * seeds)}"
+    expected = f"{len(named) * seeds:,} {plural('run', len(named) * seeds)}"
     with shown_progress("simulating", expected=expected) as progress:
         found = compare_policies(inputs, named, seeds, progress)
     means = {name: mean_of([run.figures for run in runs]) for name, runs in found.items()}
     intervals = {name: interval_of([run.figures for run in runs]) for name, runs in found.items()}
-    if json_out is not None:
+
+    def write_figures(path: Path) -> None:
         shown = {name: {**asdict(mean), "interval_95": intervals[name]} for name, mean in means.items()}
-        save_json(json_out, {**_conditions(inputs), "num_seeds": seeds, "policies": shown})
-    if plot is not None:
+        save_json(path, {**_conditions(inputs), "num_seeds": seeds, "policies": shown})
+
+    def draw(path: Path) -> None:
         from loraplex.cli.fleet_plot import draw_policies
 
         title = _title(workload, replicas, profile)
-        save_picture(plot, draw_policies(found, slo=inputs.options.slo, title=title))
-    show_policies(
-        means, intervals, slo=inputs.options.slo, num_seeds=seeds, has_link=inputs.options.link is not None
-    )
-    for name, runs in found.items():
-        show_overload(f"overloaded under {name}", runs[0].overloaded)
-    _say_written(json_out, plot)
+        save_picture(path, draw_policies(found, slo=inputs.options.slo, title=title))
+
+    with files_saved((json_out, write_figures), (plot, draw)):
+        has_link = inputs.options.link is not None
+        show_policies(means, intervals, slo=inputs.options.slo, num_seeds=seeds, has_link=has_link)
+        for name, runs in found.items():
+            show_overload(f"overloaded under {name}", runs[0].overloaded)
 
 
 @app.command()
@@ -241,7 +248,8 @@ def capacity(
 ) -> None:
     """Find the highest rate at which the SLO holds under each policy: the workload, faster and slower.
 
-    Where it would be over too soon to mean anything, it is repeated.
+    Where it would be over too soon to mean anything, or has too few requests to tell the attainment, it is
+    repeated.
     """
     from loraplex.twin.fleet_compare import capacities
     from loraplex.twin.highest_rate import TOLERANCE
@@ -261,31 +269,32 @@ def capacity(
     with shown_progress("bisecting", expected=f"about 12 runs for each of {len(named)}") as progress:
         found = capacities(inputs, named, attainment, progress)
     within = f"{attainment:.1%} of requests {inputs.options.slo.in_words()}"
-    if json_out is not None:
-        save_json(
-            json_out,
-            {
-                **_conditions(inputs),
-                "attainment": attainment,
-                "tolerance": TOLERANCE,
-                "capacity_rps": {name: each.rps if is_known(each) else None for name, each in found.items()},
-                "reasons": {
-                    name: capacity_in_words(each) for name, each in found.items() if not is_known(each)
-                },
-                "tried": {name: each.tried for name, each in found.items()},
-                "trial_s": {name: each.trial_s for name, each in found.items()},
-            },
-        )
-    if plot is not None:
+
+    def write_figures(path: Path) -> None:
+        unknown = {name: capacity_in_words(each) for name, each in found.items() if not is_known(each)}
+        document = {
+            **_conditions(inputs),
+            "attainment": attainment,
+            "tolerance": TOLERANCE,
+            "capacity_rps": {name: each.rps if is_known(each) else None for name, each in found.items()},
+            "reasons": unknown,
+            "tried": {name: each.tried for name, each in found.items()},
+            "trial_s": {name: each.trial_s for name, each in found.items()},
+            "trial_requests": {name: each.trial_requests for name, each in found.items()},
+        }
+        save_json(path, document)
+
+    def draw(path: Path) -> None:
         from loraplex.cli.fleet_plot import draw_capacities
 
         title = f"{_title(workload, replicas, profile)}: the highest rate with {within}"
-        save_picture(plot, draw_capacities(found, attainment=attainment, title=title))
-    typer.echo(f"{within}; rates are found to within {TOLERANCE:.0%}")
-    width = max(map(len, found))
-    for name, each in found.items():
-        typer.echo(f"{name:{width}} {capacity_in_words(each)}")
-    _say_written(json_out, plot)
+        save_picture(path, draw_capacities(found, attainment=attainment, title=title))
+
+    with files_saved((json_out, write_figures), (plot, draw)):
+        typer.echo(f"{within}; rates are found to within {TOLERANCE:.0%}")
+        width = max(map(len, found))
+        for name, each in found.items():
+            typer.echo(f"{name:{width}} {capacity_in_words(each)}")
 
 
 @app.command()
@@ -315,7 +324,7 @@ def _check_files(profile: Path, workload: Path, json_out: Path | None, plot: Pat
 
 
 def _title(workload: Path, replicas: int, profile: Path) -> str:
-    return f"{workload.name} on {replicas} {plural('replica', replicas)} of {profile.name}"
+    return f"{workload.name} on {replicas:,} {plural('replica', replicas)} of {profile.name}"
 
 
 def _named(text: str) -> list[Policy]:
@@ -421,9 +430,3 @@ def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:
     requests = [each for each in inputs.workload if each.arrival_s < seconds]
     endless = replace(inputs.options.replay, until_s=math.inf)
     return replace(inputs, workload=requests, options=replace(inputs.options, replay=endless))
-
-
-def _say_written(*paths: Path | None) -> None:
-    for path in paths:
-        if path is not None:
-            typer.echo(f"wrote {path}")

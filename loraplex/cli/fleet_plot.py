@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -27,6 +27,30 @@ _FEW_DECADES: Final = 100.0
 """Up to so many times the smallest value there is room for the labels of 2 and 5 between powers of ten."""
 _MISSES_SHOWN: Final = 6.0
 """Attainments are shown down to so many times the share of requests that may miss the SLO."""
+
+_NUM_COLOURS: Final = 10
+_LINES: Final = ("-", "--", ":", "-.")
+_MARKERS: Final = ("o", "s", "^", "D")
+_HATCHES: Final = ("", "//", "..", "xx")
+"""Lines, markers and bars of the first ten policies, the next ten and so on."""
+_ROWS: Final = 6
+"""Policies that the usual height has room for."""
+_LEAST_SPAN: Final = 1.0
+"""Per cent that are shown of attainments that are all the same."""
+
+
+class _Style(NamedTuple):
+    """What a policy looks like in all panels: unlike that of every other of some forty."""
+
+    colour: str
+    line: str
+    marker: str
+    hatch: str
+
+    @classmethod
+    def of(cls, row: int) -> _Style:
+        turn = row // _NUM_COLOURS % len(_LINES)
+        return cls(f"C{row % _NUM_COLOURS}", _LINES[turn], _MARKERS[turn], _HATCHES[turn])
 
 
 def draw_outcome(outcome: FleetOutcome, *, title: str) -> Figure:
@@ -70,7 +94,8 @@ def _draw_replicas(axes: Axes, timelines: Sequence[Timeline]) -> None:
 def draw_policies(found: Mapping[str, Sequence[PolicyRun]], *, slo: Slo, title: str) -> Figure:
     """Draw the distributions of the first seed's times with the SLO's limits, and the attainment of every
     seed with its mean."""
-    figure = Figure(figsize=(12, 7.5), layout="constrained")
+    figure = Figure(figsize=(12, 7.5 + 0.4 * max(len(found) - _ROWS, 0)), layout="constrained")
+    of_seed = " of seed 0" if any(len(runs) > 1 for runs in found.values()) else ""
     (ttft, tpot), (tpt, attained) = figure.subplots(2, 2)
     for axes, name, limit_s, label in (
         (ttft, "ttft_s", slo.ttft_s, "time to first token (TTFT), ms"),
@@ -79,8 +104,10 @@ def draw_policies(found: Mapping[str, Sequence[PolicyRun]], *, slo: Slo, title: 
     ):
         quantiles_ms = {policy: [1e3 * s for s in getattr(runs[0], name)] for policy, runs in found.items()}
         _draw_distributions(axes, quantiles_ms, label, None if limit_s is None else limit_s * 1e3)
+        axes.set_ylabel(f"requests{of_seed} within it, %")
+    shares = {name: [run.figures.attainment for run in runs] for name, runs in found.items()}
     _draw_attainments(
-        attained, {name: [run.figures.attainment for run in runs] for name, runs in found.items()}
+        attained, {name: [share for share in each if share is not None] for name, each in shares.items()}
     )
     handles, labels = ttft.get_legend_handles_labels()
     figure.legend(
@@ -95,8 +122,11 @@ def _draw_distributions(
 ) -> None:
     """Draw a line for each policy, up to the 99th percentile: one slow request would squeeze the rest."""
     drawn = {policy: values[:_NUM_DRAWN] for policy, values in quantiles_ms.items()}
-    for policy, values in drawn.items():
-        axes.plot(values, range(len(values)), label=policy, linewidth=1.6)
+    for row, (policy, values) in enumerate(drawn.items()):
+        style = _Style.of(row)
+        axes.plot(
+            values, range(len(values)), label=policy, linewidth=1.6, color=style.colour, linestyle=style.line
+        )
     known = [value for values in drawn.values() for value in values]
     if known and max(known) > _LOG_ABOVE * min(known) > 0:
         axes.set_xscale("log")
@@ -110,22 +140,33 @@ def _draw_distributions(
             "SLO", (limit_ms, 2), xytext=(3, 0), textcoords="offset points", color="0.4", fontsize=9
         )
     axes.set_xlabel(label)
-    axes.set_ylabel("requests within it, %")
     axes.set_ylim(0, 100)
     _tidy(axes)
 
 
 def _draw_attainments(axes: Axes, attainments: Mapping[str, Sequence[float]]) -> None:
-    """Draw a row for each policy, the first on top: a dot for each seed, and a bar at their mean."""
+    """Draw a row for each policy, the first on top: a mark for each seed, a bar at their mean, and the mean
+    beside the row."""
     for row, shares in enumerate(attainments.values()):
+        if not shares:
+            continue
         values = [100 * share for share in shares]
-        axes.plot(values, [row] * len(values), "o", color=f"C{row % 10}", alpha=0.55, markersize=6)
+        style = _Style.of(row)
+        axes.plot(values, [row] * len(values), style.marker, color=style.colour, alpha=0.55, markersize=6)
         mean = sum(values) / len(values)
-        axes.plot([mean], [row], "|", color=f"C{row % 10}", markersize=18, markeredgewidth=2)
-        axes.annotate(f"{mean:.2f}", (mean, row), xytext=(0, 11), textcoords="offset points", ha="center")
+        axes.plot([mean], [row], "|", color=style.colour, markersize=14, markeredgewidth=2)
+        axes.annotate(
+            f"{mean:.2f}", (1.0, row), xycoords=("axes fraction", "data"),
+            xytext=(6, 0), textcoords="offset points", va="center",
+        )  # fmt: skip
     axes.set_yticks(range(len(attainments)), list(attainments))
     axes.set_ylim(len(attainments) - 0.4, -0.6)
     axes.margins(x=0.08)
+    known = {100 * share for shares in attainments.values() for share in shares}
+    if len(known) == 1:
+        (value,) = known
+        pad = 0.08 * _LEAST_SPAN
+        axes.set_xlim(max(value - _LEAST_SPAN / 2, 0.0) - pad, min(value + _LEAST_SPAN / 2, 100.0) + pad)
     axes.ticklabel_format(axis="x", useOffset=False)
     axes.set_xlabel("requests within the SLO, %: each seed, and the mean")
     _tidy(axes)
@@ -136,15 +177,25 @@ def draw_capacities(found: Mapping[str, Capacity], *, attainment: float, title: 
     figure = Figure(figsize=(12, 1.6 + max(0.45 * len(found), 3.0)), layout="constrained")
     bars, curves = figure.subplots(1, 2, width_ratios=(1.0, 1.2))
     for row, each in enumerate(found.values()):
-        colour = f"C{row % 10}"
+        style = _Style.of(row)
         is_known = each.rps is not None and math.isfinite(each.rps)
-        bars.barh([row], [each.rps if is_known else 0.0], color=colour, height=0.6)
+        bars.barh(
+            [row],
+            [each.rps if is_known else 0.0],
+            height=0.6,
+            color=style.colour,
+            hatch=style.hatch,
+            edgecolor="white",
+        )
         bars.annotate(
             _rate(each.rps), (each.rps or 0.0 if is_known else 0.0, row),
             xytext=(4, 0), textcoords="offset points", va="center",
         )  # fmt: skip
         rates = [rate for rate, _ in each.tried]
-        curves.plot(rates, [100 * share for _, share in each.tried], "o-", markersize=4, color=colour)
+        curves.plot(
+            rates, [100 * share for _, share in each.tried],
+            color=style.colour, linestyle=style.line, marker=style.marker, markersize=4,
+        )  # fmt: skip
     bars.set_yticks(range(len(found)), list(found))
     bars.set_ylim(len(found) - 0.5, -0.5)
     bars.margins(x=0.18)

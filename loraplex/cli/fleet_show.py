@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -24,11 +24,8 @@ _TIMES: Final = "TPOT: time per output token after the first. TPT: whole time ov
 def show_outcome(outcome: FleetOutcome, figures: PolicyFigures, slo: Slo) -> None:
     """Print what came of one run, and how evenly replicas shared it."""
     summary = outcome.all.summary()
-    typer.echo(
-        f"{summary['num_served']:,} of {summary['num_requests']:,} requests served in "
-        f"{summary['duration_s']:,.1f} simulated seconds, {summary['output_tok_s']:,.0f} output tok/s"
-    )
-    typer.echo(f"{figures.attainment:.2%} {slo.in_words()}")
+    typer.echo(f"{served_in_words(summary)}, {summary['output_tok_s']:,.0f} output tok/s")
+    typer.echo(_attained(figures, slo))
     for name, row in (
         ("TTFT", summary["ttft_s"]),
         ("TPOT", outcome.all.tpot_percentiles()),
@@ -39,7 +36,7 @@ def show_outcome(outcome: FleetOutcome, figures: PolicyFigures, slo: Slo) -> Non
             typer.echo(f"{name:5} ms  {cells}")
     typer.echo(_TIMES)
     number = len(outcome.replicas)
-    over = f"over {number} {plural('replica', number)}"
+    over = f"over {number:,} {plural('replica', number)}"
     typer.echo(f"{'':10} {'least':>10} {'mean':>10} {'most':>10}   {over}")
     for key, words in (
         ("num_requests", "requests"),
@@ -61,11 +58,35 @@ def show_outcome(outcome: FleetOutcome, figures: PolicyFigures, slo: Slo) -> Non
     show_overload("overloaded", outcome.overloaded_replicas())
 
 
+def served_in_words(summary: Mapping[str, Any]) -> str:
+    """Return how many requests of a run were served, and how many of them its end interrupted."""
+    number, unfinished = summary["num_requests"], summary["num_unfinished"]
+    running = f" ({unfinished:,} still ran or waited at the end)" if unfinished else ""
+    return (
+        f"{summary['num_served']:,} of {number:,} {plural('request', number)} served{running} in "
+        f"{summary['duration_s']:,.1f} simulated seconds"
+    )
+
+
+def _attained(figures: PolicyFigures, slo: Slo) -> str:
+    number = int(figures.num_undecided)
+    if figures.attainment is None:
+        return f"no request had ended by then, or was too late to be {slo.in_words()}"
+    words = f"{figures.attainment:.2%} {slo.in_words()}"
+    if number:
+        words += (
+            f", without {number:,} {plural('request', number)} that might still have been when the run ended"
+        )
+    return words
+
+
 def show_overload(begin: str, replicas: list[tuple[int, float]]) -> None:
     """Print at which replicas requests wait, if there are any."""
     if replicas:
-        where = ", ".join(f"replica {number} ({waiting:,.1f})" for number, waiting in replicas)
-        typer.echo(f"{begin}: it serves less than 90% of what is asked for; most wait at {where}")
+        where = ", ".join(f"replica {number:,} ({waiting:,.1f} requests)" for number, waiting in replicas)
+        typer.echo(
+            f"{begin}: it serves less than 90% of what is asked for; most wait at {where}, on the mean"
+        )
 
 
 def show_policies(
@@ -101,6 +122,12 @@ def show_policies(
     for name, *cells in rows:
         ends = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         typer.echo("  ".join((f"{name:{first}}", *ends)))
+    undecided = {name: mean.num_undecided for name, mean in means.items() if mean.num_undecided}
+    if undecided:
+        numbers = ", ".join(
+            f"{name} {number:,.{0 if num_seeds == 1 else 1}f}" for name, number in undecided.items()
+        )
+        typer.echo(f"not in attained, as they were within the SLO when the run ended (requests): {numbers}")
 
 
 def _cell(
@@ -128,10 +155,24 @@ def capacity_in_words(capacity: Capacity) -> str:
         return (
             f"holds at every rate up to {most_rps:,.1f} requests/s; give a longer workload to find its limit"
         )
-    words = f"{capacity.rps:10,.2f} requests/s, in a trial of {capacity.trial_s:,.0f} s"
+    number = capacity.trial_requests
+    words = (
+        f"{_significant(capacity.rps):>10} requests/s, in a trial of {capacity.trial_s:,.0f} s with "
+        f"{number:,} {plural('request', number)}"
+    )
+    if capacity.has_few:
+        words += (
+            f"; too few to mean much: it takes {capacity.least_requests:,} to tell so high a share; give a "
+            "longer workload, or a lower --attainment"
+        )
     if capacity.is_short:
         words += (
             f"; too short to mean much: the SLO needs {capacity.least_s:,.0f} s; give a longer workload, or "
             "fewer replicas"
         )
     return words
+
+
+def _significant(rate: float) -> str:
+    """Return a rate with two decimals, or with as many as show three digits of it."""
+    return f"{rate:,.2f}" if rate >= 1 else f"{rate:.3g}"

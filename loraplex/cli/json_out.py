@@ -3,14 +3,16 @@ that were there stay until all of the next ones are written."""
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from loraplex.core.errors import StorageError
-from loraplex.core.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,20 +44,32 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def save_json(path: Path, document: dict[str, Any]) -> None:
-    """Replace the file in one go, or leave it as it is. Pipes and devices stay what they are.
+    """Replace the file in one go, or leave it as it is. Pipes and devices stay what they are."""
+    _save(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
 
-    Nothing is printed: a command that has figures to print saves them first, as its output may have no room.
+
+@contextmanager
+def files_saved(*saves: tuple[Path | None, Callable[[Path], None]]) -> Iterator[None]:
+    """Save files, and then print their figures in the block: each is done also if the other one fails.
+
+    Files come first, as the output may have no room, or its reader may leave. An error of theirs is raised
+    when the figures are printed.
     """
-    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            write_whole(path.resolve(), text)  # the file that a link stands for is written, not the link
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written ({error.strerror}); make room, or name another"
-        ) from error
+    errors: list[StorageError] = []
+    written: list[Path] = []
+    for path, save in saves:
+        if path is None:
+            continue
+        try:
+            save(path)
+            written.append(path)
+        except StorageError as error:
+            errors.append(error)
+    yield
+    for path in written:
+        typer.echo(f"wrote {path}")
+    if errors:
+        raise StorageError("; ".join(map(str, errors))) from errors[0]
 
 
 def check_picture(path: Path | None, option: str = "--plot", *, inputs: tuple[Path, ...] = ()) -> None:
@@ -68,5 +82,25 @@ def check_picture(path: Path | None, option: str = "--plot", *, inputs: tuple[Pa
 
 
 def save_picture(path: Path, figure: Figure) -> None:
-    """Write a figure as a PNG."""
-    figure.savefig(path, dpi=150, format="png")
+    """Write a figure as a PNG, as `save_json` writes its file."""
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    _save(path, picture.getvalue())
+
+
+def _save(path: Path, data: bytes) -> None:
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        path = path.resolve()  # the file that a link stands for is written, not the link
+        unfinished = path.with_name(f".{path.name}.new")
+        try:
+            unfinished.write_bytes(data)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)  # unless it has moved to its place
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written ({error.strerror}); make room, or name another"
+        ) from error

@@ -15,6 +15,7 @@ import typer
 
 from loraplex.cli.flags import App
 from loraplex.cli.json_out import check_writable
+from loraplex.cli.profile_names import find_given_profile
 from loraplex.cli.profile_table import print_costs, warn_of_poor_fits
 from loraplex.cli.server_calls import AsJson
 from loraplex.core.progress import in_words, shown_progress
@@ -143,10 +144,9 @@ def show(
 ) -> None:
     """Tell what a profile says of steps, memory and loads."""
     from loraplex.cli.profile_show import facts_of, print_profile
-    from loraplex.perf.named_profiles import find_profile
     from loraplex.perf.profile_figures import figures_of
 
-    found = find_profile(profile)
+    found = find_given_profile(profile)
     if as_json:
         typer.echo(json.dumps(facts_of(profile.name, found) | asdict(figures_of(found)), indent=2))
     else:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex.cli.flags import App
-from loraplex.cli.json_out import check_picture, check_writable, save_json
+from loraplex.cli.fleet_show import served_in_words
+from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.twin_options import (
     AdapterMib,
     Adapters,
@@ -66,17 +67,18 @@ def run(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     outcome = _replay(profile, workload, model, options)
     summary = outcome.summary()
-    if json_out is not None:
-        document = {"summary": summary, "timeline": asdict(outcome.timeline()), "requests": _rows(outcome)}
-        save_json(json_out, document)
-    if plot is not None:
-        from loraplex.cli.twin_plot import write_plot
 
-        write_plot(outcome, plot, workload=workload.name, profile=profile.name)
-    _show(summary, is_overloaded=outcome.is_overloaded())
-    for path in (json_out, plot):
-        if path is not None:
-            typer.echo(f"wrote {path}")
+    def write_figures(path: Path) -> None:
+        timeline = asdict(outcome.timeline())
+        save_json(path, {"summary": summary, "timeline": timeline, "requests": _rows(outcome)})
+
+    def draw(path: Path) -> None:
+        from loraplex.cli.twin_plot import draw_outcome
+
+        save_picture(path, draw_outcome(outcome, workload=workload.name, profile=profile.name))
+
+    with files_saved((json_out, write_figures), (plot, draw)):
+        _show(summary, is_overloaded=outcome.is_overloaded())
 
 
 @app.command()
@@ -205,10 +207,7 @@ def _replay(profile: Path, workload: Path, model: str | None, options: TwinOptio
 
 def _show(summary: dict[str, Any], *, is_overloaded: bool) -> None:
     num_steps = summary["num_steps"]
-    typer.echo(
-        f"{summary['num_served']} of {summary['num_requests']} requests served in "
-        f"{summary['duration_s']:.1f} simulated seconds, {num_steps} {plural('step', num_steps)}"
-    )
+    typer.echo(f"{served_in_words(summary)}, {num_steps:,} {plural('step', num_steps)}")
     typer.echo(f"{summary['output_tok_s']:,.1f} output tok/s, {summary['input_tok_s']:,.1f} input tok/s")
     loads, preemptions = summary["num_loads"], summary["num_preemptions"]
     typer.echo(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from loraplex.cli.profile_names import find_given_profile
 from loraplex.cli.profile_table import warn_of_poor_fits
 from loraplex.core.errors import UserError
 
@@ -39,7 +40,10 @@ Ranks = Annotated[
 ]
 Slots = Annotated[int | None, typer.Option(min=1, help="Of an engine with slots; default: one for each.")]
 Seconds = Annotated[
-    float | None, typer.Option("--seconds", help="End so many simulated seconds after the first request.")
+    float | None,
+    typer.Option(
+        "--seconds", help="End so many simulated seconds after the first request, whoever still runs."
+    ),
 ]
 KvTokens = Annotated[
     int | None,
@@ -81,9 +85,8 @@ def read_profile_of(path: Path, model: str | None) -> Profile:
     """Read a profile by its path or name, with a warning if it was measured badly: what comes of it is no
     better."""
     from loraplex.perf.cost_model import CostModel
-    from loraplex.perf.named_profiles import find_profile
 
-    profile = find_profile(path, model)
+    profile = find_given_profile(path, model)
     if not isinstance(profile, CostModel):
         return profile
     advice = f"the twin is no better than {path.name}, so measure again when the machine is idle"
@@ -117,8 +120,8 @@ def read_inputs(
     named = max(request.adapter for request in requests) + 1
     if header is None and options.adapters is None and named > _MOST_ADAPTERS:
         raise UserError(
-            f"{workload}: a request is on adapter {named - 1}, counted from 0, so there would be {named:,}; "
-            "give --adapters if that is meant"
+            f"{workload}: a request is on adapter {named - 1:,}, counted from 0, so there would be "
+            f"{named:,}; give --adapters if that is meant"
         )
     chosen = ReplayOptions(
         num_adapters=options.adapters or (named if header is None else header.num_adapters),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -33,8 +32,3 @@ def draw_outcome(outcome: Outcome, *, workload: str, profile: str) -> Figure:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
     return figure
-
-
-def write_plot(outcome: Outcome, path: Path, *, workload: str, profile: str) -> None:
-    """Draw the run to a .png."""
-    draw_outcome(outcome, workload=workload, profile=profile).savefig(path, dpi=150)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
@@ -25,11 +26,17 @@ class Entry(NamedTuple):
 
     @classmethod
     def of_weights(cls, weights: Mapping[int, float]) -> Entry:
-        """Return the entry of weights by replica, one at least; its shares are in proportion to them."""
+        """Return the entry of weights by replica, one at least; its shares are in proportion to them. Raises
+        UserError if they have no sum to be shares of."""
         if len(weights) == 1:
             return cls(tuple(weights), (1.0,))
         placed = tuple(sorted(weights))
         total = sum(weights.values())
+        if placed and not 0 < total < math.inf:
+            raise UserError(
+                f"the weights of replicas {', '.join(map(str, placed))} sum to {total:g}; an adapter needs a "
+                "replica with a weight above 0, and no weight without end"
+            )
         return cls(placed, tuple(weights[replica] / total for replica in placed))
 
     def limited_to(self, replicas: Set[int]) -> Entry | None:
@@ -113,7 +120,13 @@ class Plan:
                 f"{plural('adapter', num_adapters)}"
             )
         self._check_shapes()
-        copies = self.copies()
+        try:
+            copies = self.copies()
+        except OverflowError:
+            raise UserError(
+                f"the plan names a replica with a number beyond all that there can be; the fleet has "
+                f"{num_replicas} {plural('replica', num_replicas)}, numbered from 0"
+            ) from None
         unknown = np.flatnonzero((copies.replicas < 0) | (copies.replicas >= num_replicas))
         if unknown.size:
             adapter, replica = copies.adapters[unknown[0]], copies.replicas[unknown[0]]
@@ -144,6 +157,17 @@ class Plan:
                     f"adapter {adapter} has {len(replicas)} replicas and {len(shares)} shares; each replica "
                     "needs one"
                 )
+        kinds = set(map(type, chain.from_iterable(self.replicas)))
+        if not all(issubclass(kind, int | np.integer) for kind in kinds):
+            adapter, replica = next(
+                (adapter, replica)
+                for adapter, replicas in enumerate(self.replicas)
+                for replica in replicas
+                if not isinstance(replica, int | np.integer)
+            )
+            raise UserError(
+                f"the plan places adapter {adapter} on replica {replica!r}; replicas have whole numbers"
+            )
 
     def _check_shares(self, copies: Copies) -> None:
         # Written so that a share that is not a number is refused as well.

@@ -8,7 +8,7 @@ gains, and no bound on what any policy can.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -121,14 +121,14 @@ class Policy:
                     f"{self.routing!r} is a placement, and a routing is wanted here; write it behind one, "
                     f"as in {AUTO}+{self.routing}, or give it with --placement"
                 )
-            raise UserError(unknown_name("routing", self.routing, ROUTINGS))
+            raise UserError(_unknown("routing", self.routing, ROUTINGS))
         if self.placement not in PLACEMENTS:
             if self.placement in ROUTINGS:
                 raise UserError(
                     f"{self.placement!r} is a routing, and a placement is wanted here; write it first, as in "
                     f"{self.placement}+{EVERYWHERE}, or give it with --routing"
                 )
-            raise UserError(unknown_name("placement", self.placement, PLACEMENTS))
+            raise UserError(_unknown("placement", self.placement, PLACEMENTS))
 
     @classmethod
     def of(cls, routing: str, placement: str | None = None, *, migrates: bool = False) -> Policy:
@@ -149,10 +149,9 @@ class Policy:
         routing, *rest = name.split("+")
         migrates = rest[-1:] == [MIGRATE]
         placements = rest[:-1] if migrates else rest
-        if placements and difflib.get_close_matches(placements[-1], (*PLACEMENTS, MIGRATE), 1) == [MIGRATE]:
-            raise UserError(
-                f"{name!r} is no policy; did you mean {'+'.join((routing, *rest[:-1], MIGRATE))}?"
-            )
+        if placements and _is_near_migrate(placements[-1]):
+            kept = [each for each in placements if not _is_near_migrate(each)]
+            raise UserError(f"{name!r} is no policy; did you mean {'+'.join((routing, *kept, MIGRATE))}?")
         if len(placements) > 1:
             raise UserError(
                 f"{name!r} is no policy; write ROUTING+PLACEMENT or ROUTING+PLACEMENT+{MIGRATE}, such as "
@@ -167,3 +166,12 @@ class Policy:
         if self.routing == self.placement == AUTO and not self.migrates:
             return routing
         return f"{routing}+{self.placement}" + (f"+{MIGRATE}" if self.migrates else "")
+
+
+def _is_near_migrate(name: str) -> bool:
+    return difflib.get_close_matches(name.lower(), (*PLACEMENTS, MIGRATE), 1) == [MIGRATE]
+
+
+def _unknown(kind: str, name: str, known: Collection[str]) -> str:
+    """Say that there is no such thing; a name in capitals is as near as in small letters."""
+    return unknown_name(kind, name.lower(), known).replace(repr(name.lower()), repr(name), 1)

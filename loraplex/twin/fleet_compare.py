@@ -18,7 +18,7 @@ from loraplex.twin.fleet_run import FleetOptions, FleetRuns
 from loraplex.twin.highest_rate import highest_rate
 from loraplex.twin.operating_points import operating_points
 from loraplex.twin.slo import Slo
-from loraplex.twin.trial import least_trial_s, trial, trial_s
+from loraplex.twin.trial import least_trial_requests, least_trial_s, trial, trial_s
 from loraplex.twin.worker_pool import worker_pool
 from loraplex.workload.jsonl import WorkloadRequest
 
@@ -54,17 +54,24 @@ class PolicyRun(NamedTuple):
 class Capacity(NamedTuple):
     """The rates that a policy sustains. `rps`: the highest rate at which the SLO holds; infinite if it holds
     at every rate that was tried, None if it holds at none. `tried`: rates and the attainment there,
-    ascending. `trial_s`: how long the trial at `rps` was, or at the highest rate that was tried; it should
-    last for `least_s`, and `is_short` if it would take too many requests."""
+    ascending. `trial_s`, `trial_requests`: how long the trial at `rps` was and how many requests it had, or
+    the one at the highest rate that was tried. It should last for `least_s` and have `least_requests`, and
+    `is_short` or `has_few` if that would take too many requests."""
 
     rps: float | None
     tried: list[tuple[float, float]]
     trial_s: float
     least_s: float
+    trial_requests: int
+    least_requests: int
 
     @property
     def is_short(self) -> bool:
         return self.rps is not None and self.trial_s < _NEARLY * self.least_s
+
+    @property
+    def has_few(self) -> bool:
+        return self.rps is not None and self.trial_requests < self.least_requests
 
     @property
     def best_attainment(self) -> float:
@@ -168,21 +175,24 @@ def _capacity(policy: Policy, attainment: float) -> Capacity:
     inputs = _inputs
     assert inputs is not None
     rate, slo = inputs.rate, inputs.options.slo
-    least_s = least_trial_s(inputs.workload, slo)
+    least_s, least_requests = least_trial_s(inputs.workload, slo), least_trial_requests(attainment)
     tried: dict[float, float] = {}
-    lasted: dict[float, float] = {}
+    sizes: dict[float, tuple[float, int]] = {}
 
     def holds(factor: float) -> bool:
-        requests = trial(inputs.workload, factor, least_s)
-        lasted[factor] = trial_s(requests)
+        requests = trial(inputs.workload, factor, least_s, least_requests)
+        sizes[factor] = trial_s(requests), len(requests)
         outcome = FleetRuns(inputs.profile, requests, inputs.options).run(policy)
         tried[factor * rate] = outcome.all.slo_attainment(slo)
         return tried[factor * rate] >= attainment
 
     highest = highest_rate(holds, 1.0)
+    seconds, num_requests = sizes.get(highest or 0.0, sizes[max(sizes)])
     return Capacity(
         rps=None if highest is None else highest * rate,
         tried=sorted(tried.items()),
-        trial_s=lasted.get(highest or 0.0, lasted[max(lasted)]),
+        trial_s=seconds,
         least_s=least_s,
+        trial_requests=num_requests,
+        least_requests=least_requests,
     )

@@ -16,13 +16,15 @@ from loraplex.twin.slo import Slo
 class PolicyFigures:
     """One run, or the mean of several.
 
-    `attainment`: the share of requests that attain the SLO. `tpot_mean_s`: seconds per token after the
-    first. `tpt_mean_s`: seconds per token, from arrival to end. `busiest_over_mean`: by tokens served.
-    `bytes_moved`: of adapters, to the hosts of replicas; None if their sizes are not known. Figures of
-    requests are None if none was served.
+    `attainment`: the share of requests that attain the SLO, without `num_undecided` that the end of the run
+    interrupted while they were within it; None if there are no others. `tpot_mean_s`: seconds per token
+    after the first. `tpt_mean_s`: seconds per token, from arrival to end. `busiest_over_mean`: by tokens
+    served. `bytes_moved`: of adapters, to the hosts of replicas; None if their sizes are not known. Figures
+    of requests are None if none was served.
     """
 
-    attainment: float
+    attainment: float | None
+    num_undecided: float
     ttft_p95_s: float | None
     tpot_mean_s: float | None
     tpt_mean_s: float | None
@@ -41,8 +43,10 @@ def figures_of(outcome: FleetOutcome, slo: Slo) -> PolicyFigures:
     ttft_s, tpot_s, tpt_s = summary["ttft_s"], outcome.all.tpot_percentiles(), summary["tpt_s"]
     tokens = [each.num_tokens for each in outcome.replicas]
     mean = sum(tokens) / len(tokens)
+    counts = outcome.all.slo_counts(slo)
     return PolicyFigures(
-        attainment=outcome.all.slo_attainment(slo),
+        attainment=counts.attainment,
+        num_undecided=counts.num_undecided,
         ttft_p95_s=None if ttft_s is None else ttft_s["p95"],
         tpot_mean_s=None if tpot_s is None else tpot_s["mean"],
         tpt_mean_s=None if tpt_s is None else tpt_s["mean"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from loraplex.core.errors import UserError
@@ -17,6 +18,10 @@ class LinkSpeed:
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
             raise UserError(f"a link of {self.bytes_per_s:g} bytes/s never delivers an adapter; give more")
+        if self.bytes_per_s == math.inf:
+            raise UserError("a link cannot be without end in its bytes/s; give a number")
+        if not 0 <= self.latency_s < math.inf:
+            raise UserError(f"a link's latency must be 0 seconds or more, and finite, not {self.latency_s:g}")
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds of a copy over idle links."""

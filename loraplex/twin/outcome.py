@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -41,6 +41,17 @@ class RequestOutcome:
     @property
     def is_served(self) -> bool:
         return self.finish_s is not None and not self.failed
+
+    @property
+    def is_unfinished(self) -> bool:
+        """It still ran or waited when the run ended."""
+        return self.finish_s is None and not self.lost
+
+    def at_best(self, now_s: float) -> RequestOutcome:
+        """Return the outcome if all tokens that an unfinished request lacks came now: the shortest times
+        that it can still have."""
+        first_s = now_s if self.first_token_s is None else self.first_token_s
+        return replace(self, first_token_s=first_s, finish_s=now_s)
 
     @property
     def ttft_s(self) -> float | None:
@@ -201,6 +212,21 @@ class Timeline:
     waiting: Sequence[float]
 
 
+class SloCounts(NamedTuple):
+    """Requests by what became of the SLO. `num_undecided`: the end of the run interrupted them while they
+    were within every limit."""
+
+    num_attained: int
+    num_missed: int
+    num_undecided: int
+
+    @property
+    def attainment(self) -> float | None:
+        """The share of those that are decided; None if there are none."""
+        num_decided = self.num_attained + self.num_missed
+        return self.num_attained / num_decided if num_decided else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """`num_loads`: of adapters to the device. `gaps`: between tokens, in the order of time; where a request
@@ -263,6 +289,7 @@ class Outcome:
             "num_served": len(served),
             "num_failed": sum(each.failed for each in self.requests),
             "num_lost": sum(each.lost for each in self.requests),
+            "num_unfinished": sum(each.is_unfinished for each in self.requests),
             "num_steps": self.num_steps,
             "num_loads": self.num_loads,
             "num_preemptions": self.num_preemptions,
@@ -303,10 +330,19 @@ class Outcome:
         return float(waiting[-third:].mean()) > _GROWS_ABOVE * float(before.mean() if before.size else 0.0)
 
     def slo_attainment(self, slo: Slo) -> float:
-        """Return the share of all requests that attain the SLO. Requests that were lost, failed or not
-        finished count as missed; if none came, none was missed."""
-        num_met = sum(map(slo.is_attained, self.requests))
-        return num_met / len(self.requests) if self.requests else 1.0
+        """Return the share of requests that attain the SLO (`slo_counts`); if none is decided, none was
+        missed."""
+        attainment = self.slo_counts(slo).attainment
+        return 1.0 if attainment is None else attainment
+
+    def slo_counts(self, slo: Slo) -> SloCounts:
+        """Count the requests that attain the SLO and those that miss it. Requests that were lost or failed
+        miss it, and so do unfinished ones that have exceeded a limit by the end of the run, whatever would
+        have become of them. Of the other unfinished ones nothing is known."""
+        num_attained = sum(map(slo.is_attained, self.requests))
+        unfinished = (each.at_best(self.duration_s) for each in self.requests if each.is_unfinished)
+        num_undecided = sum(map(slo.is_attained, unfinished))
+        return SloCounts(num_attained, len(self.requests) - num_attained - num_undecided, num_undecided)
 
     def ttft_p99_by_adapter(self) -> dict[int, float]:
         """The 99th percentile of the seconds to the first token, by adapter, of requests that have begun."""

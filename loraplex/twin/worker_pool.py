@@ -8,10 +8,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
+
+from loraplex.core.errors import UserError
 
 
 class _Worker(multiprocessing.context.SpawnProcess):
@@ -35,7 +38,9 @@ def worker_pool(
     num_tasks: int, initializer: Callable[..., object] | None = None, initargs: tuple[Any, ...] = ()
 ) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool for so many tasks. If the block is left by an exception, or the process is interrupted or
-    killed, tasks under way are given up: nobody waits for them, and no worker goes on without its owner."""
+    killed, tasks under way are given up: nobody waits for them, and no worker goes on without its owner.
+
+    Raises UserError if a worker is killed, which a system that is short of memory does."""
     num_workers = max(min(len(os.sched_getaffinity(0)), num_tasks), 1)
     context = _Context()
     # Nothing is ever sent: workers wait for the end of the connection, which closes with this process.
@@ -48,6 +53,12 @@ def worker_pool(
     ):
         try:
             yield pool
+        except BrokenProcessPool as error:
+            sender.close()
+            raise UserError(
+                "a worker process was killed, perhaps for lack of memory; run fewer policies and seeds at "
+                "once, or a shorter workload, or give it more memory"
+            ) from error
         except BaseException:
             sender.close()  # the pool ends with its workers
             raise

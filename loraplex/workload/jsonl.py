@@ -35,6 +35,8 @@ __all__ = [
 VERSION: Final = 1
 KEYS: Final = ("arrival_s", "prompt_tokens", "output_tokens", "adapter")
 _VERSION_KEY: Final = "loraplex_workload"
+_LATEST_S: Final = 1e10
+"""Three centuries. Next to later times, a float does not resolve what a step takes."""
 _HEADER_KEYS: Final = (_VERSION_KEY, "ranks", "names", "duration_s", "recipe")
 # A line just as `write_workload` writes it, with nothing in it to refuse: read without a JSON parser, which
 # takes several times as long. Whatever does not match takes the strict way.
@@ -60,6 +62,11 @@ class WorkloadFile:
                 continue
             try:
                 request = _plain_request(line) or _request_of(_parse_object(line))
+                if request.arrival_s > _LATEST_S:
+                    raise ValueError(
+                        f"arrival_s {request.arrival_s} is beyond {_LATEST_S:.0e} seconds, where times are "
+                        "not exact any more; give seconds from the start"
+                    )
                 if request.arrival_s < last_s:
                     raise ValueError(f"arrival_s {request.arrival_s} is before the line above it")
                 _check_with_header(request, self.header)
@@ -184,7 +191,9 @@ def _parse_object(line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+        # Some messages end in "at", others do not.
+        message = error.msg.removesuffix(" at")
+        raise ValueError(f"not JSON: {message} at column {error.colno}") from error
     except RecursionError:
         raise ValueError("not a workload request: nested too deeply") from None
     if not isinstance(fields, dict):

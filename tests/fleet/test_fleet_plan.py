@@ -28,6 +28,12 @@ def test_shares_follow_weights() -> None:
     assert Plan.of_homes(np.array([1, 0])) == Plan(replicas=((1,), (0,)), shares=((1.0,), (1.0,)))
 
 
+@pytest.mark.parametrize("weight", [0.0, float("inf"), float("nan")])
+def test_weights_that_shares_cannot_follow_are_refused(weight: float) -> None:
+    with pytest.raises(UserError, match="the weights of replicas 0, 1 sum to"):
+        Plan.of_weights([{0: weight, 1: 0.0}])
+
+
 def test_a_plan_that_suits_the_fleet_passes() -> None:
     PLAN.check(num_adapters=3, num_replicas=3)
     PLAN.check_known(num_adapters=5, num_replicas=3)
@@ -48,6 +54,9 @@ def test_a_plan_that_suits_the_fleet_passes() -> None:
         (((0,), (1, 2)), ((1.0,), (0.5, 0.4)), "shares of adapter 1 sum to 0.9"),
         (((0,), (1, 2)), ((1.0,), (0.0, 1.0)), "adapter 1 has a share of 0 on replica 1"),
         (((0,), (1,)), ((1.0,), (float("nan"),)), "adapter 1 has a share of nan"),
+        (((0,), (1.5,)), ((1.0,), (1.0,)), "adapter 1 on replica 1.5; replicas have whole numbers"),
+        (((0,), ("a",)), ((1.0,), (1.0,)), "adapter 1 on replica 'a'; replicas have whole numbers"),
+        (((0,), (10**30,)), ((1.0,), (1.0,)), "a replica with a number beyond all"),
     ],
 )
 def test_a_wrong_plan_is_refused_in_words(

@@ -52,6 +52,11 @@ def test_a_routing_alone_places_everywhere() -> None:
         ("random+most-idle", r"'most-idle' is a routing, and a placement is wanted.*most-idle\+everywhere"),
         ("random+migrat", r"did you mean random\+migrate\?"),
         ("random+auto+migrat", r"did you mean random\+auto\+migrate\?"),
+        ("auto+auto+migrate+migrate", r"did you mean auto\+auto\+migrate\?"),
+        ("auto+migrate+migrate", r"did you mean auto\+migrate\?"),
+        ("auto+auto+MIGRATE", r"did you mean auto\+auto\+migrate\?"),
+        ("AUTO", r"there is no routing 'AUTO'; did you mean auto\?"),
+        ("random+EVERYWHRE", r"there is no placement 'EVERYWHRE'; did you mean everywhere\?"),
     ],
 )
 def test_a_name_that_is_none_gives_those_near_it(name: str, words: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,21 @@ from recorded import TRUTH
 from twins import imagined_machine, random_workload
 from typer.testing import CliRunner
 
+from loraplex.cli.fleet_plot import draw_policies
+from loraplex.cli.fleet_show import capacity_in_words
 from loraplex.cli.main import app
-from loraplex.core.errors import UserError
+from loraplex.core.errors import StorageError, UserError
 from loraplex.fleet.policy import PLACEMENTS, ROUTINGS
 from loraplex.perf.profile_json import write_profile
 from loraplex.perf.slot_profile import write_slot_profile
+from loraplex.twin.fleet_compare import Capacity, PolicyRun
+from loraplex.twin.fleet_figures import PolicyFigures
+from loraplex.twin.slo import Slo
 from loraplex.workload.jsonl import WorkloadRequest, read_workload, write_workload
 
 FIGURES = {
-    "attainment", "ttft_p95_s", "tpot_mean_s", "tpt_mean_s", "adapter_loads", "busiest_over_mean",
-    "bytes_moved",
+    "attainment", "num_undecided", "ttft_p95_s", "tpot_mean_s", "tpt_mean_s", "adapter_loads",
+    "busiest_over_mean", "bytes_moved",
 }  # fmt: skip
 
 
@@ -152,8 +160,27 @@ def test_a_run_has_the_first_request_however_soon_it_ends(
     args = ("--replicas", "2", "--routing", "random", "--slo-ttft", "1s", "--seconds", "0.001")
     result = fleet("simulate", profile, later(workload, 10.0), *args)
     assert result.exit_code == 0, result.output
-    assert "0 of 1 requests served" in result.output
-    assert "0.00% within 1 s to the first token" in result.output
+    assert "0 of 1 request served (1 still ran or waited at the end)" in result.output
+    assert "no request had ended by then, or was too late to be within 1 s to the first" in result.output
+    result = fleet("compare", profile, workload, "--policies", "random", *args[:2], *args[4:], "--seeds", "2")
+    assert result.exit_code == 0, result.output
+    assert "when the run ended (requests): random+everywhere 1.0" in result.output
+
+
+def test_requests_that_the_end_interrupts_in_time_are_left_out_of_the_share(
+    profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    args = ("--replicas", "2", "--routing", "random", "--json", str(out), "--seconds", "2", "--slo-ttft")
+    result = fleet("simulate", profile, workload, *args, "10s")
+    found = written(out)
+    undecided, unfinished = found["figures"]["num_undecided"], found["summary"]["num_unfinished"]
+    assert undecided == unfinished > 0
+    assert f" ({unfinished} still ran or waited at the end) in 2.0 simulated seconds" in result.output
+    assert f"100.00% within 10 s to the first token, without {undecided} requests that" in result.output
+    fleet("simulate", profile, workload, *args, "0.001ms")
+    assert written(out)["figures"]["num_undecided"] == 0, "they are late already"
+    assert written(out)["figures"]["attainment"] == 0.0
 
 
 def test_a_fleet_that_is_overloaded_ends_and_says_where(profile: Path, tmp_path: Path) -> None:
@@ -163,7 +190,7 @@ def test_a_fleet_that_is_overloaded_ends_and_says_where(profile: Path, tmp_path:
     result = fleet("simulate", profile, path, *args)
     assert result.exit_code == 0, result.output
     assert "overloaded: it serves less than 90%" in result.output
-    assert "most wait at replica" in result.output
+    assert re.search(r"most wait at replica \d \([\d.]+ requests\)", result.output)
 
 
 def test_policies_are_compared(profile: Path, workload: Path, tmp_path: Path) -> None:
@@ -186,6 +213,27 @@ def test_policies_are_compared(profile: Path, workload: Path, tmp_path: Path) ->
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_many_policies_are_told_apart_in_a_picture() -> None:
+    figures = PolicyFigures(
+        attainment=0.0, num_undecided=0, ttft_p95_s=1.0, tpot_mean_s=1.0, tpt_mean_s=1.0, adapter_loads=1,
+        busiest_over_mean=1.0, bytes_moved=None,
+    )  # fmt: skip
+    times_s = [0.01 * (1 + number) for number in range(101)]
+    run = PolicyRun(figures, times_s, times_s, times_s, [])
+    drawn = draw_policies({f"policy {row}": [run, run] for row in range(14)}, slo=Slo(), title="many")
+    *distributions, attained = drawn.axes
+    for axes in distributions:
+        styles = {(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}
+        assert len(styles) == 14
+        assert axes.get_ylabel() == "requests of seed 0 within it, %"
+    low, high = attained.get_xlim()
+    assert low > -0.1
+    assert high > 0.5, "per cent, also if all are 0"
+    drawn.draw_without_rendering()
+    rows = [text.get_window_extent() for text in attained.texts]
+    assert not any(one.overlaps(other) for one, other in pairwise(rows))
+
+
 def test_capacity_is_found_by_bisection(profile: Path, workload: Path, tmp_path: Path) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     args = (
@@ -196,11 +244,36 @@ def test_capacity_is_found_by_bisection(profile: Path, workload: Path, tmp_path:
     assert result.exit_code == 0, result.output
     found = written(out)
     rate = found["capacity_rps"]["round-robin+everywhere"]
-    assert f"requests/s, in a trial of {found['trial_s']['round-robin+everywhere']:,.0f} s" in result.output
+    seconds, number = (found[key]["round-robin+everywhere"] for key in ("trial_s", "trial_requests"))
+    assert f"requests/s, in a trial of {seconds:,.0f} s with {number:,} requests" in result.output
     tried = found["tried"]["round-robin+everywhere"]
     assert rate == max(each for each, attained in tried if attained >= 0.9)
     assert min(each for each, attained in tried if attained < 0.9) <= rate * 1.021
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_capacity_is_told_by_enough_requests_or_not_at_all(
+    profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    args = (
+        "--replicas", "2", "--policies", "round-robin", "--slo-tpt", "12ms", "--max-running", "8",
+        "--json", str(out), "--attainment",
+    )  # fmt: skip
+    for attainment, number in (("0.96", 360), ("0.95", 240)):
+        result = fleet("capacity", profile, workload, *args, attainment)
+        assert "too few" not in result.output
+        assert written(out)["trial_requests"]["round-robin+everywhere"] >= number > 120
+    found = Capacity(
+        rps=0.00123,
+        tried=[(0.00123, 1.0)],
+        trial_s=60.0,
+        least_s=6.0,
+        trial_requests=120,
+        least_requests=100_000,
+    )
+    assert "0.00123 requests/s, in a trial of 60 s with 120 requests; too few" in capacity_in_words(found)
+    assert "it takes 100,000" in capacity_in_words(found)
 
 
 def test_capacity_by_the_time_to_the_first_token(profile: Path, workload: Path, tmp_path: Path) -> None:
@@ -288,7 +361,7 @@ def test_a_policy_that_no_rate_suits_leaves_the_others_their_capacity(profile: P
     ("limits", "advice"),
     [
         (("--slo-ttft", "0.1ms"), "relax --slo-ttft or --attainment"),
-        (("--slo-ttft", "0.1ms", "--slo-tpt", "9s"), "relax --slo-tpt or --slo-ttft or --attainment"),
+        (("--slo-ttft", "0.1ms", "--slo-tpt", "90ms"), "relax --slo-tpt or --slo-ttft or --attainment"),
     ],
 )
 def test_a_refused_slo_says_which_options_to_relax(
@@ -471,6 +544,45 @@ def test_figures_are_saved_before_they_are_printed(profile: Path, workload: Path
     assert "the output cannot be written" in done.stderr
     assert written(out)["summary"]["num_served"] == 120
     assert plot.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_figures_are_printed_where_files_cannot_be_written(
+    command: str, profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    full, out = tmp_path / "full.png", tmp_path / "out.json"
+    full.symlink_to("/dev/full")
+    options, figures = {
+        "simulate": (("--routing", "random"), "120 of 120 requests served"),
+        "compare": (("--policies", "random", "--seeds", "1"), "\nrandom+everywhere "),
+    }[command]
+    files = ("--plot", str(full), "--json", str(out))
+    result = fleet(command, profile, workload, "--replicas", "2", "--slo-tpt", "30ms", *options, *files)
+    assert figures in result.output
+    assert f"wrote {out}" in result.output, "one file does not depend on the other"
+    assert written(out)
+    assert isinstance(result.exception, StorageError)
+    assert f"{full}: cannot be written (No space left on device)" in str(result.exception)
+
+
+def test_a_picture_is_replaced_in_one_go(
+    profile: Path, workload: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plot = tmp_path / "out.png"
+    plot.write_bytes(b"the last one")
+
+    def broken(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", broken)
+    args = ("--replicas", "2", "--routing", "random", "--plot", str(plot))
+    result = fleet("simulate", profile, workload, *args)
+    assert f"{plot}: cannot be written (No space left on device)" in str(result.exception)
+    assert plot.read_bytes() == b"the last one"
+    assert not list(tmp_path.glob(".*")), "nothing is left behind"
 
 
 def test_a_policy_that_is_named_twice_is_refused(profile: Path, workload: Path) -> None:

@@ -24,3 +24,14 @@ def test_copies_wait_for_both_links() -> None:
 def test_a_link_that_never_delivers_is_refused(bytes_per_s: float) -> None:
     with pytest.raises(UserError, match="never delivers"):
         LinkSpeed(bytes_per_s=bytes_per_s)
+
+
+@pytest.mark.parametrize("latency_s", [-1.0, float("nan"), float("inf")])
+def test_a_latency_that_cannot_be_is_refused(latency_s: float) -> None:
+    with pytest.raises(UserError, match="latency must be 0 seconds or more"):
+        LinkSpeed(bytes_per_s=1.0, latency_s=latency_s)
+
+
+def test_a_link_without_end_is_refused() -> None:
+    with pytest.raises(UserError, match="give a number"):
+        LinkSpeed(bytes_per_s=float("inf"))

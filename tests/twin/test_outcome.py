@@ -34,12 +34,38 @@ def test_requests_that_were_not_served_miss_the_objective() -> None:
     outcome = outcome_of(
         RequestOutcome(asked(), first_token_s=1.1, finish_s=2.0),  # 0.1 s a token
         RequestOutcome(asked(), first_token_s=2.5, finish_s=3.0),  # 0.2 s a token
-        RequestOutcome(asked(), first_token_s=1.1),
+        RequestOutcome(asked(), first_token_s=1.1),  # 0.9 s a token at the least
         RequestOutcome(asked(), finish_s=1.2, failed=True),
         RequestOutcome(asked(), lost=True),
     )
-    attained = [outcome.slo_attainment(Slo(tpt_s=tpt_s)) for tpt_s in (0.05, 0.1, 0.15, 0.2, 100.0)]
+    attained = [outcome.slo_attainment(Slo(tpt_s=tpt_s)) for tpt_s in (0.05, 0.1, 0.15, 0.2, 0.8)]
     assert attained == [0.0, 0.2, 0.2, 0.4, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("slo", "counts"),
+    [
+        (Slo(), (1, 0, 3)),
+        (Slo(ttft_s=10.0), (1, 0, 3)),
+        (Slo(ttft_s=5.0), (1, 1, 2)),  # one has waited for longer
+        (Slo(ttft_s=0.5), (0, 3, 1)),
+        (Slo(tpt_s=1.0), (1, 0, 3)),
+        (Slo(tpt_s=0.5), (1, 2, 1)),  # 10 tokens within 5 s are not to be had any more
+        (Slo(tpot_s=0.5), (1, 1, 2)),  # without a first token there is no pace yet
+    ],
+)
+def test_what_the_end_interrupts_has_missed_the_objective_or_is_left_out(
+    slo: Slo, counts: tuple[int, int, int]
+) -> None:
+    outcome = outcome_of(  # which ends at 10 s
+        RequestOutcome(asked(), first_token_s=2.0, finish_s=3.0),
+        RequestOutcome(asked(), first_token_s=1.75),
+        RequestOutcome(asked()),
+        RequestOutcome(asked(arrival_s=9.75)),
+    )
+    assert outcome.slo_counts(slo) == counts
+    assert outcome.slo_attainment(slo) == counts[0] / (counts[0] + counts[1])
+    assert outcome.summary()["num_unfinished"] == 3
 
 
 def test_where_nobody_asked_nothing_is_missed() -> None:
@@ -60,7 +86,7 @@ def test_a_request_attains_the_objective_within_all_limits_that_are_given() -> N
         RequestOutcome(asked(), first_token_s=1.25, finish_s=2.0),  # 0.1 s a token
         RequestOutcome(asked(), first_token_s=2.5, finish_s=3.0),  # 0.2 s a token
         RequestOutcome(asked(), first_token_s=1.25, finish_s=6.0),  # 0.5 s a token
-        RequestOutcome(asked(), first_token_s=1.25),
+        RequestOutcome(asked(), lost=True),
         RequestOutcome(asked(), first_token_s=1.25, finish_s=1.5, failed=True),
     )
     for slo, share in (

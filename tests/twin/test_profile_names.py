@@ -55,6 +55,24 @@ def test_a_name_that_is_unknown_is_refused_with_those_near_it(workload: Path) ->
         assert "did you mean h200-llama-2-7b or" in str(result.exception)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "H200-LLAMA-2-7B",
+            "there is no file or named profile 'H200-LLAMA-2-7B'; did you mean h200-llama-2-7b?",
+        ),
+        ("", "what is given is nothing, or this folder; name a file of `loraplex profile`, or one of"),
+        ("..", "what is given is .., a folder; name a file of `loraplex profile`, or one of"),
+    ],
+)
+def test_what_is_no_profile_is_refused_with_what_to_give(workload: Path, name: str, says: str) -> None:
+    for command in (("twin", "run", "--workload", str(workload), "--profile"), ("profile", "show")):
+        error = CliRunner().invoke(app, [*command, name]).exception
+        assert isinstance(error, LoraplexError)
+        assert says in str(error)
+
+
 def test_the_list_has_a_line_for_each_name() -> None:
     heading, *lines = invoke("profile", "list").splitlines()
     assert heading.split()[:2] == ["name", "engine"]

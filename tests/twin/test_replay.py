@@ -272,11 +272,12 @@ def test_a_disk_that_is_full_leaves_the_last_result(
     out = tmp_path / "out.json"
     out.write_text("the last one")
 
-    def full(path: Path, text: str, **_: Any) -> None:
-        path.write_bytes(text.encode()[:10])
+    def full(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     message = error_of(twin("run", profile, workload, "--json", str(out)))
     assert "cannot be written (No space left on device); make room" in message
     assert out.read_text() == "the last one"

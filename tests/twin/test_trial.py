@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from loraplex.twin.slo import Slo
-from loraplex.twin.trial import least_trial_s, trial, trial_s
+from loraplex.twin.trial import least_trial_requests, least_trial_s, trial, trial_s
 from loraplex.workload.jsonl import WorkloadRequest
 
 WORKLOAD = [
@@ -32,6 +32,20 @@ def test_a_workload_that_is_over_too_soon_is_repeated_at_the_same_rate(factor: f
     times, rest = divmod(len(requests), len(WORKLOAD))
     assert rest == 0
     assert Counter(each.prompt_tokens for each in requests) == {10 + number: times for number in range(60)}
+
+
+@pytest.mark.parametrize(
+    ("attainment", "number"),
+    [(0.5, 20), (0.9, 100), (0.99, 1000), (0.999, 10_000), (0.9999, 100_000), (1, 1)],
+)
+def test_so_many_requests_that_ten_may_miss_tell_the_attainment(attainment: float, number: int) -> None:
+    assert least_trial_requests(attainment) == number
+
+
+def test_a_workload_with_too_few_requests_is_repeated() -> None:
+    assert len(trial(WORKLOAD, 1.0, least_s=1.0, least_requests=1000)) == 1020
+    assert len(trial(WORKLOAD, 1.0, least_s=1.0, least_requests=60)) == 60
+    assert len(trial(WORKLOAD, 1.0, least_s=1.0, least_requests=10**6)) == 19_980, "up to 20,000"
 
 
 def test_a_repetition_is_no_copy() -> None:

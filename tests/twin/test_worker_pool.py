@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.core.errors import UserError
 from loraplex.twin.worker_pool import worker_pool
 
 # The scripts hear SIGINT also where tests run in the background of a shell, whose programs ignore it.
@@ -64,7 +65,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
 else:
-    print("importing", flush=True)
+    os.write(1, b"importing\\n")
     os.read(0, 1)
 """
 
@@ -135,6 +136,11 @@ def test_tasks_under_way_are_given_up_when_the_block_fails() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert has_ended(workers[0])
+
+
+def test_a_worker_that_is_killed_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(UserError, match="a worker process was killed"), worker_pool(2) as pool:
+        pool.submit(signal.raise_signal, signal.SIGKILL).result()
 
 
 def test_results_come_back_from_prepared_workers() -> None:
