@@ -56,6 +56,8 @@ _SHORTEST_PERIOD_S: Final = 0.1
 _SLOWEST_LINK: Final = 1e6
 _MOST_REPLICAS: Final = 10_000
 _MOST_SEEDS: Final = 1_000
+_MANY_ADAPTERS: Final = 100_000
+"""From so many on, a plan takes seconds."""
 
 _Replicas = Annotated[int, typer.Option("--replicas", help="Engines of the fleet, all alike.")]
 _Policies = Annotated[
@@ -129,10 +131,11 @@ def simulate(
     _check_fit([policy], inputs)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     number = len(inputs.workload)
-    expected = f"{number:,} {plural('request', number)}"
-    with shown_progress("simulating", expected=expected) as progress:
+    expected = f"{number:,} {plural('request', number)}{_plans_in_words([policy], inputs)}"
+    # Without an estimate: an overloaded fleet has much to do when the last request has come.
+    with shown_progress("simulating", expected=expected, left=None) as progress:
         progress(policy.name, None)
-        outcome = runs.run(policy)
+        outcome = runs.run(policy, report=lambda share: progress(policy.name, share))
     figures = figures_of(outcome, inputs.options.slo)
 
     def write_figures(path: Path) -> None:
@@ -198,7 +201,8 @@ def compare(
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
     _check_fit(named, inputs)
-    expected = f"{len(named) * seeds:,} {plural('run', len(named) * seeds)}"
+    number = len(named) * seeds
+    expected = f"{number:,} {plural('run', number)}{_plans_in_words(named, inputs)}"
     with shown_progress("simulating", expected=expected) as progress:
         found = compare_policies(inputs, named, seeds, progress)
     means = {name: mean_of([run.figures for run in runs]) for name, runs in found.items()}
@@ -266,7 +270,8 @@ def capacity(
         inputs = _whole(inputs, seconds)
     if inputs.workload[0].arrival_s == inputs.workload[-1].arrival_s:
         raise UserError(f"{workload}: all requests come at one moment, so that there is no rate to change")
-    with shown_progress("bisecting", expected=f"about 12 runs for each of {len(named)}") as progress:
+    expected = f"about 12 runs for each of {len(named)}{_plans_in_words(named, inputs)}"
+    with shown_progress("bisecting", expected=expected) as progress:
         found = capacities(inputs, named, attainment, progress)
     within = f"{attainment:.1%} of requests {inputs.options.slo.in_words()}"
 
@@ -415,6 +420,16 @@ def _inputs(
             warm=warm,
         ),
     )
+
+
+def _plans_in_words(policies: Sequence[Policy], inputs: FleetInputs) -> str:
+    """Return what to expect of plans if they take long: there is nothing to report while one is made."""
+    from loraplex.fleet.policy import PLACEMENTS
+
+    number = inputs.options.replay.num_adapters
+    if number < _MANY_ADAPTERS or not any(PLACEMENTS[each.placement] for each in policies):
+        return ""
+    return f", and plans for {number:,} adapters, each of which takes seconds"
 
 
 def _conditions(inputs: FleetInputs) -> dict[str, float | str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -41,6 +41,7 @@ from loraplex.twin.slo import NO_SLO, Slo
 from loraplex.workload.jsonl import WorkloadRequest
 
 _NUM_ALONE: Final = 100
+_NUM_REPORTS: Final = 100
 _SHUFFLE_S: Final = 10.0
 """Requests that come within so many seconds of each other are exchanged to make another workload like it."""
 
@@ -110,12 +111,15 @@ class FleetRuns:
     def adapters(self) -> AdapterTable:
         return self._has.adapters
 
-    def run(self, policy: Policy, seed: int = 0) -> FleetOutcome:
-        """Simulate the workload, or for another seed than 0 one that is like it."""
+    def run(
+        self, policy: Policy, seed: int = 0, report: Callable[[float], None] | None = None
+    ) -> FleetOutcome:
+        """Simulate the workload, or for another seed than 0 one that is like it. `report`: called now and
+        then with the share of the requests that have come."""
         with paused_collector():
-            return self._run(policy, seed)
+            return self._run(policy, seed, report)
 
-    def _run(self, policy: Policy, seed: int) -> FleetOutcome:
+    def _run(self, policy: Policy, seed: int, report: Callable[[float], None] | None) -> FleetOutcome:
         workload = shuffled(self._workload, seed)
         controller = self._controller(policy, seed, workload)
         link, num_replicas = self._options.link, self._options.num_replicas
@@ -127,7 +131,7 @@ class FleetRuns:
             links,
             tells_lengths=policy.knows_future,
         )
-        outcome = fleet.run(workload)
+        outcome = fleet.run(workload if report is None else _reported(workload, report))
         return outcome if self._has.knows_sizes else replace(outcome, bytes_moved=None)
 
     def _controller(self, policy: Policy, seed: int, workload: Sequence[WorkloadRequest]) -> Controller:
@@ -198,6 +202,16 @@ def shuffled(workload: Sequence[WorkloadRequest], seed: int) -> Sequence[Workloa
         made += [replace(other, arrival_s=each.arrival_s) for each, other in zip(window, others, strict=True)]
         first = last
     return made
+
+
+def _reported(
+    workload: Sequence[WorkloadRequest], report: Callable[[float], None]
+) -> Iterator[WorkloadRequest]:
+    every = max(len(workload) // _NUM_REPORTS, 1)
+    for number, request in enumerate(workload):
+        if number and number % every == 0:
+            report(number / len(workload))
+        yield request
 
 
 def at_rate(workload: Sequence[WorkloadRequest], factor: float) -> list[WorkloadRequest]:

@@ -183,6 +183,14 @@ def test_requests_that_the_end_interrupts_in_time_are_left_out_of_the_share(
     assert written(out)["figures"]["attainment"] == 0.0
 
 
+def test_plans_of_very_many_adapters_are_announced(profile: Path, workload: Path) -> None:
+    args = ("--replicas", "2", "--adapters", "100000", "--seconds", "0.1")
+    for placement, announced in (("contiguous", True), ("everywhere", False)):
+        result = fleet("simulate", profile, workload, *args, "--routing", "random", "--placement", placement)
+        assert result.exit_code == 0, result.output
+        assert (", and plans for 100,000 adapters, each of which takes seconds" in result.output) == announced
+
+
 def test_a_fleet_that_is_overloaded_ends_and_says_where(profile: Path, tmp_path: Path) -> None:
     path = tmp_path / "burst.jsonl"
     write_workload(path, random_workload(3, num_requests=300, num_adapters=9, rps=2000.0))

@@ -22,6 +22,14 @@ from loraplex.twin.slo import NO_SLO, Slo
 from loraplex.workload.jsonl import WorkloadRequest
 
 
+def test_a_run_reports_how_many_requests_have_come() -> None:
+    shares: list[float] = []
+    runs = FleetRuns(imagined_machine(), WORKLOAD, FleetOptions(num_replicas=2, replay=OPTIONS))
+    assert runs.run(Policy.of_name("random"), report=shares.append) == runs.run(Policy.of_name("random"))
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] < 1
+
+
 def test_figures_of_a_run() -> None:
     outcome = run("rank-aware")
     found = figures_of(outcome, Slo(tpt_s=0.01))
