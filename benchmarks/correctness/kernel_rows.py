@@ -176,7 +176,7 @@ def _picked(setting: Setting) -> Check:
 
 
 def _drawn(vocab_size: int, setting: Setting) -> Check:
-    """float32 logits, so that no two are equal and the order of the candidates is one."""
+    """float32 logits, so that no two are equal and it is clear which candidates are left."""
     num_rows = 14 if setting.tiny else 140
     logits = 3 * torch.randn(num_rows, vocab_size, device=setting.torch_device)
     states = [_state(seed=seed, **SAMPLING[seed % len(SAMPLING)]) for seed in range(num_rows)]
@@ -204,11 +204,11 @@ def _draw_error(logits_V: torch.Tensor, state: SamplingState, token: int) -> flo
     weights /= weights.sum()
     before = weights[order].cumsum(0) - weights[order]
     weights[order[before >= params.top_p]] = 0
-    totals = weights[order].cumsum(0) / weights.sum()
-    rank = int((order == token).nonzero())
     if weights[token] == 0:
         return 1.0
-    low, high = float(totals[rank] - weights[token] / weights.sum()), float(totals[rank])
+    weights /= weights.sum()
+    high = float(weights.cumsum(0)[token])
+    low = high - float(weights[token])
     wanted = uniform(state.seed, state.num_output)
     return max(low - wanted, wanted - high, 0.0)
 
