@@ -74,7 +74,7 @@ def _attained(figures: PolicyFigures, slo: Slo) -> str:
         return f"no request had ended by then, or was too late to be {slo.in_words()}"
     words = f"{figures.attainment:.2%} {slo.in_words()}"
     if number:
-        words += f", without {number:,} {plural('request', number)} that ended with the run, in time so far"
+        words += f", without {number:,} {plural('request', number)} that the end interrupted in time"
     return words
 
 

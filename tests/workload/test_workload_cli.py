@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import Result
@@ -209,11 +208,12 @@ def test_a_disk_that_is_full_leaves_the_last_figures(tmp_path: Path, monkeypatch
     path.write_text(REQUEST)
     figures.write_text("the last ones")
 
-    def full(path: Path, text: str, **_: Any) -> None:
-        path.write_bytes(text.encode()[:10])
+    def full(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     result = run("describe", path, "--json", figures)
     assert isinstance(result.exception, StorageError)
     assert "cannot be written (No space left on device); make room" in str(result.exception)
