@@ -80,8 +80,7 @@ class Replanner:
         """Place these as well, which have the next numbers; nobody has asked for them yet."""
         self._adapters = self._adapters.followed_by(added)
         self._tokens = self._padded(self._tokens)
-        mean = self._first_demand.mean() if len(self._first_demand) else 1.0
-        self._first_demand = self._padded(self._first_demand, mean)
+        self._first_demand = self._padded(self._first_demand, 1.0)
         self._rates = deque(map(self._padded, self._rates), _NUM_PERIODS)
 
     def _padded(self, column: FloatArray, value: float = 0.0) -> FloatArray:

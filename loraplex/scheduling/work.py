@@ -49,5 +49,5 @@ class StepWork:
         return min(-(-part // _PART_TOKENS) * _PART_TOKENS, most)
 
     def prefill_budget(self, decode_cost: float) -> float:
-        """What a step has for prompts beside its decoding, which always runs."""
+        """Return the tokens that a step may read of prompts beside its decoding, which always runs."""
         return max(self.max_tokens - decode_cost, self.max_tokens * PREFILL_SHARE, 1)

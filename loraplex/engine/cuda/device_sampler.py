@@ -17,7 +17,7 @@ from loraplex.engine.sampler import SamplingState, uniform
 
 
 def stays_on_device(state: SamplingState) -> bool:
-    """Whether the next token can be chosen without the host's help."""
+    """Tell whether the next token can be chosen without the host's help."""
     params = state.params
     return (
         params.logprobs is None

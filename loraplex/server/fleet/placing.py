@@ -61,7 +61,7 @@ class Placing:
             self.tick_if_possible()
 
     def tick_if_possible(self) -> None:
-        """As `tick`; a plan that does not fit the fleet is logged, once while it does not."""
+        """Call `tick`, and log a plan that does not fit the fleet, once while it does not."""
         try:
             self.tick()
             self._problem = ""

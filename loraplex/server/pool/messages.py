@@ -32,7 +32,7 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def shown(self) -> str:
-        """What it is called in logs."""
+        """Return the name that logs have for it."""
         known_as = "the replica" if self.number is None else f"replica {self.number}"
         return f"{known_as} at {self.address}"
 

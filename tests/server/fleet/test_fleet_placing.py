@@ -291,15 +291,22 @@ def test_a_replica_that_joins_gets_its_share() -> None:
     run(scenario())
 
 
+async def hot_replica(fleet: InProcess) -> tuple[list[EngineRequest], list[asyncio.Task[tuple[int, ...]]]]:
+    """Send replica 0 all requests, and let replica 1 take some from then on; returns them and their
+    answers."""
+    fleet.engine.drain(1)
+    requests = [request_of(f"r{n}", prompt=n + 1, max_tokens=300) for n in range(40)]
+    answers = [asyncio.create_task(fleet.answer(request)) for request in requests]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    fleet.engine.undrain(1)
+    return requests, answers
+
+
 def test_migrated_requests_answer_as_if_nothing_had_happened() -> None:
     async def scenario() -> None:
         async with fleet_of("most-idle+everywhere+migrate", 2) as fleet:
-            fleet.engine.drain(1)
-            requests = [request_of(f"r{n}", prompt=n + 1, max_tokens=300) for n in range(40)]
-            answers = [asyncio.create_task(fleet.answer(request)) for request in requests]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            fleet.engine.undrain(1)
+            requests, answers = await hot_replica(fleet)
             fleet.tick(10.0)
             assert await asyncio.gather(*answers) == [tokens_of(request) for request in requests]
             (_, migrated) = [each.num_migrated for each in fleet.engine.replicas]
@@ -317,12 +324,7 @@ def test_a_request_that_its_replica_cannot_hand_over_is_not_counted_as_migrated(
         async with fleet_of("most-idle+everywhere+migrate", 2) as fleet:
             asked: list[str | None] = []
             monkeypatch.setattr(fleet.replicas[0], "hand_over", asked.append)
-            fleet.engine.drain(1)
-            requests = [request_of(f"r{n}", prompt=n + 1, max_tokens=300) for n in range(40)]
-            answers = [asyncio.create_task(fleet.answer(request)) for request in requests]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            fleet.engine.undrain(1)
+            _, answers = await hot_replica(fleet)
             fleet.tick(10.0)
             assert len(asked) > 5
             await asyncio.gather(*answers)
