@@ -247,11 +247,14 @@ def explain(
         typer.echo(
             "ms per token: its step, and over the usual answer the queue before it and the adapter's load"
         )
-    if not all(each.is_measured for each in found):
-        typer.echo(
-            "times are guessed, right in their proportions at best: nobody has measured these replicas "
-            "(`loraplex profile --model MODEL` measures this machine)"
+    guessed = [each for each in found if not each.is_measured]
+    if guessed:
+        why = (
+            "there is no profile of servers behind --backend"
+            if guessed[0].is_elsewhere
+            else "nobody has measured these replicas (`loraplex profile --model MODEL` measures this machine)"
         )
+        typer.echo(f"times are guessed, right in their proportions at best: {why}")
 
 
 def _explained(request: str, state_dir: Path | None) -> tuple[Path, list[Explanation]]:

@@ -216,6 +216,7 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
     assert "for two (version " in explained().stdout
     assert "by auto+auto+migrate: " in explained().stdout
     assert "times are guessed" in explained().stdout
+    assert "`loraplex profile --model MODEL` measures this machine" in explained().stdout
     unknown = run_command("fleet", "explain", "cmpl-nobody", "--state-dir", str(state))
     assert f"no decision about 'cmpl-nobody' is in {state / 'decisions'}" in unknown.stderr
     assert "--state-dir" in unknown.stderr
