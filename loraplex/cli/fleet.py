@@ -14,6 +14,7 @@ import typer
 
 from loraplex.cli import fleet_live
 from loraplex.cli.flags import App
+from loraplex.cli.fleet_conditions import conditions_of
 from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, show_overload, show_policies
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.sizes import parse_rate
@@ -128,6 +129,7 @@ def simulate(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
+    conditions = conditions_of(profile, workload, inputs)
     _check_fit([policy], inputs)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     number = len(inputs.workload)
@@ -141,7 +143,7 @@ def simulate(
     def write_figures(path: Path) -> None:
         document = {
             "policy": policy.name,
-            **_conditions(inputs),
+            **conditions,
             "figures": asdict(figures),
             "summary": outcome.all.summary(),
             "timeline": asdict(outcome.all.timeline()),
@@ -200,6 +202,7 @@ def compare(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
+    conditions = conditions_of(profile, workload, inputs)
     _check_fit(named, inputs)
     number = len(named) * seeds
     expected = f"{number:,} {plural('run', number)}{_plans_in_words(named, inputs)}"
@@ -210,7 +213,7 @@ def compare(
 
     def write_figures(path: Path) -> None:
         shown = {name: {**asdict(mean), "interval_95": intervals[name]} for name, mean in means.items()}
-        save_json(path, {**_conditions(inputs), "num_seeds": seeds, "policies": shown})
+        save_json(path, {**conditions, "num_seeds": seeds, "policies": shown})
 
     def draw(path: Path) -> None:
         from loraplex.cli.fleet_plot import draw_policies
@@ -265,6 +268,7 @@ def capacity(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
+    conditions = conditions_of(profile, workload, inputs)
     _check_fit(named, inputs)
     if seconds is not None:  # the same requests at every rate, and time for each of them to end
         inputs = _whole(inputs, seconds)
@@ -278,7 +282,8 @@ def capacity(
     def write_figures(path: Path) -> None:
         unknown = {name: capacity_in_words(each) for name, each in found.items() if not is_known(each)}
         document = {
-            **_conditions(inputs),
+            **conditions,
+            "num_seeds": 1,
             "attainment": attainment,
             "tolerance": TOLERANCE,
             "capacity_rps": {name: each.rps if is_known(each) else None for name, each in found.items()},
@@ -430,13 +435,6 @@ def _plans_in_words(policies: Sequence[Policy], inputs: FleetInputs) -> str:
     if number < _MANY_ADAPTERS or not any(PLACEMENTS[each.placement] for each in policies):
         return ""
     return f", and plans for {number:,} adapters, each of which takes seconds"
-
-
-def _conditions(inputs: FleetInputs) -> dict[str, float | str | None]:
-    """Return the SLO and what policies are told, as they stand in JSON."""
-    options, slo = inputs.options, inputs.options.slo
-    limits = {"slo_tpt_s": slo.tpt_s, "slo_tpot_s": slo.tpot_s, "slo_ttft_s": slo.ttft_s}
-    return {**limits, "costs": str(options.cost_form), "warm": options.warm}
 
 
 def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:

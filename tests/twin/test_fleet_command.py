@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ from recorded import TRUTH
 from twins import imagined_machine, random_workload
 from typer.testing import CliRunner
 
+from loraplex import __version__
 from loraplex.cli.fleet_plot import draw_policies
 from loraplex.cli.fleet_show import capacity_in_words
 from loraplex.cli.main import app
@@ -219,6 +221,39 @@ def test_policies_are_compared(profile: Path, workload: Path, tmp_path: Path) ->
         assert 0 <= figures["attainment"] <= 1
         assert figures["interval_95"]["tpt_mean_s"] > 0, "seeds differ"
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare", "capacity"])
+def test_figures_are_written_with_what_they_were_computed_from(
+    command: str, profile: Path, workload: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    policy = ("--routing", "random") if command == "simulate" else ("--policies", "random")
+    seeds = ("--seeds", "1") if command == "compare" else ()
+    args = ("--replicas", "2", *policy, *seeds, "--slo-ttft", "1s", "--link", "25GB/s", "--seconds", "2")
+    result = fleet(command, profile, workload, *args, "--max-running", "8", "--json", str(out))
+    assert result.exit_code == 0, result.output
+    found = written(out)
+    assert found["loraplex_version"] == __version__
+    assert (found["profile"]["name"], found["profile"]["engine"]) == (str(profile), "loraplex")
+    assert found["profile"]["sha256"] == hashlib.sha256(profile.read_bytes()).hexdigest()
+    asked = found["workload"]
+    assert asked["path"] == str(workload)
+    assert asked["sha256"] == hashlib.sha256(workload.read_bytes()).hexdigest()
+    assert (asked["num_requests"], asked["num_adapters"], asked["ranks"]) == (120, 9, [16])
+    assert (found["num_replicas"], found["link_bytes_per_s"], found["seconds"]) == (2, 25e9, 2)
+    assert (found["slo_ttft_s"], found["max_running"], found["adapter_bytes"]) == (1, 8, 8 << 20)
+    if command != "simulate":
+        assert found["num_seeds"] == 1
+
+
+def test_a_profile_of_the_package_is_written_by_its_name(workload: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    args = ("--replicas", "2", "--routing", "random", "--seconds", "1", "--json", str(out))
+    assert fleet("simulate", Path("h200-llama-2-7b"), workload, *args).exit_code == 0
+    found = written(out)["profile"]
+    assert (found["name"], found["sha256"]) == ("h200-llama-2-7b", None)
+    assert found["machine"].startswith("NVIDIA H200")
 
 
 def test_many_policies_are_told_apart_in_a_picture() -> None:
