@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +25,7 @@ from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, list
 from loraplex.cli.table import number_column, print_table, text_column
 from loraplex.core.errors import UserError
 from loraplex.core.logs import LogFormat, LogLevel
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from loraplex.server.fleet.explain import Explanation
@@ -34,6 +38,8 @@ _DEFAULT_REPLICAS: Final = 2
 _FLEET_PATH: Final = "/v1/fleet"
 _CHANGE_S: Final = 3600.0
 """Requests of a replica that leaves, and a start of a large model, may take long."""
+_REFUSED_WITHIN_S: Final = 1.0
+"""What cannot be done is refused before anything begins; an answer that takes longer is being worked on."""
 # The most telling first: a narrow terminal leaves out the last ones.
 _COLUMNS: Final = (
     number_column("replica"),
@@ -153,8 +159,8 @@ def restart(
     as_json: AsJson = False,
 ) -> None:
     """Replace a replica by a new one, after the requests it has; the others serve meanwhile."""
-    _say(f"replica {replica} {_gives_up(move)}, and is replaced by a new one; this may take a while")
-    _change("restart", {"replica": replica, "move": move}, base_url, api_key, as_json=as_json)
+    with _said_if_slow(f"replica {replica} {_gives_up(move)}, and is replaced by a new one"):
+        _change("restart", {"replica": replica, "move": move}, base_url, api_key, as_json=as_json)
 
 
 def scale(
@@ -165,18 +171,29 @@ def scale(
     as_json: AsJson = False,
 ) -> None:
     """Have more replicas, or fewer; those that leave finish the requests they have."""
-    _say(
-        f"scaling to {replicas}: new replicas start, one that leaves {_gives_up(move)}; this may take a while"
-    )
-    _change("scale", {"replicas": replicas, "move": move}, base_url, api_key, as_json=as_json)
+    leaves = "a replica that leaves " + _gives_up(move)
+    with _said_if_slow(f"scaling to {replicas} {plural('replica', replicas)}; {leaves}"):
+        _change("scale", {"replicas": replicas, "move": move}, base_url, api_key, as_json=as_json)
 
 
 def _gives_up(move: bool) -> str:
     return "hands over its requests" if move else "finishes its requests first"
 
 
+@contextmanager
+def _said_if_slow(message: str) -> Iterator[None]:
+    """Say what goes on, beside the output, once a server has not refused it at once: it answers when it is
+    done."""
+    timer = threading.Timer(_REFUSED_WITHIN_S, _say, (f"{message}; this may take a while",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _say(message: str) -> None:
-    """Tell what goes on, beside the output: what is asked for is answered when it is done."""
     typer.echo(message, err=True)
 
 
