@@ -132,7 +132,7 @@ def _ray_address(given: str) -> str | None:
 
 
 def status(base_url: BaseUrl = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """Show the replicas of a fleet that serves."""
+    """Show the replicas of a running fleet."""
     _show(*list_of(base_url, _FLEET_PATH, api_key, kind="replicas"), as_json=as_json)
 
 
@@ -144,7 +144,7 @@ def drain(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Send a replica no more requests; it finishes those it has."""
+    """Send a replica no more requests; it finishes those that it has."""
     if undo and move:
         raise UserError("--undo and --move do not go together; leave one of them out")
     what, body = ("undrain", {"replica": replica}) if undo else ("drain", {"replica": replica, "move": move})
@@ -158,19 +158,19 @@ def restart(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replace a replica by a new one, after the requests it has; the others serve meanwhile."""
+    """Replace a replica by a new one once its requests have ended; the others serve meanwhile."""
     with _said_if_slow(f"replica {replica} {_gives_up(move)}, and is replaced by a new one"):
         _change("restart", {"replica": replica, "move": move}, base_url, api_key, as_json=as_json)
 
 
 def scale(
-    replicas: Annotated[int, typer.Argument(help="How many replicas to have.")],
+    replicas: Annotated[int, typer.Argument(help="The new number of replicas.")],
     move: Move = False,
     base_url: BaseUrl = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have more replicas, or fewer; those that leave finish the requests they have."""
+    """Set the number of replicas; those that leave finish their requests first."""
     leaves = "a replica that leaves " + _gives_up(move)
     with _said_if_slow(f"scaling to {replicas} {plural('replica', replicas)}; {leaves}"):
         _change("scale", {"replicas": replicas, "move": move}, base_url, api_key, as_json=as_json)
@@ -226,15 +226,15 @@ def _show(rows: list[dict[str, Any]], answer: dict[str, Any], *, as_json: bool) 
 
 def explain(
     request: Annotated[
-        str, typer.Argument(help="The `id` in the body of its answer, or enough of its beginning.")
+        str, typer.Argument(help="Its `id` in the body of the answer, or enough of the beginning of it.")
     ],
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="The server's folder, if it was started with one of its own; demos are found."),
+        typer.Option(help="The server's --state-dir, if it has one; demos that run are found without."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show why a request went where it went: the replicas as its router saw them."""
+    """Show why a request was sent to its replica: all replicas as the router saw them."""
     import msgspec
 
     from loraplex.server.fleet.logged_names import names_of
@@ -262,7 +262,8 @@ def explain(
             typer.echo(f"replayed, it would be replica {each.again}: another version of loraplex decided it")
         print_table([asdict(replica) for replica in each.replicas], _SEEN_COLUMNS)
         typer.echo(
-            "ms per token: its step, and over the usual answer the queue before it and the adapter's load"
+            "ms per token = step + (queue + load) / tokens of the usual answer; queue: the prompts before "
+            "it, load: of its adapter"
         )
     guessed = [each for each in found if not each.is_measured]
     if guessed:
