@@ -1,9 +1,10 @@
-"""What a simulated fleet was run on, for the JSON files of `loraplex fleet`: enough to run it again."""
+"""What a simulated fleet was run on, for the JSON files of `loraplex fleet`."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ def conditions_of(profile: Path, workload: Path, inputs: FleetInputs) -> dict[st
             "sha256": _sha256_of(workload),
             "num_requests": len(inputs.workload),
             "num_adapters": replay.num_adapters,
-            "ranks": list(replay.ranks),
+            "adapters_by_rank": _adapters_by_rank(replay.ranks, replay.num_adapters),
         },
         "num_replicas": options.num_replicas,
         "period_s": options.period_s,
@@ -45,6 +46,14 @@ def conditions_of(profile: Path, workload: Path, inputs: FleetInputs) -> dict[st
         "costs": str(options.cost_form),
         "warm": options.warm,
     }
+
+
+def _adapters_by_rank(ranks: tuple[int, ...], num_adapters: int) -> dict[int, int]:
+    """Return how many adapters have each rank. `ranks`: theirs, over and over."""
+    num_rounds, num_left = divmod(num_adapters, len(ranks))
+    whole, rest = Counter(ranks), Counter(ranks[:num_left])
+    counts = {rank: whole[rank] * num_rounds + rest[rank] for rank in sorted(whole)}
+    return {rank: count for rank, count in counts.items() if count}
 
 
 def _sha256_of(path: Path) -> str | None:
