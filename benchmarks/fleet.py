@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks import sources
 from benchmarks.fleet_bounds import measure_bounds
 from benchmarks.fleet_decisions import measure_decisions
-from benchmarks.fleet_sections import RUNS, TOLERANCE, WARM, Fleet, Run, Size
+from benchmarks.fleet_sections import RUNS, TOLERANCE, Fleet, Run, Size
 from loraplex.bench.environment import environment
 from loraplex.core.whole_file import write_whole
 from loraplex.fleet.policy import AUTO, ORACLE, PLACEMENTS, Policy
@@ -90,7 +90,7 @@ def inputs_of(fleet: Fleet) -> tuple[CostModel, Sequence[WorkloadRequest], Fleet
         slo=fleet.goal.slo(_base_times(fleet.paper, fleet.profile, fleet.data)),
         period_s=fleet.period_s,
         link=LINK,
-        warm=WARM,
+        warm=fleet.warm,
     )
     return profile, requests, options
 

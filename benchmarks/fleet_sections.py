@@ -43,6 +43,9 @@ class Goal:
         return tpt_s is not None and tpt_s["mean"] <= slo.tpt_s
 
 
+WARM: Final = True
+"""Fleets have served before, unless a run says that they have not: in two minutes of a workload, one period
+without a plan would count for more than in a fleet that serves for days."""
 SIXTY_GOALS: Final = {"": Goal(tpt=1.5, share=0.9), AFTER_FIRST: Goal(tpot=1.5, share=0.9)}
 LORASERVE_GOAL: Final = Goal(ttft_s=10.0, share=0.95)
 DLORA_GOAL: Final = Goal(tpt=10.0, share=None)
@@ -108,7 +111,8 @@ AUTO: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """A workload of a paper on a fleet. `rate`: requests/s. `num_adapters`: None as the paper has it."""
+    """A workload of a paper on a fleet. `rate`: requests/s. `num_adapters`: None as the paper has it.
+    `warm`: it has served before, so that its first plan knows who is popular."""
 
     paper: str
     profile: str
@@ -119,6 +123,7 @@ class Fleet:
     goal: Goal
     num_adapters: int | None = None
     period_s: float = 60.0
+    warm: bool = WARM
     seed: int = 0
 
 
@@ -145,9 +150,6 @@ def key_of(name: str, policy: str, seed: int = 0, *, is_search: bool) -> str:
 TOLERANCE: Final = 0.02
 """A search ends when a rate that is sustained and one that is not are no further apart. What it finds is the
 lower one: too low by half of this on the mean, for all policies alike."""
-WARM: Final = True
-"""Fleets have served before: in two minutes of a workload, one period without a plan would count for more
-than in a fleet that serves for days."""
 FAR, NEAR, NEXT_SEED = 1.5, 1.1, 1.04
 """Steps of a search: where nothing is known, from the rate that another policy sustains, and from the rate
 that the same policy sustains with another seed."""
@@ -250,6 +252,7 @@ def loraserve(size: Size) -> Iterator[list[Run]]:
 
 
 def dlora(size: Size) -> Iterator[list[Run]]:
+    """With a first plan that knows the popularity, and with one that does not: what migration is for."""
     fleet = Fleet(
         paper="dlora-bursty",
         profile=PADDED,
@@ -259,7 +262,8 @@ def dlora(size: Size) -> Iterator[list[Run]]:
         data=size.data,
         goal=DLORA_GOAL,
     )
-    yield from capacities(size, {"8 replicas": fleet}, DLORA)
+    fleets = {"known": fleet, "not known at first": replace(fleet, warm=False)}
+    yield from capacities(size, fleets, DLORA)
 
 
 def auto(size: Size) -> Iterator[list[Run]]:

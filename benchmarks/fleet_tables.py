@@ -199,13 +199,13 @@ def _rank_rates(each: Mapping[str, Any]) -> str:
 def dlora_table(result: Result) -> str:
     found = capacities(runs_of(result, "dlora"))
     lines = []
-    for each in found.values():
+    for name, each in found.items():
         first = next(iter(each.values()))
         lines += [
-            (f"`{policy}`", mean.text(".1f"), f"{mean.mean / first.mean:.2f}x")
+            (name, f"`{policy}`", mean.text(".1f"), f"{mean.mean / first.mean:.2f}x")
             for policy, mean in each.items()
         ]
-    headings = ("policy", "requests/s", "over round robin")
+    headings = ("popularity", "policy", "requests/s", "over round robin")
     return table(headings, lines) if lines else NOT_YET
 
 
@@ -234,6 +234,19 @@ def auto_table(result: Result) -> str:
     )  # fmt: skip
     wanted = ("wanted, at least", "", "", "0.980", "0.950", "1.150, geometric mean, padded")
     return table(headings, [*lines, *_auto_means(result), wanted])
+
+
+def policies_table(result: Result) -> str:
+    """Return a table of what every policy sustains on the workloads of `auto`."""
+    found = capacities(runs_of(result, "auto"))
+    policies = list(dict.fromkeys(policy for each in found.values() for policy in each))
+    if not policies:
+        return NOT_YET
+    lines = [
+        (fleet, *(each[policy].text(".1f") if policy in each else "-" for policy in policies))
+        for fleet, each in found.items()
+    ]
+    return table(("workload, kernels", *(f"`{policy}`" for policy in policies)), lines)
 
 
 def _with_auto(result: Result) -> dict[str, dict[str, Mean]]:

@@ -146,6 +146,7 @@ TABLES: Final[dict[str, Table]] = {
     "fleet-loraserve": Table((FLEET,), fleet_tables.loraserve_table),
     "fleet-loraserve-storage": Table((FLEET,), fleet_tables.loraserve_storage_table),
     "fleet-dlora": Table((FLEET,), fleet_tables.dlora_table),
+    "fleet-policies": Table((FLEET,), fleet_tables.policies_table),
     "fleet-auto": Table((FLEET,), fleet_tables.auto_table),
     "fleet-auto-figures": Table((FLEET,), fleet_tables.auto_figures_table),
     **{

@@ -272,8 +272,16 @@ def test_everything_everywhere_is_what_storage_is_shown_over() -> None:
 
 
 def test_dlora_is_shown_over_round_robin() -> None:
-    runs = (capacity("8 replicas", "round-robin+random", 2.0), capacity("8 replicas", "auto", 5.0))
-    assert "| `auto` | 5.0 | 2.50x |" in fleet_tables.dlora_table({"dlora": section(*runs)})
+    runs = (capacity("known", "round-robin+random", 2.0), capacity("known", "auto", 5.0))
+    assert "| known | `auto` | 5.0 | 2.50x |" in fleet_tables.dlora_table({"dlora": section(*runs)})
+
+
+def test_every_policy_is_shown_on_every_workload() -> None:
+    runs = (capacity("maf, padded", "affinity", 2.0, 4.0), capacity("maf", "auto", 5.0))
+    table = fleet_tables.policies_table({"auto": section(*runs)})
+    assert table.startswith("| workload, kernels | `affinity` | `auto` |\n")
+    assert "| maf, padded | 3.0" in table
+    assert "| maf | - | 5.0 |" in table
 
 
 def test_sixty_servers_and_the_figures_of_auto_are_shown(tmp_path: Path) -> None:
@@ -308,6 +316,7 @@ def test_sixty_servers_and_the_figures_of_auto_are_shown(tmp_path: Path) -> None
         fleet_tables.loraserve_table,
         fleet_tables.loraserve_storage_table,
         fleet_tables.dlora_table,
+        fleet_tables.policies_table,
         fleet_tables.auto_table,
         fleet_tables.auto_figures_table,
     ],
