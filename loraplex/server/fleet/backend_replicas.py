@@ -13,7 +13,7 @@ from loraplex.fleet.policy import Policy
 from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.fleet.backend_adapters import IsRegistered
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
-from loraplex.server.fleet.backend_identity import ExpectedBase
+from loraplex.server.fleet.backend_identity import ExpectedBase, look_at
 from loraplex.server.fleet.backend_metrics import BLOCK_TOKENS
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
@@ -79,6 +79,9 @@ def backend_fleet(
             max_adapters=backends.max_adapters,
         )
 
+    async def look(place: int) -> None:
+        await look_at(addresses[place], expected, timeout_s=options.call_timeout_s)
+
     number = len(addresses)
     why = f"as many servers as were given with --backend, {number}"
     setup = FleetSetup(
@@ -91,6 +94,7 @@ def backend_fleet(
         no_restart=_NO_RESTART,
         num_loads_at_once=options.num_loads_at_once,
         may_lack=True,
+        look=look,
         retry_s=_RETRY_S,
     )
     return FleetEngine(setup, number, log)

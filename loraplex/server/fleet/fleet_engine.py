@@ -51,6 +51,8 @@ _LEAVING_S: Final = 0.02
 """How often it is looked whether a replica that leaves has requests left."""
 _LOOK_S: Final = 1.0
 """How often replicas are asked which adapters they hold."""
+_REST_S: Final = 5.0
+"""Longer than a connection to a machine that is gone is waited for, which has a reason of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +61,12 @@ class FleetSetup:
     one that is ready. `period_s`: of the policy's placement. `costs`: of any of them, as a profile, where
     they do not say it themselves. `most`: how many there can be, and why (None if nothing but good sense
     limits them). `no_restart`: why a replica cannot be restarted on demand, and what to do instead; None if
-    it can. `num_loads_at_once`: adapters that one which joins is given at a time. `may_lack`: the fleet
-    starts without replicas that do not, if one does, and goes on trying them. `retry_s`: the pause before one
-    that has failed is tried again, and the longest. `clock`: that periods go by."""
+    it can. `num_loads_at_once`: adapters that one which joins is given at a time. `may_lack`: replicas are
+    servers that others start: the fleet starts without those that cannot be used, if one can, and goes on
+    trying them. `rest_s`: so long after the first one can be used, it does not wait for the others any more.
+    `look`: raises LoraplexError unless the replica of this number could start; asked before one is tried
+    again, as starts wait for each other and this need not. `retry_s`: the pause before one that has failed is
+    tried again, and the longest. `clock`: that periods go by."""
 
     make: Callable[[int], Replica]
     limits: Callable[[Ready], Limits]
@@ -72,6 +77,8 @@ class FleetSetup:
     period_s: float = PERIOD_S
     num_loads_at_once: int = 4
     may_lack: bool = False
+    rest_s: float = _REST_S
+    look: Callable[[int], Awaitable[None]] | None = None
     retry_s: tuple[float, float] = RETRY_S
     clock: Clock = field(default_factory=MonotonicClock)
 
@@ -82,7 +89,9 @@ class FleetEngine:
     def __init__(self, setup: FleetSetup, num_replicas: int, log: DecisionLog | None = None) -> None:
         """`log`: where the decisions of the routing are written."""
         self._setup = setup
-        self._members = Members([setup.make(number) for number in range(num_replicas)])
+        self._members = Members(
+            [setup.make(number) for number in range(num_replicas)], are_servers=setup.may_lack
+        )
         self._requests = FleetRequests(self._members, setup.clock)
         self._log = log
         self._routing: LiveRouting | None = None
@@ -93,7 +102,7 @@ class FleetEngine:
         self._revival = Revival(
             self._members,
             setup.clock,
-            lambda number: self._changes.run(self._revive(number)),
+            self._start_anew,
             setup.retry_s,
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,17 +118,18 @@ class FleetEngine:
     ) -> None:
         """See SupervisedEngine. Progress is that of the first replica: all do the same side by side."""
         adding = None if add_adapters is None else asyncio.ensure_future(add_adapters)
+        usable = _Usable()
         starts = [
             asyncio.create_task(
                 replica.start(
                     on_progress if number == 0 else None,
-                    None if adding is None else _Deferred(partial(_finished, adding)),
+                    None if adding is None else _Deferred(partial(usable.wait_for, number, adding)),
                 )
             )
             for number, replica in enumerate(self._members)
         ]
         try:
-            await self._started(starts)
+            await self._started(starts, usable)
         except BaseException as error:
             self._adapters.start_error = error if isinstance(error, Exception) else None
             for start in starts:
@@ -159,27 +169,54 @@ class FleetEngine:
         loops = (self._look, self._watch_failures, self._revival.run, self._placing.run)
         self._tasks = [asyncio.create_task(_kept_up(loop)) for loop in loops]
 
-    async def _started(self, starts: Sequence[asyncio.Task[None]]) -> None:
+    async def _started(self, starts: Sequence[asyncio.Task[None]], usable: _Usable) -> None:
         """Wait until all replicas have started, or those that do if the fleet may lack the others. Raises
         what the first one raises that the fleet does not start without; if none has started that it may lack,
         what is wrong with each."""
         if not self._setup.may_lack:
             await asyncio.gather(*starts)
             return
+        late = await self._give_up_late(starts, usable)
         results = await asyncio.gather(*starts, return_exceptions=True)
         errors: dict[int, LoraplexError] = {}
         for number, result in enumerate(results):
             if isinstance(result, LoraplexError):
                 errors[number] = result
+            elif isinstance(result, asyncio.CancelledError) and number in late:
+                errors[number] = BackendAwayError(late[number])
             elif result is not None:
                 raise result
         if len(errors) == len(starts):
             raise _none_started(list(errors.values()))
         for number, error in errors.items():
+            self._revival.plan(number, str(error))
             logger.warning(
-                "the fleet starts without replica %d, which is tried again every %g s: %s",
+                "the fleet starts without replica %d, which is asked again in %g s, and then ever more "
+                "rarely: %s",
                 *(number, self._setup.retry_s[0], error),
             )
+
+    async def _give_up_late(self, starts: Sequence[asyncio.Task[None]], usable: _Usable) -> dict[int, str]:
+        """Cancel the starts of those that are not usable some time after the first one is; return why. No
+        adapter would be added before, as that waits for all that start."""
+        first = asyncio.create_task(usable.first.wait())
+        pending: set[asyncio.Task[Any]] = set(starts)
+        try:
+            # One that needs no adapters is usable when it has started.
+            while pending and not first.done() and not any(map(_has_started, starts)):
+                done, _ = await asyncio.wait([*pending, first], return_when=asyncio.FIRST_COMPLETED)
+                pending -= done
+        finally:
+            first.cancel()
+        if waited_for := [start for number, start in enumerate(starts) if number not in usable.numbers]:
+            await asyncio.wait(waited_for, timeout=self._setup.rest_s)
+        late: dict[int, str] = {}
+        for number, start in enumerate(starts):
+            if not start.done() and number not in usable.numbers:
+                message = self._members[number].status.message
+                late[number] = f"{message}, and has not answered for {self._setup.rest_s:g} s"
+                start.cancel()
+        return late
 
     async def _device_bytes(self) -> int | None:
         """Return the memory that adapters share with the KV cache on every replica."""
@@ -350,6 +387,20 @@ class FleetEngine:
         if was_drained:
             self._members.drain(number)
 
+    async def _start_anew(self, number: int) -> None:
+        """Start a replica anew when it is its turn. A server is looked at before that: one that accepts
+        connections and stays silent must not hold up others, nor whoever changes the fleet."""
+        if (look := self._setup.look) is not None:
+            try:
+                await look(number)
+            except LoraplexError as error:
+                if self._revival.is_planned(number):  # else somebody has decided otherwise meanwhile
+                    if self._members.lost.get(number) != str(error):
+                        logger.warning("replica %d cannot join the fleet yet: %s", number, error)
+                    self._revival.plan(number, str(error))
+                raise
+        await self._changes.run(self._revive(number))
+
     async def _revive(self, number: int) -> None:
         """Start a replica anew, unless somebody has decided otherwise before it had its turn."""
         if self._revival.is_planned(number):
@@ -468,6 +519,24 @@ class _Deferred:
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._function().__await__()
+
+
+class _Usable:
+    """The replicas that have begun to take adapters, by number. `first`: one of them has."""
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+        self.first = asyncio.Event()
+
+    async def wait_for(self, number: int, adding: asyncio.Future[object]) -> None:
+        """Wait for the adapters on behalf of a replica, which takes them from now on."""
+        self.numbers.add(number)
+        self.first.set()
+        await _finished(adding)
+
+
+def _has_started(start: asyncio.Task[None]) -> bool:
+    return start.done() and not start.cancelled() and start.exception() is None
 
 
 def _none_started(errors: Sequence[LoraplexError]) -> LoraplexError:

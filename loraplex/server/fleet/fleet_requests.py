@@ -250,7 +250,7 @@ class FleetRequests:
         if accepts:
             return "had the request before" if is_able else "cannot go on with its answer"
         replica = self._members[number]
-        state = replica.status.state
+        state = self._members.state(number)
         if state is EngineState.CLOSED:
             return "has left"
         if state is not EngineState.READY:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from pathlib import Path
 
@@ -18,6 +19,13 @@ from loraplex.server.fleet import backend_http
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
 from loraplex.server.fleet.backend_replicas import Backends, backend_fleet
+from loraplex.server.fleet.fleet_engine import FleetEngine
+
+
+def fleet_behind(url: str, key: str | None = None) -> FleetEngine:
+    return backend_fleet(
+        Backends(urls=(url,), api_key=key), base_names=[BASE], shape=SHAPE, policy=Policy.of("round-robin")
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,6 +66,10 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_fix(
             assert "secret" not in str(caught.value)
             assert server.adapters == {}
             assert replica.status.state is EngineState.FAILED
+            look = fleet_behind(server.url, key)._setup.look
+            assert look is not None
+            with pytest.raises(BackendError, match=re.escape(str(caught.value))):
+                await look(0)
             await replica.close()
 
     run(scenario())
