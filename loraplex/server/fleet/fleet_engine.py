@@ -296,6 +296,7 @@ class FleetEngine:
             await asyncio.sleep(_LOOK_S)
             # Side by side: one that is slow to answer must not age what is known of the others.
             await asyncio.gather(*(self._ask(routing, number) for number in self._members.present))
+            self._requests.move_stalled()
             self._memory.log(routing)
             if log is not None:
                 await asyncio.to_thread(log.write, log.take())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -42,6 +42,7 @@ from loraplex.server.fleet.completion_body import completion_body, continuation
 from loraplex.server.fleet.completion_calls import CompletionCalls
 from loraplex.server.fleet.dropped_requests import DroppedRequests
 from loraplex.server.fleet.liveness import Liveness
+from loraplex.server.fleet.stalled_streams import StalledStreams
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Continuation
 from loraplex.server.version_use import VersionUse
@@ -63,7 +64,8 @@ class HttpReplicaOptions:
     `idle_interval_s`. `seen_path` says where the server finds a version's files, if elsewhere than here, and
     `is_registered` whether another front of the server may want a version that this one does not. Adapters
     that the server refuses are offered again every `refused_retry_s`. `aside_s`: the first and the longest
-    pause of a server that drops requests.
+    pause of a server that drops requests. A stream that is silent for `stall_s`, and longer where prompts are
+    long, has stalled (`stalled_streams`).
     """
 
     call_timeout_s: float = 30.0
@@ -79,6 +81,7 @@ class HttpReplicaOptions:
     num_loads_at_once: int = 4
     refused_retry_s: float = 30.0
     aside_s: tuple[float, float] = (0.5, 10.0)
+    stall_s: float = 60.0
     seen_path: SeenPath | None = None
     is_registered: IsRegistered | None = None
 
@@ -110,7 +113,10 @@ class HttpReplica:
             in_use=lambda version: version in self._uses,
         )
         self._liveness = Liveness(self._clock)
-        self._calls = CompletionCalls(self._http, self._adapters, self._liveness, on_trouble=self._doubt)
+        self._stalls = StalledStreams(self._clock, self._options.stall_s)
+        self._calls = CompletionCalls(
+            self._http, self._adapters, self._liveness, self._stalls, self._clock, on_trouble=self._doubt
+        )
         self._drops = DroppedRequests(self._clock, self._options.aside_s)
         self._life = EngineLife("the replica was not started")
         self._num_restarts = 0
@@ -124,6 +130,7 @@ class HttpReplica:
         self._stats_call: asyncio.Task[None] | None = None
         self._retry: asyncio.Task[None] | None = None  # of adapters that were refused
         self._mending: asyncio.Task[None] | None = None  # of adapters that a server turned out to lack
+        self._probe: asyncio.Task[None] | None = None  # whether it completes a prompt, after one has stalled
         self._retried_s = self._clock.now_s()
         self.backend: Backend | None = None
         """The server as it last described itself."""
@@ -157,6 +164,11 @@ class HttpReplica:
         """See Replica."""
         return self._adapters.refused
 
+    @property
+    def stalled(self) -> Sequence[str]:
+        """See Replica."""
+        return self._calls.stalled()
+
     def continuation(self, request: EngineRequest) -> Continuation:
         """See Replica."""
         assert self.backend is not None, "a request that has begun is sent to a server that was there"
@@ -168,6 +180,8 @@ class HttpReplica:
         if request_id is None:
             self._liveness.give_up(error)
         else:
+            if request_id in self.stalled and (self._probe is None or self._probe.done()):
+                self._probe = asyncio.create_task(self._set_aside_if_stuck())
             self._calls.give_up(request_id, error)
 
     async def start(
@@ -203,7 +217,7 @@ class HttpReplica:
         """See SupervisedEngine. What runs on the server for this replica is cancelled there."""
         self._life.set(EngineState.CLOSED, SHUTTING_DOWN)
         self._liveness.give_up(EngineClosedError(SHUTTING_DOWN))
-        begun = (self._watcher, self._stats_call, self._retry, self._mending)
+        begun = (self._watcher, self._stats_call, self._retry, self._mending, self._probe)
         tasks = [task for task in begun if task is not None]
         for task in tasks:
             task.cancel()
@@ -302,12 +316,25 @@ class HttpReplica:
         problem = str(error).partition("; ")[0]  # without its advice, which is another
         return f"the server at {self.url} says that it is well, but drops requests ({problem}); see its log"
 
-    async def _try_again(self) -> None:
-        """Send requests to a server that was set aside for dropping them, if it completes a prompt."""
+    async def _check_completes(self) -> None:
         assert self.backend is not None
         timeout_s = min(self._options.call_timeout_s, _LOOK_TIMEOUT_S)
+        await check_completes(self._http, self.backend, timeout_s=timeout_s)
+
+    async def _set_aside_if_stuck(self) -> None:
+        """Send a server no requests on which one has stalled, if it does not complete a prompt either: they
+        would stall as well, each for a minute."""
         try:
-            await check_completes(self._http, self.backend, timeout_s=timeout_s)
+            await self._check_completes()
+        except BackendError as error:
+            if self.healthy:
+                self._drops.failed_again(self._drops_in_words(error))
+                logger.error("%s; it is sent none until it completes a prompt", self._drops.reason)
+
+    async def _try_again(self) -> None:
+        """Send requests to a server that was set aside for dropping them, if it completes a prompt."""
+        try:
+            await self._check_completes()
         except BackendError as error:
             self._drops.failed_again(self._drops_in_words(error))
             return
@@ -494,7 +521,9 @@ class HttpReplica:
         era = self._liveness.era
         stats = await self._fetch_stats()
         if era == self._liveness.era:
-            self._stats = stats or self._stats
+            if stats is not None:
+                self._stats = stats
+                self._stalls.saw(stats)
             self._stats_taken_s = self._clock.now_s()
 
     async def _ready_backend(self) -> Backend:
