@@ -69,7 +69,7 @@ def backend_fleet(
     if repeated:
         raise BackendError(f"{repeated[0]} is given twice with --backend; name each server once")
     expected = ExpectedBase.of(*base_names)
-    options = HttpReplicaOptions(is_registered=is_registered)
+    options = HttpReplicaOptions(is_registered=is_registered, vocab_size=shape.vocab_size)
 
     def limits(info: Ready) -> Limits:
         blocks = info.num_kv_blocks

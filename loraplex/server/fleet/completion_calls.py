@@ -65,6 +65,7 @@ class CompletionCalls:
         stalls: StalledStreams,
         clock: Clock,
         *,
+        vocab_size: int | None,
         on_trouble: Callable[[EngineDeadError], None],
     ) -> None:
         self._http = http
@@ -72,6 +73,7 @@ class CompletionCalls:
         self._liveness = liveness
         self._stalls = stalls
         self._clock = clock
+        self._vocab_size = vocab_size
         self._on_trouble = on_trouble
         self._calls: dict[str, _Call] = {}  # by request
 
@@ -96,7 +98,8 @@ class CompletionCalls:
                 call.reader, call.waits_since_s = response.content, None
                 with self._liveness.reading(response.content, era):
                     yield EngineOutput(request_id=request.request_id)  # it is queued
-                    reader, finished = CompletionReader(request, self._http.url), False
+                    reader = CompletionReader(request, self._http.url, self._vocab_size)
+                    finished = False
                     while not finished:
                         call.waits_since_s = self._clock.now_s()
                         output = await self._next_output(request, response.content, reader)

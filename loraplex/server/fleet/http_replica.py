@@ -65,7 +65,7 @@ class HttpReplicaOptions:
     `is_registered` whether another front of the server may want a version that this one does not. Adapters
     that the server refuses are offered again every `refused_retry_s`. `aside_s`: the first and the longest
     pause of a server that drops requests. A stream that is silent for `stall_s`, and longer where prompts are
-    long, has stalled (`stalled_streams`).
+    long, has stalled (`stalled_streams`). An answer with a token beyond `vocab_size` cannot be read.
     """
 
     call_timeout_s: float = 30.0
@@ -82,6 +82,7 @@ class HttpReplicaOptions:
     refused_retry_s: float = 30.0
     aside_s: tuple[float, float] = (0.5, 10.0)
     stall_s: float = 60.0
+    vocab_size: int | None = None
     seen_path: SeenPath | None = None
     is_registered: IsRegistered | None = None
 
@@ -115,7 +116,13 @@ class HttpReplica:
         self._liveness = Liveness(self._clock)
         self._stalls = StalledStreams(self._clock, self._options.stall_s)
         self._calls = CompletionCalls(
-            self._http, self._adapters, self._liveness, self._stalls, self._clock, on_trouble=self._doubt
+            self._http,
+            self._adapters,
+            self._liveness,
+            self._stalls,
+            self._clock,
+            vocab_size=self._options.vocab_size,
+            on_trouble=self._doubt,
         )
         self._drops = DroppedRequests(self._clock, self._options.aside_s)
         self._life = EngineLife("the replica was not started")

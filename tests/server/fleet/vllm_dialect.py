@@ -37,6 +37,8 @@ class Behaviour:
     """Tokens after which the connection is cut."""
     tells_cached: bool = False
     """It was started with --enable-prompt-tokens-details."""
+    wrong_token: int | None = None
+    """Sent instead of the second one, and as its log-probability's."""
     fail_after: int | None = None
     """Tokens after which the stream has an error event."""
     failure: tuple[int, str, str] | None = None
@@ -272,6 +274,8 @@ class VllmDialect:
                     await _send(response, {"error": problem | {"param": None, "code": 500}})
                     await response.write(b"data: [DONE]\n\n")
                     return response
+                if does.wrong_token is not None and index == 1:
+                    token = does.wrong_token
                 finish = reason if index == len(tokens) - 1 else None
                 await _send(response, _chunk(body, index, token, finish))
         except (asyncio.CancelledError, ConnectionError):
