@@ -28,7 +28,7 @@ from loraplex.engine.staging import answer_once
 from loraplex.server.engine_life import EngineLife
 from loraplex.server.engine_status import SHUTTING_DOWN, EngineState, EngineStatus
 from loraplex.server.fleet.backend_adapters import BackendAdapters, IsRegistered, SeenPath, adapter_name
-from loraplex.server.fleet.backend_errors import NotAcceptedError, error_detail
+from loraplex.server.fleet.backend_errors import ModelUnknownError, NotAcceptedError, error_detail
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError, BackendHttp, UnreachableError
 from loraplex.server.fleet.backend_identity import (
     Backend,
@@ -278,8 +278,13 @@ class HttpReplica:
             self._look.set()  # noted, and loaded when the server is there again
 
     async def stage_adapter(self, version: str) -> None:
-        """See AsyncEngine."""
-        await answer_once(self, version)
+        """See AsyncEngine. Another front may unload the version more than once meanwhile: when it loads the
+        same one, and when it gives that up, as long as the registry does not have it."""
+        try:
+            await answer_once(self, version)
+        except ModelUnknownError:
+            self._adapters.doubt(version)
+            await answer_once(self, version)
 
     async def remove_adapter(self, version: str) -> None:
         """See AsyncEngine. Also returns if the server goes away first; it then forgets the version when it is

@@ -48,6 +48,8 @@ class Behaviour:
     is_deaf: bool = False
     """Whether questions after its health are not answered at all."""
     load_gate: asyncio.Event | None = None
+    num_forgotten: int = 0
+    """So many requests for adapters find that another front has just unloaded theirs."""
     keeps: set[str] = field(default_factory=set)
     """Names of adapters that it fails to unload."""
     answer_gate: asyncio.Event | None = None
@@ -237,6 +239,8 @@ class VllmDialect:
             if self.does.retry_after is not None:
                 response.headers["Retry-After"] = self.does.retry_after
             return response
+        if self.does.num_forgotten and self.adapters.pop(model, None) is not None:
+            self.does.num_forgotten -= 1
         if model != self.does.base_model and model not in self.adapters:
             return error(404, "NotFoundError", f"The model `{model}` does not exist.", "model")
         if not body.get("stream"):
