@@ -288,6 +288,26 @@ def test_an_adapter_that_is_given_by_itself_and_too_large_fails_the_start(
     assert restart(api, folder).num_skipped == 2
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_readiness_says_when_no_adapter_is_served(
+    make_api: Callable[..., Api], folder: Path, monkeypatch: pytest.MonkeyPatch, is_ready: bool
+) -> None:
+    """`is_ready`: engines of the server's own refuse all of them; else servers elsewhere do."""
+    api = make_api(allowed=[folder], is_ready_without_adapters=is_ready)
+
+    async def refuse(spec: Any) -> None:
+        raise CapacityError("it needs 9 GiB")
+
+    monkeypatch.setattr(api.served.engine, "add_adapter", refuse)
+    restart(api, folder)
+    answer = api.get("/health/ready")
+    why = "none of 2 adapters is served; 'one': it needs 9 GiB"
+    if is_ready:
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok", "message": why})
+    else:
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, why)
+
+
 def test_what_the_engine_refuses_is_tried_again_and_served_when_it_is_taken(
     api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

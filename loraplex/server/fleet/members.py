@@ -32,7 +32,7 @@ class Members:
 
     def __init__(self, replicas: list[Replica], *, are_servers: bool = False) -> None:
         self._replicas = replicas
-        self._are_servers = are_servers
+        self.are_servers = are_servers
         self._drained: set[int] = set()
         self._leaving: set[int] = set()
         self._replaced: set[int] = set()
@@ -61,7 +61,8 @@ class Members:
     def put(self, number: int, replica: Replica) -> None:
         """Let a replica take a number that is free, or the next one; it takes requests from now on."""
         if number < len(self._replicas):
-            self._num_restarts[number] += self._replicas[number].status.num_restarts
+            is_restart = number in self._replaced and not self.are_servers
+            self._num_restarts[number] += self._replicas[number].status.num_restarts + is_restart
             self._replicas[number] = replica
             self.lost.pop(number, None)
         else:
@@ -200,9 +201,9 @@ class Members:
 
     def _check_number(self, number: int) -> None:
         if not 0 <= number < len(self._replicas):
-            last = len(self._replicas) - 1
+            numbers = ", ".join(map(str, self.present))  # not all: some may have left
             raise InvalidRequestError(
-                f"there is no replica {number}; they have the numbers 0 to {last}", param="replica"
+                f"there is no replica {number}; there are {numbers or 'none'}", param="replica"
             )
 
     # ---- how they stand
@@ -268,12 +269,12 @@ class Members:
         be reached, or not be used, until they have put it right."""
         state = self._replicas[number].status.state
         if state is EngineState.FAILED or (state is EngineState.CLOSED and number in self.lost):
-            return EngineState.UNREACHABLE if self._are_servers else EngineState.FAILED
+            return EngineState.UNREACHABLE if self.are_servers else EngineState.FAILED
         return state
 
     def _why_lost(self, number: int) -> str:
         reason = self.lost[number]
-        if self._are_servers:
+        if self.are_servers:
             return f"{reason}; it is asked again from time to time"
         return f"it did not start: {reason}; it is tried again from time to time"
 
@@ -288,7 +289,7 @@ class Members:
             return replace(status, state=self.state(number))
         if status.state is EngineState.CLOSED:
             state, message = EngineState.RESTARTING, "it is being replaced by a new one"
-            if self._are_servers:
+            if self.are_servers:
                 state, message = EngineState.STARTING, "it answers, and is given its adapters"
             return replace(status, state=state, message=message)
         if status.state is EngineState.READY and (refused := replica.refused):

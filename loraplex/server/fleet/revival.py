@@ -83,7 +83,12 @@ class Revival:
             if replica.healthy:
                 self._tries.pop(number, None)
             elif replica.status.state is EngineState.FAILED and number not in self._tries:
-                logger.warning("replica %d was given up; it is started anew in %g s", number, self._first_s)
+                logger.warning(
+                    "replica %d cannot be used; it is asked again in %g s"
+                    if self._members.are_servers
+                    else "replica %d was given up; it is started anew in %g s",
+                    *(number, self._first_s),
+                )
                 self._tries[number] = _Try(now_s + self._first_s, self._first_s)
         begun = []
         for number, planned in self._tries.items():

@@ -117,6 +117,30 @@ def test_another_kind_of_server_is_said_so(
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "what answers at http://HERE does not speak HTTP; start the server, or"),
+        (b"", "http://HERE closed the connection without an answer; start the server, or"),
+    ],
+)
+def test_what_does_not_speak_http_is_said_so(sent: bytes, message: str) -> None:
+    async def scenario() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            writer.write(sent)
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        here = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(BackendError) as caught:
+            await replica_of(f"http://{here}").start()
+        assert str(caught.value).startswith(message.replace("HERE", here))
+        server.close()
+
+    run(scenario())
+
+
 def test_a_server_that_does_not_answer_is_said_so() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as slow:  # connections are made, and never answered
