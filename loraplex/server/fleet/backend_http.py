@@ -137,6 +137,8 @@ class BackendHttp:
             return UnreachableError(f"{self.url} closed the connection without an answer")
         if isinstance(error, OSError) and error.errno is not None:
             return UnreachableError(f"the connection to {self.url} broke ({os.strerror(error.errno)})")
+        if isinstance(error, ConnectionResetError):
+            return UnreachableError(f"the connection to {self.url} was reset")
         return UnreachableError(f"the connection to {self.url} broke ({type(error).__name__})")
 
     async def close(self) -> None:

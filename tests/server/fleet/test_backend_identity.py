@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import socket
 from pathlib import Path
 
 import pytest
-from aiohttp import ClientPayloadError, web
+from aiohttp import ClientConnectionResetError, ClientOSError, ClientPayloadError, web
 from replicas import BASE, replica_of, run, spec_in, started
 from server_fixtures import SHAPE
 from vllm_dialect import Behaviour, VllmDialect
@@ -222,3 +223,7 @@ def test_a_connection_that_is_cut_is_said_without_the_words_of_http_libraries() 
         ClientPayloadError("Response payload is not completed: <TransferEncodingError: 400>")
     )
     assert str(cut) == "the connection to http://127.0.0.1:1 was cut in the middle of an answer"
+    reset = http.unreachable(ClientConnectionResetError("Cannot write to closing transport"))
+    assert str(reset) == "the connection to http://127.0.0.1:1 was reset"
+    broken = http.unreachable(ClientOSError(errno.ECONNRESET, "[Errno 104] Connection reset by peer"))
+    assert str(broken) == "the connection to http://127.0.0.1:1 broke (Connection reset by peer)"
