@@ -49,7 +49,7 @@ class _Call(StreamWait):
     def give_up(self, reason: RequestMovedError) -> None:
         if self.reader is not None:
             self.reader.set_exception(reason)
-        elif self.opening is not None:
+        elif self.opening is not None and not self.opening.expired():
             self.moved = reason
             self.opening.reschedule(asyncio.get_running_loop().time())
 
@@ -141,6 +141,8 @@ class CompletionCalls:
                 if call.moved is None:
                     raise
                 raise call.moved from None
+            finally:
+                call.opening = None
             self._liveness.heard()
             found = response.headers.get(_VERSION_HEADER)
             if response.status == 200 and (found is None or found == adapter):

@@ -12,10 +12,12 @@ from replicas import BASE, TINY, answer, request_for, run, until
 from vllm_dialect import Behaviour, VllmDialect, tokens_of
 
 from loraplex.core.clock import ManualClock
+from loraplex.core.errors import RequestMovedError
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.policy import Policy
 from loraplex.server.continuing import Continued
 from loraplex.server.fleet.backend_http import BackendAddress
+from loraplex.server.fleet.completion_calls import _Call
 from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
 from loraplex.server.fleet.http_replica import HttpReplica
 from loraplex.server.fleet.routing_events import Limits
@@ -119,7 +121,8 @@ def test_a_stream_that_stalls_goes_on_elsewhere(has_begun: bool) -> None:
             assert fleet.continued[Continued.MOVED] == 0
             clock.advance(LONG_S)
             assert fleet._members[0].stalled
-            fleet._requests.move_stalled()
+            for _ in range(2):  # also if it has not ended there when it is looked at again
+                fleet._requests.move_stalled()
             output = await answering
             had = tokens_of(BASE, [5, 6], 3) if has_begun else []
             assert (len(output.token_ids), list(output.token_ids[: len(had)])) == (8, had)
@@ -193,5 +196,17 @@ def test_a_server_on_which_streams_stall_is_sent_no_others_until_it_completes_a_
                 return fleet._members[0].healthy
 
             await until(is_back)
+
+    run(scenario())
+
+
+def test_a_request_whose_wait_has_just_ended_is_not_given_up_as_well() -> None:
+    async def scenario() -> None:
+        call = _Call(5)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.0) as call.opening:
+                await asyncio.Event().wait()
+        call.give_up(RequestMovedError("the fleet takes it away"))
+        assert call.moved is None
 
     run(scenario())
