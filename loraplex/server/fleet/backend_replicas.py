@@ -16,7 +16,8 @@ from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase, look_at
 from loraplex.server.fleet.backend_metrics import BLOCK_TOKENS
 from loraplex.server.fleet.decision_log import DecisionLog
-from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_setup import FleetSetup
 from loraplex.server.fleet.guessed_costs import guessed_costs
 from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
 from loraplex.server.fleet.routing_events import Limits

@@ -11,76 +11,38 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Final
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import EngineClosedError, InvalidRequestError, LoraplexError
+from loraplex.core.errors import LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import FIRST_GUESS
-from loraplex.fleet.policy import Policy
-from loraplex.fleet.replanner import PERIOD_S
-from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.fleet.adapter_memory import AdapterMemory
-from loraplex.server.fleet.backend_http import BackendAwayError, BackendError
-from loraplex.server.fleet.changes import Changes
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_adapters import FleetAdapters
 from loraplex.server.fleet.fleet_requests import FleetRequests
+from loraplex.server.fleet.fleet_setup import FleetSetup
+from loraplex.server.fleet.fleet_start import FleetStart
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.placing import Placing
-from loraplex.server.fleet.revival import RETRY_S, Revival
-from loraplex.server.fleet.routing_events import Began, Limits
+from loraplex.server.fleet.replica_changes import ReplicaChanges
+from loraplex.server.fleet.routing_events import Began
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Replica
 from loraplex.server.shadow_twin import TwinSubject
 
 logger = logging.getLogger(__name__)
 
-MAX_REPLICAS: Final = 64
-_LEAVING_S: Final = 0.02
-"""How often it is looked whether a replica that leaves has requests left."""
 _LOOK_S: Final = 1.0
 """How often replicas are asked which adapters they hold."""
-_REST_S: Final = 5.0
-"""Longer than a connection to a machine that is gone is waited for, which has a reason of its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetSetup:
-    """How the replicas of a fleet are made. `make`: the replica of this number, not started yet. `limits`: of
-    one that is ready. `period_s`: of the policy's placement. `costs`: of any of them, as a profile, where
-    they do not say it themselves. `most`: how many there can be, and why (None if nothing but good sense
-    limits them). `no_restart`: why a replica cannot be restarted on demand, and what to do instead; None if
-    it can. `num_loads_at_once`: adapters that one which joins is given at a time. `may_lack`: replicas are
-    servers that others start: the fleet starts without those that cannot be used, if one can, and goes on
-    trying them. `rest_s`: so long after the first one can be used, it does not wait for the others any more.
-    `look`: raises LoraplexError unless the replica of this number could start; asked before one is tried
-    again, as starts wait for each other and this need not. `retry_s`: the pause before one that has failed is
-    tried again, and the longest. `clock`: that periods go by."""
-
-    make: Callable[[int], Replica]
-    limits: Callable[[Ready], Limits]
-    policy: Policy
-    costs: CostModel
-    most: tuple[int, str] | None = None
-    no_restart: str | None = None
-    period_s: float = PERIOD_S
-    num_loads_at_once: int = 4
-    may_lack: bool = False
-    rest_s: float = _REST_S
-    look: Callable[[int], Awaitable[None]] | None = None
-    retry_s: tuple[float, float] = RETRY_S
-    clock: Clock = field(default_factory=MonotonicClock)
 
 
 class FleetEngine:
@@ -98,13 +60,7 @@ class FleetEngine:
         self._placing: Placing | None = None
         self._adapters = FleetAdapters(self._members, may_lack=setup.may_lack)
         self._memory = AdapterMemory()
-        self._changes = Changes()  # replicas that join or leave
-        self._revival = Revival(
-            self._members,
-            setup.clock,
-            self._start_anew,
-            setup.retry_s,
-        )
+        self._changes = ReplicaChanges(setup, self._members, self._adapters, self._memory, self.place)
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
         self.info: Ready | None = None
@@ -117,28 +73,27 @@ class FleetEngine:
         add_adapters: Awaitable[object] | None = None,
     ) -> None:
         """See SupervisedEngine. Progress is that of the first replica: all do the same side by side."""
-        adding = None if add_adapters is None else asyncio.ensure_future(add_adapters)
-        usable = _Usable()
-        starts = [
-            asyncio.create_task(
-                replica.start(
-                    on_progress if number == 0 else None,
-                    None if adding is None else _Deferred(partial(usable.wait_for, number, adding)),
-                )
-            )
-            for number, replica in enumerate(self._members)
-        ]
+        setup, lacking = self._setup, dict[int, LoraplexError]()
+        starting = FleetStart(self._members, on_progress, add_adapters)
         try:
-            await self._started(starts, usable)
+            if setup.may_lack:
+                lacking = await starting.wait_for_some(setup.rest_s)
+            else:
+                await starting.wait_for_all()
         except BaseException as error:
             self._adapters.start_error = error if isinstance(error, Exception) else None
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+            await starting.cancel()
             await self.close()
             raise
         finally:
             self._adapters.start_ended.set()
+        for number, problem in lacking.items():
+            self._changes.revival.plan(number, str(problem))
+            logger.warning(
+                "the fleet starts without replica %d, which is asked again in %g s, and then ever more "
+                "rarely: %s",
+                *(number, setup.retry_s[0], problem),
+            )
         infos = [replica.info for replica in self._members if replica.info is not None]
         self.info = Ready(
             num_kv_blocks=sum(info.num_kv_blocks or 0 for info in infos) or None,
@@ -146,7 +101,6 @@ class FleetEngine:
             load_s=max(info.load_s for info in infos),
             costs=infos[0].costs,
         )
-        setup = self._setup
         began = Began(
             policy=setup.policy.name,
             # One that is not there yet joins with limits of its own.
@@ -160,63 +114,14 @@ class FleetEngine:
         if self._log is not None:
             self._log.begin([began])
         self._routing = LiveRouting([began], None if self._log is None else self._log.record)
-        self._requests.routing = self._adapters.routing = self._routing
+        self._requests.routing = self._adapters.routing = self._changes.routing = self._routing
         for spec in self._adapters.specs():
             self._routing.add(spec)
         self._placing = Placing(self._routing, self._members, self._requests, setup.clock)
         self._placing.tick()
         self._memory.log(self._routing)
-        loops = (self._look, self._watch_failures, self._revival.run, self._placing.run)
+        loops = (self._look, self._watch_failures, self._changes.revival.run, self._placing.run)
         self._tasks = [asyncio.create_task(_kept_up(loop)) for loop in loops]
-
-    async def _started(self, starts: Sequence[asyncio.Task[None]], usable: _Usable) -> None:
-        """Wait until all replicas have started, or those that do if the fleet may lack the others. Raises
-        what the first one raises that the fleet does not start without; if none has started that it may lack,
-        what is wrong with each."""
-        if not self._setup.may_lack:
-            await asyncio.gather(*starts)
-            return
-        late = await self._give_up_late(starts, usable)
-        results = await asyncio.gather(*starts, return_exceptions=True)
-        errors: dict[int, LoraplexError] = {}
-        for number, result in enumerate(results):
-            if isinstance(result, LoraplexError):
-                errors[number] = result
-            elif isinstance(result, asyncio.CancelledError) and number in late:
-                errors[number] = BackendAwayError(late[number])
-            elif result is not None:
-                raise result
-        if len(errors) == len(starts):
-            raise _none_started(list(errors.values()))
-        for number, error in errors.items():
-            self._revival.plan(number, str(error))
-            logger.warning(
-                "the fleet starts without replica %d, which is asked again in %g s, and then ever more "
-                "rarely: %s",
-                *(number, self._setup.retry_s[0], error),
-            )
-
-    async def _give_up_late(self, starts: Sequence[asyncio.Task[None]], usable: _Usable) -> dict[int, str]:
-        """Cancel the starts of those that are not usable some time after the first one is; return why. No
-        adapter would be added before, as that waits for all that start."""
-        first = asyncio.create_task(usable.first.wait())
-        pending: set[asyncio.Task[Any]] = set(starts)
-        try:
-            # One that needs no adapters is usable when it has started.
-            while pending and not first.done() and not any(map(_has_started, starts)):
-                done, _ = await asyncio.wait([*pending, first], return_when=asyncio.FIRST_COMPLETED)
-                pending -= done
-        finally:
-            first.cancel()
-        if waited_for := [start for number, start in enumerate(starts) if number not in usable.numbers]:
-            await asyncio.wait(waited_for, timeout=self._setup.rest_s)
-        late: dict[int, str] = {}
-        for number, start in enumerate(starts):
-            if not start.done() and number not in usable.numbers:
-                message = self._members[number].status.message
-                late[number] = f"{message}, and has not answered for {self._setup.rest_s:g} s"
-                start.cancel()
-        return late
 
     async def _device_bytes(self) -> int | None:
         """Return the memory that adapters share with the KV cache on every replica."""
@@ -333,116 +238,13 @@ class FleetEngine:
                     wait.cancel()
         self.failed.set()
 
-    # ---- replicas that join and leave
-
     async def scale(self, num_replicas: int, *, move: bool = False) -> None:
-        """Have so many replicas; return when they serve. Those with the highest numbers leave, after the
-        requests they have. `move`: others go on with these.
-
-        Raises InvalidRequestError for a number that cannot be, and LoraplexError if a new one cannot start;
-        those that serve go on.
-        """
-        self._check_size(num_replicas)
-        await self._changes.run(self._scale(num_replicas, move=move))
-
-    async def _scale(self, num_replicas: int, *, move: bool) -> None:
-        present = self._members.present
-        missing = [number for number in range(num_replicas) if number not in present]
-        for number in missing[: max(num_replicas - len(present), 0)]:
-            await self._join(number)
-        try:
-            with self._members.leaving(present[num_replicas:]) as leaving:
-                await asyncio.gather(*(self._leave(number, move=move) for number in leaving))
-        finally:
-            # Not before: one that had failed may have been planned again until it was closed.
-            self._revival.forget()
+        """See `ReplicaChanges.scale`."""
+        await self._changes.scale(num_replicas, move=move)
 
     async def restart(self, number: int, *, move: bool = False) -> None:
-        """Replace a replica by a new one, after the requests it has; the others serve meanwhile. `move`: they
-        go on with these requests.
-
-        Raises as `drain` does, also if replicas of this fleet cannot be restarted by it, and LoraplexError
-        if the new one cannot start; that is tried again later.
-        """
-        self._members.check_there(number)
-        if (why := self._setup.no_restart) is not None:
-            raise InvalidRequestError(f"replica {number} is not restarted: {why}", param="replica")
-        await self._changes.run(self._restart(number, move=move))
-
-    async def _restart(self, number: int, *, move: bool) -> None:
-        was_drained = self._members.is_drained(number)
-        with self._members.replacing(number):
-            with self._members.leaving([number]):
-                await self._leave(number, move=move)
-            try:
-                await self._join(number)
-            except EngineClosedError:
-                raise
-            except LoraplexError as error:
-                self._revival.plan(number, str(error))
-                raise LoraplexError(
-                    f"replica {number} has left, and the new one did not start: {error}; it is tried again "
-                    "from time to time, and at once by `loraplex fleet scale` with the number of replicas "
-                    "that there are to be"
-                ) from error
-        if was_drained:
-            self._members.drain(number)
-
-    async def _start_anew(self, number: int) -> None:
-        """Start a replica anew when it is its turn. A server is looked at before that: one that accepts
-        connections and stays silent must not hold up others, nor whoever changes the fleet."""
-        if (look := self._setup.look) is not None:
-            try:
-                await look(number)
-            except LoraplexError as error:
-                if self._revival.is_planned(number):  # else somebody has decided otherwise meanwhile
-                    if self._members.lost.get(number) != str(error):
-                        logger.warning("replica %d cannot join the fleet yet: %s", number, error)
-                    self._revival.plan(number, str(error))
-                raise
-        await self._changes.run(self._revive(number))
-
-    async def _revive(self, number: int) -> None:
-        """Start a replica anew, unless somebody has decided otherwise before it had its turn."""
-        if self._revival.is_planned(number):
-            await self._restart(number, move=False)
-
-    async def _join(self, number: int) -> None:
-        """Start a replica with all adapters, and send it requests."""
-        routing = self._routing
-        assert routing is not None
-        replica = self._setup.make(number)
-        joining = self._adapters.joining(replica, self._setup.num_loads_at_once)
-        try:
-            await replica.start(None, _Deferred(joining.catch_up))
-            await joining.catch_up()  # with what came while it got ready
-        except BaseException as error:
-            if isinstance(error, Exception):  # also for the log: who asked for it may have left
-                logger.error("replica %d could not join the fleet: %s; the others serve on", number, error)
-            await replica.close()
-            raise
-        # Nobody has had a turn since it was up to date.
-        assert replica.info is not None
-        self._members.put(number, replica)
-        routing.join(number, self._setup.limits(replica.info))
-        self.place()
-
-    async def _leave(self, number: int, *, move: bool) -> None:
-        """Close a replica that is drained, after its requests."""
-        assert self._routing is not None
-        while self._routing.num_in_flight(number):
-            if move:  # again and again: some may have waited for it to be ready
-                self._members[number].hand_over()
-            await asyncio.sleep(_LEAVING_S)
-        await self._members[number].close()
-        self._memory.forget(number)
-
-    def _check_size(self, num_replicas: int) -> None:
-        most, why = self._setup.most or (MAX_REPLICAS, "more are not managed by one front")
-        if num_replicas < 1:
-            raise InvalidRequestError("a fleet has one replica at least", param="replicas")
-        if num_replicas > most:
-            raise InvalidRequestError(f"there can be {most} replicas at most: {why}", param="replicas")
+        """See `ReplicaChanges.restart`."""
+        await self._changes.restart(number, move=move)
 
     # ---- requests
 
@@ -512,45 +314,6 @@ class FleetEngine:
         return await asyncio.to_thread(members.sum_of, each)  # long with thousands of adapters
 
 
-class _Deferred:
-    """A coroutine that is made when it is awaited: a start that fails before that leaves none behind."""
-
-    def __init__(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._function = function
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return self._function().__await__()
-
-
-class _Usable:
-    """The replicas that have begun to take adapters, by number. `first`: one of them has."""
-
-    def __init__(self) -> None:
-        self.numbers: set[int] = set()
-        self.first = asyncio.Event()
-
-    async def wait_for(self, number: int, adding: asyncio.Future[object]) -> None:
-        """Wait for the adapters on behalf of a replica, which takes them from now on."""
-        self.numbers.add(number)
-        self.first.set()
-        await _finished(adding)
-
-
-def _has_started(start: asyncio.Task[None]) -> bool:
-    return start.done() and not start.cancelled() and start.exception() is None
-
-
-def _none_started(errors: Sequence[LoraplexError]) -> LoraplexError:
-    """Return one error for servers of which none can be used: what is wrong with each, first with those that
-    have said so themselves."""
-    telling = sorted(errors, key=lambda error: isinstance(error, BackendAwayError))
-    reasons = list(dict.fromkeys(map(str, telling)))
-    if len(reasons) == 1:
-        return telling[0]
-    each = "; ".join(f"({number}) {reason}" for number, reason in enumerate(reasons, start=1))
-    return BackendError(f"none of the {len(errors)} servers can be used: {each}")
-
-
 def _with_message(status: EngineStatus, message: str | None) -> EngineStatus:
     """Return the status of a replica with one message more, if it serves."""
     if message is None or status.state is not EngineState.READY:
@@ -567,9 +330,3 @@ async def _kept_up(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         except Exception:
             logger.exception("a part of the fleet's management failed; it is started again")
             await asyncio.sleep(_LOOK_S)
-
-
-async def _finished(task: asyncio.Future[object]) -> None:
-    """Wait for a task that others wait for as well: who stops waiting does not end it."""
-    await asyncio.wait([task])
-    task.result()

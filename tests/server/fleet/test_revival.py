@@ -19,7 +19,8 @@ from loraplex.fleet.policy import Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.server.engine_status import EngineState
-from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_setup import FleetSetup
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.revival import RETRY_S, Revival
 from loraplex.server.fleet.routing_events import Limits
@@ -120,20 +121,22 @@ def test_a_replica_that_is_scaled_away_does_not_come_back(is_due: bool) -> None:
         try:
             made[2].give_up()
             if is_due:
-                await look(fleet._revival)
+                await look(fleet._changes.revival)
                 clock.advance(FIRST_S)
 
             async def change() -> None:
                 await gate.wait()
 
-            tasks = [asyncio.create_task(each) for each in (fleet._changes.run(change()), fleet.scale(2))]
-            await until(lambda: len(fleet._changes._tasks) == 2)
-            tasks.append(asyncio.create_task(look(fleet._revival)))
-            await until(lambda: len(fleet._changes._tasks) == 3 if is_due else tasks[2].done())
+            tasks = [
+                asyncio.create_task(each) for each in (fleet._changes._queue.run(change()), fleet.scale(2))
+            ]
+            await until(lambda: len(fleet._changes._queue._tasks) == 2)
+            tasks.append(asyncio.create_task(look(fleet._changes.revival)))
+            await until(lambda: len(fleet._changes._queue._tasks) == 3 if is_due else tasks[2].done())
             gate.set()
             await asyncio.gather(*tasks)
             clock.advance(10 * FIRST_S)
-            await look(fleet._revival)
+            await look(fleet._changes.revival)
             assert ([each.number for each in fleet.replicas], len(made)) == ([0, 1], 3)
         finally:
             await fleet.close()
@@ -168,9 +171,9 @@ def test_a_fleet_that_may_lack_replicas_starts_with_those_that_do_and_tries_the_
             outputs = [token async for each in fleet.generate(request) for token in each.token_ids]
             assert tuple(outputs) == tuple(tokens_of(request))
             for pause_s in (5.0, 10.0):
-                await look(fleet._revival)
+                await look(fleet._changes.revival)
                 clock.advance(pause_s)
-                await look(fleet._revival)
+                await look(fleet._changes.revival)
             assert [each.status.state for each in fleet.replicas] == [EngineState.READY] * 3
             assert fleet.holders("v") != []
             assert made[-1].known == {"v"}
@@ -199,11 +202,11 @@ def test_servers_are_looked_at_side_by_side_and_outside_of_the_queue_of_changes(
         await fleet.start()
         try:
             clock.advance(5.0)
-            asked, joined = fleet._revival.look()
+            asked, joined = fleet._changes.revival.look()
             await joined  # though the first is still being asked
             assert [each.status.state for each in fleet.replicas] == [READY, EngineState.UNREACHABLE, READY]
             await fleet.scale(3)
-            assert fleet._revival.look() == []  # nobody is asked twice at a time
+            assert fleet._changes.revival.look() == []  # nobody is asked twice at a time
             silent.set()
             await asked
             assert [each.status.state for each in fleet.replicas] == [READY, EngineState.UNREACHABLE, READY]
@@ -225,7 +228,7 @@ def test_the_reason_of_the_last_look_is_shown() -> None:
         await fleet.start()
         try:
             clock.advance(5.0)
-            await look(fleet._revival)
+            await look(fleet._changes.revival)
             message = fleet.replicas[1].status.message
             assert message == "it has another base model; it is asked again from time to time"
         finally:
@@ -301,7 +304,7 @@ def test_a_restart_that_comes_to_nothing_is_shown_and_tried_again(is_scaled: boo
             if is_scaled:
                 await fleet.scale(2)
             clock.advance(FIRST_S)
-            await look(fleet._revival)
+            await look(fleet._changes.revival)
             assert ([each.status.state for each in fleet.replicas], len(made)) == ([READY, READY], 4)
         finally:
             await fleet.close()

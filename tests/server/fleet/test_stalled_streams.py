@@ -18,7 +18,8 @@ from loraplex.fleet.policy import Policy
 from loraplex.server.continuing import Continued
 from loraplex.server.fleet.backend_http import BackendAddress
 from loraplex.server.fleet.completion_calls import _Call
-from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_setup import FleetSetup
 from loraplex.server.fleet.http_replica import HttpReplica
 from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.fleet.stalled_streams import StalledStreams, StreamWait
