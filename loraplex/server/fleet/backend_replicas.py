@@ -19,7 +19,8 @@ from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine
 from loraplex.server.fleet.fleet_setup import FleetSetup
 from loraplex.server.fleet.guessed_costs import guessed_costs
-from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
+from loraplex.server.fleet.http_replica import HttpReplica
+from loraplex.server.fleet.http_replica_options import HttpReplicaOptions
 from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.protocol_ipc import Ready
 
