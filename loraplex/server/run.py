@@ -32,8 +32,9 @@ from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.model.config import load_config
 from loraplex.model.source import resolve_model
+from loraplex.server.adapter_choice import GivenAdapter
 from loraplex.server.adapter_service import AdapterService
-from loraplex.server.adapter_startup import GivenAdapter, start_adapters
+from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.connections import (
