@@ -6,7 +6,7 @@ from loraplex.server.version_use import VersionUse
 
 
 class RequestsInFlight:
-    """`num`: all of them. `by_version`: those with an adapter."""
+    """Counts requests. `num`: all of them; `by_version`: those with an adapter."""
 
     def __init__(self) -> None:
         self._uses: dict[str, VersionUse] = {}
