@@ -49,11 +49,8 @@ $(VENV)/bin/python:
 	$(NEWER_PIP) || true
 
 # The constraints file pins torch to the release that the tests run with; GPU figures name their own.
-# compat: in the other mode, Python takes the clone itself for the package when started in the folder above it.
-EDITABLE := --config-settings editable_mode=compat
-
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --progress-bar on -c constraints.txt $(EDITABLE) -e .
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e .
 	touch $@
 
 # pip compiles all modules on one core, a third of the install. Here all cores do, and leave out what nothing
@@ -64,7 +61,7 @@ NEVER_IMPORTED := /(tests?|fontTools|mypyc?|networkx|pip|setuptools|transformers
 	sympy/(combinatorics|physics|stats)|torch/(_inductor|_vendor|testing))/
 
 $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(EDITABLE) -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m compileall -qq -j 0 -x '$(NEVER_IMPORTED)' $(VENV)/lib || true
 	touch $@ $(STAMP)
 

@@ -23,29 +23,56 @@ out = sys.argv[1]  # setuptools sets argv itself
 build_meta.build_wheel(out)
 build_meta.build_sdist(out)
 """
-
+BUILD_EDITABLE = """
+import sys
+from setuptools import build_meta
+build_meta.build_editable(sys.argv[1])
+"""
 
 NAMES = "from loraplex.perf import named_profiles as n; print(n.__file__, *n.named_profiles(), sep='\\n')"
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is needed to build the package."""
     if not (ROOT / "pyproject.toml").is_file():
         pytest.skip("only a checkout can be built")
     # Asked without an import: setuptools refuses to be imported where a library has imported distutils.
     if int(version("setuptools").split(".")[0]) < 77:
         pytest.skip("pyproject.toml needs setuptools 77 or newer to build")
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("out")
+    tree = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "loraplex", tree / "loraplex", ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist."""
+    out = tmp_path_factory.mktemp("out")
+    build(BUILD, tree, out)
+    return out
+
+
+def build(program: str, tree: Path, out: Path) -> str:
+    """Return what setuptools wrote to stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(out)], cwd=tree, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, str(out)], cwd=tree, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return out
+    return done.stderr
+
+
+def test_an_editable_install_is_a_path_and_needs_no_warning(tree: Path, tmp_path: Path) -> None:
+    """With a finder, Python takes a clone for the package when it is started in the folder above it."""
+    assert "Warning" not in build(BUILD_EDITABLE, tree, tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.startswith("__editable__"))
+        assert name.endswith(".pth")
+        assert files.read(name).decode().strip() == str(tree)
 
 
 def test_wheel_and_sdist_hold_the_licence(built: Path) -> None:

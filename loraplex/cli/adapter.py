@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from loraplex.adapters.peft_config import Finding
     from loraplex.adapters.peft_reader import AdapterReport
+    from loraplex.adapters.spec import AdapterSpec
     from loraplex.core.shape import ModelShape
 
 app = App(help="Check LoRA adapters, and list and change those of a server.", no_args_is_help=True)
@@ -39,6 +40,8 @@ EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
 
 _SHOWN_VERSION_CHARS: Final = 8
+_ENGINE_DTYPES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""In which the engine computes, and the bytes of an element."""
 
 
 @app.command()
@@ -116,9 +119,9 @@ def run_check(path: Path, model: str, *, as_json: bool, load_shape: Callable[[st
     other = other_base(path, base_names(model))
     warnings = [] if other is None else [other_base_warning(other, model)]
     if as_json:
-        typer.echo(json.dumps(_report_as_json(report, warnings), indent=2))
+        typer.echo(json.dumps(_report_as_json(report, shape, warnings), indent=2))
     else:
-        _print_report(Console(highlight=False, markup=False), report, warnings)
+        _print_report(Console(highlight=False, markup=False), report, shape, warnings)
     return 0 if report.spec is not None else EXIT_REFUSED
 
 
@@ -162,13 +165,14 @@ def format_layers(layers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _report_as_json(report: AdapterReport, warnings: Sequence[str]) -> dict[str, Any]:
+def _report_as_json(report: AdapterReport, shape: ModelShape, warnings: Sequence[str]) -> dict[str, Any]:
     return {
         "path": str(report.path),
         "servable": report.spec is not None,
         "version": None if report.spec is None else report.spec.version,
         "num_params": None if report.spec is None else report.spec.num_params,
         "num_bytes": _total_bytes(report),
+        "memory_bytes": None if report.spec is None else _memory_bytes(report.spec, shape),
         "warnings": list(warnings),
         "honoured": _findings(report.honoured),
         "no_effect": _findings(report.no_effect),
@@ -202,12 +206,14 @@ def _as_json(value: object) -> object:
     return value
 
 
-def _print_report(console: Console, report: AdapterReport, warnings: Sequence[str]) -> None:
+def _print_report(
+    console: Console, report: AdapterReport, shape: ModelShape, warnings: Sequence[str]
+) -> None:
     """The verdict is the first line, and what speaks against the adapter the next; all else is detail."""
     path = printable(str(report.path))
     if report.spec is not None:
-        size = format_size(_total_bytes(report))
         num_modules = len(report.modules)
+        size = f"{format_size(_total_bytes(report))} on disk"
         summary = f"rank {report.spec.max_rank}, {num_modules} {plural('module', num_modules)}, {size}"
         console.print(f"Servable: {path} ({summary})", style="green", soft_wrap=True)
     else:
@@ -221,6 +227,15 @@ def _print_report(console: Console, report: AdapterReport, warnings: Sequence[st
         console.print(f"Warning: {printable(warning)}", style="yellow")
     console.print()
     _print_details(console, report)
+    console.print(f"Total bytes in the file: {_total_bytes(report):,}")
+    if report.spec is not None:
+        in_memory = {name: format_size(size) for name, size in _memory_bytes(report.spec, shape).items()}
+        console.print(
+            f"In memory when served: {in_memory['float32']} in float32 (default on a CPU), "
+            f"{in_memory['bfloat16']} in bfloat16 or float16 (default on a GPU)",
+            soft_wrap=True,
+        )
+        console.print(f"Content hash: {report.spec.version}", soft_wrap=True)
 
 
 def _print_details(console: Console, report: AdapterReport) -> None:
@@ -250,13 +265,18 @@ def _print_details(console: Console, report: AdapterReport) -> None:
             cells = (f"{group.rank}", f"{group.scale:g}", f"{group.num_bytes:,}")
             table.add_row(group.module, format_layers(group.layers), *cells)
         console.print(table)
-    console.print(f"Total bytes in the file: {_total_bytes(report):,}")
-    if report.spec is not None:
-        console.print(f"Content hash: {report.spec.version}", soft_wrap=True)
 
 
 def _total_bytes(report: AdapterReport) -> int:
     return sum(tensor.num_bytes for tensor in report.tensors.values())
+
+
+def _memory_bytes(spec: AdapterSpec, shape: ModelShape) -> dict[str, int]:
+    """Return what the adapter takes in memory, by the dtype of the engine, which need not be the file's."""
+    from loraplex.adapters.slab import slab_layout
+
+    num_elements = slab_layout(spec, shape).num_elements
+    return {dtype: num_elements * size for dtype, size in _ENGINE_DTYPES.items()}
 
 
 def _from_state_dir(state_dir: Path) -> tuple[list[dict[str, Any]], tuple[Column, ...]]:

@@ -14,6 +14,7 @@ import typer
 
 from loraplex.cli import fleet_live
 from loraplex.cli.flags import App
+from loraplex.cli.fleet_conditions import conditions_of
 from loraplex.cli.fleet_show import capacity_in_words, is_known, show_outcome, show_overload, show_policies
 from loraplex.cli.json_out import check_picture, check_writable, files_saved, save_json, save_picture
 from loraplex.cli.sizes import parse_rate
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from loraplex.fleet.policy import Policy
     from loraplex.twin.fleet_compare import FleetInputs
 
-app = App(help="Many replicas behind a router: simulated, and serving.", no_args_is_help=True)
+app = App(help="Serve with several replicas behind a router, or simulate such a fleet.", no_args_is_help=True)
 for _command in (
     *(fleet_live.serve, fleet_live.status, fleet_live.explain),
     *(fleet_live.drain, fleet_live.restart, fleet_live.scale),
@@ -59,30 +60,41 @@ _MOST_SEEDS: Final = 1_000
 _MANY_ADAPTERS: Final = 100_000
 """From so many on, a plan takes seconds."""
 
-_Replicas = Annotated[int, typer.Option("--replicas", help="Engines of the fleet, all alike.")]
+_Replicas = Annotated[int, typer.Option("--replicas", help="How many replicas, all alike.")]
 _Policies = Annotated[
     str,
-    typer.Option(help="ROUTING+PLACEMENT[+migrate] of each, with commas: random,routing-table+loraserve."),
+    typer.Option(
+        help="Names with commas between them, each ROUTING[+PLACEMENT][+migrate]: "
+        "random,routing-table+loraserve. `loraplex fleet policies` lists the parts."
+    ),
 ]
-_Period = Annotated[float, typer.Option("--period", help="Seconds after which adapters are placed again.")]
+_Period = Annotated[
+    float, typer.Option("--period", help="Seconds between plans of where adapters are placed.")
+]
 _Link = Annotated[
     str | None,
     typer.Option(
-        "--link", help="Replicas fetch adapters from each other at 25GB/s; default: each from its own disk."
+        "--link",
+        help="Speed at which replicas copy adapters from each other, such as 25GB/s; default: each replica "
+        "reads them from its own disk.",
     ),
 ]
 _Costs = Annotated[
     str,
     typer.Option(
         "--costs",
-        help="What policies predict steps by: `steps`, the profile; `linear`, the papers' line fitted to it.",
+        help="How policies predict the time of a step: `steps`, by the profile, or `linear`, by the papers' "
+        "straight line fitted to it.",
     ),
 ]
 _Warm = Annotated[
     bool,
-    typer.Option("--warm", help="The fleet has served before: its first plan goes by the first minute."),
+    typer.Option(
+        "--warm",
+        help="As if the fleet had served before: its first plan knows the demand of the first minute.",
+    ),
 ]
-_Plot = Annotated[Path | None, typer.Option(help="Draw it to this .png.")]
+_Plot = Annotated[Path | None, typer.Option(help="Draw the figures to this .png file.")]
 
 
 @app.command()
@@ -91,11 +103,13 @@ def simulate(
     workload: WorkloadPath,
     replicas: _Replicas,
     routing: Annotated[
-        str, typer.Option(help="Who serves a request; `loraplex fleet policies` has them.")
+        str, typer.Option(help="Which replica a request is sent to; `loraplex fleet policies` lists them.")
     ] = "auto",
     placement: Annotated[
         str | None,
-        typer.Option(help="Which replicas serve an adapter; default: everywhere, with auto its own."),
+        typer.Option(
+            help="Which replicas serve an adapter; default: everywhere, or auto for the routing auto."
+        ),
     ] = None,
     migrate: Annotated[
         bool, typer.Option("--migrate", help="Requests may leave an overloaded replica for another one.")
@@ -128,6 +142,7 @@ def simulate(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
+    conditions = conditions_of(profile, workload, inputs)
     _check_fit([policy], inputs)
     runs = FleetRuns(inputs.profile, inputs.workload, inputs.options)
     number = len(inputs.workload)
@@ -141,7 +156,7 @@ def simulate(
     def write_figures(path: Path) -> None:
         document = {
             "policy": policy.name,
-            **_conditions(inputs),
+            **conditions,
             "figures": asdict(figures),
             "summary": outcome.all.summary(),
             "timeline": asdict(outcome.all.timeline()),
@@ -167,7 +182,9 @@ def compare(
     policies: _Policies,
     seeds: Annotated[
         int,
-        typer.Option(help="Runs of each: the workload, and others in which neighbours swap places."),
+        typer.Option(
+            help="Runs of each policy: the workload, and copies of it in which nearby requests swap places."
+        ),
     ] = 5,
     slo_tpt: SloTpt = None,
     slo_tpot: SloTpot = None,
@@ -187,7 +204,7 @@ def compare(
     json_out: JsonPath = None,
     plot: _Plot = None,
 ) -> None:
-    """Simulate the same workload under several policies, on all cores."""
+    """Simulate the same workload under several policies, and compare them."""
     from loraplex.twin.fleet_compare import compare_policies
     from loraplex.twin.fleet_figures import interval_of, mean_of
 
@@ -200,6 +217,7 @@ def compare(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
+    conditions = conditions_of(profile, workload, inputs)
     _check_fit(named, inputs)
     number = len(named) * seeds
     expected = f"{number:,} {plural('run', number)}{_plans_in_words(named, inputs)}"
@@ -210,7 +228,7 @@ def compare(
 
     def write_figures(path: Path) -> None:
         shown = {name: {**asdict(mean), "interval_95": intervals[name]} for name, mean in means.items()}
-        save_json(path, {**_conditions(inputs), "num_seeds": seeds, "policies": shown})
+        save_json(path, {**conditions, "num_seeds": seeds, "policies": shown})
 
     def draw(path: Path) -> None:
         from loraplex.cli.fleet_plot import draw_policies
@@ -250,10 +268,10 @@ def capacity(
     json_out: JsonPath = None,
     plot: _Plot = None,
 ) -> None:
-    """Find the highest rate at which the SLO holds under each policy: the workload, faster and slower.
+    """Find the highest request rate at which each policy still attains the SLO.
 
-    Where it would be over too soon to mean anything, or has too few requests to tell the attainment, it is
-    repeated.
+    The workload is played faster and slower. It is repeated at rates at which it would be too short, or have
+    too few requests, to tell.
     """
     from loraplex.twin.fleet_compare import capacities
     from loraplex.twin.highest_rate import TOLERANCE
@@ -265,6 +283,7 @@ def capacity(
     options = TwinOptions(adapters, ranks, slots, kv_tokens, adapter_mib, modules, max_running, seconds)
     slo = parse_slo(slo_tpt, slo_tpot, slo_ttft)
     inputs = _inputs(profile, workload, replicas, slo, period, link, costs, warm, options)
+    conditions = conditions_of(profile, workload, inputs)
     _check_fit(named, inputs)
     if seconds is not None:  # the same requests at every rate, and time for each of them to end
         inputs = _whole(inputs, seconds)
@@ -278,7 +297,8 @@ def capacity(
     def write_figures(path: Path) -> None:
         unknown = {name: capacity_in_words(each) for name, each in found.items() if not is_known(each)}
         document = {
-            **_conditions(inputs),
+            **conditions,
+            "num_seeds": 1,
             "attainment": attainment,
             "tolerance": TOLERANCE,
             "capacity_rps": {name: each.rps if is_known(each) else None for name, each in found.items()},
@@ -304,7 +324,7 @@ def capacity(
 
 @app.command()
 def policies() -> None:
-    """List the routings and placements that there are."""
+    """List all routings and placements, the parts of a policy."""
     from loraplex.fleet.policy import MIGRATE, PLACEMENTS, ROUTINGS
 
     width = max(map(len, (*ROUTINGS, *PLACEMENTS)))
@@ -430,13 +450,6 @@ def _plans_in_words(policies: Sequence[Policy], inputs: FleetInputs) -> str:
     if number < _MANY_ADAPTERS or not any(PLACEMENTS[each.placement] for each in policies):
         return ""
     return f", and plans for {number:,} adapters, each of which takes seconds"
-
-
-def _conditions(inputs: FleetInputs) -> dict[str, float | str | None]:
-    """Return the SLO and what policies are told, as they stand in JSON."""
-    options, slo = inputs.options, inputs.options.slo
-    limits = {"slo_tpt_s": slo.tpt_s, "slo_tpot_s": slo.tpot_s, "slo_ttft_s": slo.ttft_s}
-    return {**limits, "costs": str(options.cost_form), "warm": options.warm}
 
 
 def _whole(inputs: FleetInputs, seconds: float) -> FleetInputs:

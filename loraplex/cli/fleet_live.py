@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +25,7 @@ from loraplex.cli.server_calls import DEFAULT_URL, ApiKey, AsJson, BaseUrl, list
 from loraplex.cli.table import number_column, print_table, text_column
 from loraplex.core.errors import UserError
 from loraplex.core.logs import LogFormat, LogLevel
+from loraplex.core.words import plural
 
 if TYPE_CHECKING:
     from loraplex.server.fleet.explain import Explanation
@@ -34,6 +38,8 @@ _DEFAULT_REPLICAS: Final = 2
 _FLEET_PATH: Final = "/v1/fleet"
 _CHANGE_S: Final = 3600.0
 """Requests of a replica that leaves, and a start of a large model, may take long."""
+_REFUSED_WITHIN_S: Final = 1.0
+"""What cannot be done is refused before anything begins; an answer that takes longer is being worked on."""
 # The most telling first: a narrow terminal leaves out the last ones.
 _COLUMNS: Final = (
     number_column("replica"),
@@ -126,7 +132,7 @@ def _ray_address(given: str) -> str | None:
 
 
 def status(base_url: BaseUrl = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """Show the replicas of a fleet that serves."""
+    """Show the replicas of a running fleet."""
     _show(*list_of(base_url, _FLEET_PATH, api_key, kind="replicas"), as_json=as_json)
 
 
@@ -138,7 +144,7 @@ def drain(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Send a replica no more requests; it finishes those it has."""
+    """Send a replica no more requests; it finishes those that it has."""
     if undo and move:
         raise UserError("--undo and --move do not go together; leave one of them out")
     what, body = ("undrain", {"replica": replica}) if undo else ("drain", {"replica": replica, "move": move})
@@ -152,31 +158,42 @@ def restart(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replace a replica by a new one, after the requests it has; the others serve meanwhile."""
-    _say(f"replica {replica} {_gives_up(move)}, and is replaced by a new one; this may take a while")
-    _change("restart", {"replica": replica, "move": move}, base_url, api_key, as_json=as_json)
+    """Replace a replica by a new one once its requests have ended; the others serve meanwhile."""
+    with _said_if_slow(f"replica {replica} {_gives_up(move)}, and is replaced by a new one"):
+        _change("restart", {"replica": replica, "move": move}, base_url, api_key, as_json=as_json)
 
 
 def scale(
-    replicas: Annotated[int, typer.Argument(help="How many replicas to have.")],
+    replicas: Annotated[int, typer.Argument(help="The new number of replicas.")],
     move: Move = False,
     base_url: BaseUrl = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have more replicas, or fewer; those that leave finish the requests they have."""
-    _say(
-        f"scaling to {replicas}: new replicas start, one that leaves {_gives_up(move)}; this may take a while"
-    )
-    _change("scale", {"replicas": replicas, "move": move}, base_url, api_key, as_json=as_json)
+    """Set the number of replicas; those that leave finish their requests first."""
+    leaves = "a replica that leaves " + _gives_up(move)
+    with _said_if_slow(f"scaling to {replicas} {plural('replica', replicas)}; {leaves}"):
+        _change("scale", {"replicas": replicas, "move": move}, base_url, api_key, as_json=as_json)
 
 
 def _gives_up(move: bool) -> str:
     return "hands over its requests" if move else "finishes its requests first"
 
 
+@contextmanager
+def _said_if_slow(message: str) -> Iterator[None]:
+    """Say what goes on, beside the output, once a server has not refused it at once: it answers when it is
+    done."""
+    timer = threading.Timer(_REFUSED_WITHIN_S, _say, (f"{message}; this may take a while",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _say(message: str) -> None:
-    """Tell what goes on, beside the output: what is asked for is answered when it is done."""
     typer.echo(message, err=True)
 
 
@@ -209,15 +226,15 @@ def _show(rows: list[dict[str, Any]], answer: dict[str, Any], *, as_json: bool) 
 
 def explain(
     request: Annotated[
-        str, typer.Argument(help="The `id` in the body of its answer, or enough of its beginning.")
+        str, typer.Argument(help="Its `id` in the body of the answer, or enough of the beginning of it.")
     ],
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="The server's folder, if it was started with one of its own; demos are found."),
+        typer.Option(help="The server's --state-dir, if it has one; demos that run are found without."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show why a request went where it went: the replicas as its router saw them."""
+    """Show why a request was sent to its replica: all replicas as the router saw them."""
     import msgspec
 
     from loraplex.server.fleet.logged_names import names_of
@@ -245,13 +262,17 @@ def explain(
             typer.echo(f"replayed, it would be replica {each.again}: another version of loraplex decided it")
         print_table([asdict(replica) for replica in each.replicas], _SEEN_COLUMNS)
         typer.echo(
-            "ms per token: its step, and over the usual answer the queue before it and the adapter's load"
+            "ms per token = step + (queue + load) / tokens of the usual answer; queue: the prompts before "
+            "it, load: of its adapter"
         )
-    if not all(each.is_measured for each in found):
-        typer.echo(
-            "times are guessed, right in their proportions at best: nobody has measured these replicas "
-            "(`loraplex profile --model MODEL` measures this machine)"
+    guessed = [each for each in found if not each.is_measured]
+    if guessed:
+        why = (
+            "there is no profile of servers behind --backend"
+            if guessed[0].is_elsewhere
+            else "nobody has measured these replicas (`loraplex profile --model MODEL` measures this machine)"
         )
+        typer.echo(f"times are guessed, right in their proportions at best: {why}")
 
 
 def _explained(request: str, state_dir: Path | None) -> tuple[Path, list[Explanation]]:

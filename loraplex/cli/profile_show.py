@@ -121,8 +121,9 @@ def _device(profile: Profile) -> str:
 
 
 def _short(model: str) -> str:
-    """A shape up to its layers and their width: what follows is for machines."""
-    return model.partition("-mlp")[0]
+    """A shape up to its layers, their width and that of their MLPs, which tells 7B and 8B apart; what follows
+    is for machines."""
+    return model.partition("-heads")[0]
 
 
 def _dtype(profile: Profile) -> str:

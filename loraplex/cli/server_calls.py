@@ -18,15 +18,15 @@ _TIMEOUT_S: Final = 10.0
 _CHANGE_S: Final = 3600.0
 """An adapter may have to be fetched first, and wait for its turn on a busy server."""
 
-BaseUrl = Annotated[str, typer.Option(help="The server.")]
+BaseUrl = Annotated[str, typer.Option(help="URL of the server.")]
 ApiKey = Annotated[
     str | None,
     typer.Option(
         envvar="LORAPLEX_API_KEY",
-        help="Sent as a bearer token; what only administrators see and change takes an admin key.",
+        help="API key, sent as a bearer token; to change anything, an admin key if the server has one.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def rows_of(base_url: str, path: str, api_key: str | None, *, kind: str) -> list[dict[str, Any]]:

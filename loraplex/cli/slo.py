@@ -18,19 +18,22 @@ SloTpt = Annotated[
     str | None,
     typer.Option(
         "--slo-tpt",
-        help="Most TPT, a request's whole time over its output tokens: 1.5x of the base model alone, or "
-        "30ms; default: 1.5x, with another SLO any.",
+        help="Limit on TPT, a request's whole time over its output tokens: 30ms, or 1.5x, a multiple of what "
+        "the base model takes alone; default: 1.5x, or none if another limit is given.",
     ),
 ]
 SloTpot = Annotated[
     str | None,
     typer.Option(
-        "--slo-tpot", help="Most TPOT, the time per output token after the first: 1.5x or 30ms; default: any."
+        "--slo-tpot",
+        help="Limit on TPOT, the time per output token after the first: 1.5x or 30ms; default: none.",
     ),
 ]
 SloTtft = Annotated[
     str | None,
-    typer.Option("--slo-ttft", help="Most TTFT, the time to the first token: 10s or 500ms; default: any."),
+    typer.Option(
+        "--slo-ttft", help="Limit on TTFT, the time to the first token: 10s or 500ms; default: none."
+    ),
 ]
 
 _DEFAULT_TPT: Final = "1.5x"

@@ -32,34 +32,44 @@ Model = Annotated[
     str | None, typer.Option(help="Refuse a profile of any other model; named as in the profile.")
 ]
 Adapters = Annotated[
-    int | None, typer.Option(min=1, max=10_000_000, help="How many; default: as the workload says.")
+    int | None, typer.Option(min=1, max=10_000_000, help="How many adapters; default: as the workload says.")
 ]
 Ranks = Annotated[
     str | None,
-    typer.Option(help="Ranks of the adapters, over and over: 8,16,32; default: the workload's, or 16."),
+    typer.Option(help="Ranks of the adapters in turn: 8,16,32; default: the workload's, or 16."),
 ]
-Slots = Annotated[int | None, typer.Option(min=1, help="Of an engine with slots; default: one for each.")]
+Slots = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Slots for adapters (vLLM's --max-loras), with a profile of an engine that has them; default: "
+        "one for each adapter.",
+    ),
+]
 Seconds = Annotated[
     float | None,
     typer.Option(
-        "--seconds", help="End so many simulated seconds after the first request, whoever still runs."
+        "--seconds",
+        help="End the simulation so many simulated seconds after the first request, whatever still runs.",
     ),
 ]
 KvTokens = Annotated[
     int | None,
-    typer.Option(min=16, max=10**12, help="KV memory, instead of the profile's; on a GPU adapters share it."),
+    typer.Option(
+        min=16, max=10**12, help="KV memory in tokens, instead of the profile's; on a GPU adapters share it."
+    ),
 ]
 AdapterMib = Annotated[
     float | None,
-    typer.Option(help="Size of each adapter; default: by its rank, as the profile of our own engine has it."),
+    typer.Option(help="Size of each adapter in MiB; default: by its rank, in a profile of our own engine."),
 ]
 Modules = Annotated[
-    str | None, typer.Option(help="What adapters are on (our own engine): q,k,v (default) or all.")
+    str | None, typer.Option(help="Modules that adapters are on (our own engine): q,k,v (default) or all.")
 ]
 MaxRunning = Annotated[
-    int | None, typer.Option(min=1, help="Requests in a step at most (our own engine); default: 256.")
+    int | None, typer.Option(min=1, help="Most requests in a step (our own engine); default: 256.")
 ]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")]
 
 
 _DEFAULT_RANKS = (16,)

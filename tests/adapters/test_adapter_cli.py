@@ -12,17 +12,21 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 import typer
 from adapter_factory import SHAPE, encode, lora_name, make_config, make_tensors, write_adapter
 from fake_hub import fake_hub
 from registry_writer import make_spec
 from typer.testing import CliRunner
 
+from loraplex.adapters.peft_reader import inspect_adapter
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.adapters.spec import CONFIG_FILE
 from loraplex.cli.adapter import _as_json, app, format_layers, run_check
+from loraplex.cli.sizes import format_size
 from loraplex.core.errors import ModelError
 from loraplex.core.shape import ModelShape
+from loraplex.engine.adapter_loader import resident_bytes
 
 
 def load_shape(model: str) -> ModelShape:
@@ -52,11 +56,29 @@ def test_check_prints_all_about_a_servable_adapter(
         assert text in output
 
 
+def test_a_check_says_what_serving_takes_beside_what_is_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file may be in another dtype than the engine computes in."""
+    write_adapter(tmp_path)
+    run_check(tmp_path, "base", as_json=False, load_shape=load_shape)
+    run_check(tmp_path, "base", as_json=True, load_shape=load_shape)
+    lines, _, rest = capsys.readouterr().out.partition("{")
+    found = json.loads("{" + rest)["memory_bytes"]
+    spec = inspect_adapter(tmp_path, SHAPE).spec
+    assert spec is not None
+    for dtype, size in found.items():
+        assert size == resident_bytes(spec, SHAPE, getattr(torch, dtype)), "as the engine counts it"
+    whole, half = format_size(found["float32"]), format_size(found["bfloat16"])
+    words = f"In memory when served: {whole} in float32 (default on a CPU), {half} in bfloat16 or float16"
+    assert words in lines
+
+
 def test_the_verdict_of_a_check_is_its_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_adapter(tmp_path / "good")
     run_check(tmp_path / "good", "base", as_json=False, load_shape=load_shape)
     first, *details = capsys.readouterr().out.splitlines()
-    assert first == f"Servable: {tmp_path / 'good'} (rank 4, 8 modules, 7.0 KiB)"
+    assert first == f"Servable: {tmp_path / 'good'} (rank 4, 8 modules, 7.0 KiB on disk)"
     assert details[0] == ""
 
     write_adapter(tmp_path / "bad", make_config(use_dora=True))

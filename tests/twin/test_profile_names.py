@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,9 @@ def test_the_list_has_a_line_for_each_name() -> None:
     assert heading.split()[:2] == ["name", "engine"]
     assert [line.split()[0] for line in lines] == NAMES
     assert all("%" in line or "do not pad" in line for line in lines)
+    models = {name: re.split(r" {2,}", line)[3] for name, line in zip(NAMES, lines, strict=True)}
+    assert models["h200-llama-2-7b"] == models["h200-llama-2-7b-padded"] == "llama-32x4096-mlp11008"
+    assert models["h200-llama-3-8b"] == "llama-32x4096-mlp14336", "told apart, though as deep and wide"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from loraplex.core.stats import EngineStats
+from loraplex.core.words import plural
 from loraplex.server.fleet.live_routing import LiveRouting
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,9 @@ class AdapterMemory:
             return
         short = self.shortages(routing.placed(), is_everywhere=routing.is_everywhere)
         if new := [number for number in short if number not in self._logged]:
-            others = f" and {len(new) - 1} more" if len(new) > 1 else ""
-            logger.warning("replica %d%s: %s", new[0], others, short[new[0]])
+            others = len(new) - 1
+            also = f" (and {others} {plural('other', others)} like it)" if others else ""
+            logger.warning("replica %d%s: %s", new[0], also, short[new[0]])
         self._logged = set(short)
 
     def forget(self, number: int) -> None:
@@ -62,7 +64,7 @@ def _memory_bytes(stats: EngineStats) -> int:
 def _in_words(needed: int, there: int, *, is_everywhere: bool) -> str:
     fewer = "place fewer on each replica (--placement auto)" if is_everywhere else "have more replicas"
     return (
-        f"the adapters that it is placed with take {needed:,} bytes, {needed - there:,} more than its memory "
-        "for adapters holds; they are served, but those that are not in memory have to be read first: raise "
+        f"the adapters placed on it take {needed:,} bytes, {needed - there:,} more than its memory for "
+        "adapters holds; they are served, but those that are not in memory have to be read first: raise "
         f"--host-adapter-memory, or {fewer}"
     )

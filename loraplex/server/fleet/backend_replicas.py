@@ -18,7 +18,7 @@ from loraplex.server.fleet.backend_metrics import BLOCK_TOKENS
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine
 from loraplex.server.fleet.fleet_setup import FleetSetup
-from loraplex.server.fleet.guessed_costs import guessed_costs
+from loraplex.server.fleet.guessed_costs import ELSEWHERE, guessed_costs
 from loraplex.server.fleet.http_replica import HttpReplica
 from loraplex.server.fleet.http_replica_options import HttpReplicaOptions
 from loraplex.server.fleet.routing_events import Limits
@@ -91,7 +91,7 @@ def backend_fleet(
         limits=limits,
         policy=policy,
         period_s=period_s,
-        costs=guessed_costs(shape, "cuda"),
+        costs=guessed_costs(shape, "cuda", machine=ELSEWHERE),
         most=(number, why),
         no_restart=_NO_RESTART,
         num_loads_at_once=options.num_loads_at_once,

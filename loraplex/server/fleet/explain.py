@@ -12,6 +12,7 @@ from loraplex.core.errors import UserError
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.policy_words import ROUTINGS_EXPLAINED
 from loraplex.fleet.routers.added_costs import AddedCosts
+from loraplex.server.fleet.guessed_costs import ELSEWHERE
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.routing_events import Began, Decision, RoutingEvent, Sent, call_id_of
 
@@ -46,7 +47,7 @@ class Explanation:
     """A decision, with the replicas as they were then. `again`: the replica that is chosen when the log is
     replayed; another one than was chosen only if the log is of another version of loraplex. `why`: what the
     router goes by, and what that came to here. `is_measured`: times are by a profile that was measured, and
-    not guessed."""
+    not guessed. `is_elsewhere`: the replicas are servers behind --backend, of which there is no profile."""
 
     decision: Sent
     policy: str
@@ -54,6 +55,7 @@ class Explanation:
     again: int
     why: str
     is_measured: bool
+    is_elsewhere: bool
 
 
 def explain(request: str, logs: Iterable[Sequence[RoutingEvent]]) -> list[Explanation]:
@@ -93,7 +95,7 @@ def _decisions(events: Sequence[RoutingEvent], asked: str) -> Iterator[Explanati
     first, *others = events
     assert isinstance(first, Began)
     routing = LiveRouting([first])
-    is_measured = bool(json.loads(first.costs)["measured"])
+    costs = json.loads(first.costs)
     for event in others:
         seen = None
         if isinstance(event, Sent) and _belongs(event.request_id, asked):
@@ -107,7 +109,8 @@ def _decisions(events: Sequence[RoutingEvent], asked: str) -> Iterator[Explanati
                 replicas=seen,
                 again=again.replica,
                 why=_why(event, first.policy, seen),
-                is_measured=is_measured,
+                is_measured=bool(costs["measured"]),
+                is_elsewhere=costs["subject"]["machine"] == ELSEWHERE,
             )
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from loraplex.core.shape import ModelShape
 from loraplex.engine.machine import cpu_model, num_cores
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.default_model import default_cost_model
 from loraplex.perf.subject import Subject, shape_key
 
+ELSEWHERE: Final = "servers behind --backend"
+"""The machine of replicas that `loraplex profile` cannot measure."""
 
-def guessed_costs(shape: ModelShape, device: str, num_threads: int | None = None) -> CostModel:
-    """Return costs in the right proportions; the replicas are alike, so that routers need no more."""
+
+def guessed_costs(
+    shape: ModelShape, device: str, num_threads: int | None = None, *, machine: str | None = None
+) -> CostModel:
+    """Return costs in the right proportions; the replicas are alike, so that routers need no more. `machine`:
+    what they run on, by default the processor of this machine."""
     dtype, element_bytes = ("bfloat16", 2) if device == "cuda" else ("float32", 4)
     subject = Subject(
-        machine=f"{num_cores()} cores of {cpu_model()}",
+        machine=machine or f"{num_cores()} cores of {cpu_model()}",
         device=device,
         model=shape_key(shape),
         dtype=dtype,

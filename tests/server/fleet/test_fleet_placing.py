@@ -128,6 +128,29 @@ def test_too_little_memory_for_a_placement_is_said_with_the_fix_and_served(
         run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("num_short", "begin"),
+    [(1, "replica 0: the adapters placed on it take "), (2, "replica 0 (and 1 other like it): the adapters "),
+     (3, "replica 0 (and 2 others like it): the adapters placed on it take ")],
+)  # fmt: skip
+def test_replicas_with_too_little_memory_are_counted_in_one_line(
+    num_short: int, begin: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        fleet = InProcess("most-idle", 3)
+        for number in range(8):
+            await fleet.engine.add_adapter(spec_of(f"v{number}"))
+        for replica, each in fleet.replicas.items():
+            each.memory_bytes = 100 if replica < num_short else 512
+        await fleet.engine.start()
+        await fleet.engine.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+    (line,) = (record.getMessage() for record in caplog.records if "more than" in record.getMessage())
+    assert line.startswith(begin)
+
+
 def test_requests_go_where_their_adapter_is_placed() -> None:
     async def scenario() -> None:
         async with fleet_of("most-idle+auto", 3, 9) as fleet:

@@ -216,6 +216,7 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
     assert "for two (version " in explained().stdout
     assert "by auto+auto+migrate: " in explained().stdout
     assert "times are guessed" in explained().stdout
+    assert "`loraplex profile --model MODEL` measures this machine" in explained().stdout
     unknown = run_command("fleet", "explain", "cmpl-nobody", "--state-dir", str(state))
     assert f"no decision about 'cmpl-nobody' is in {state / 'decisions'}" in unknown.stderr
     assert "--state-dir" in unknown.stderr
@@ -290,7 +291,6 @@ def test_replicas_are_added_and_replaced_by_commands(fleet: str, folder: Path) -
     before = replicas(fleet)[1]["pid"]
     restarted = fleet_command(fleet, "restart", "1", "--move")
     assert restarted.returncode == 0, restarted.stderr
-    assert restarted.stderr.startswith("replica 1 hands over its requests, and is replaced by a new one")
     assert replicas(fleet)[1]["pid"] != before
     answer(fleet, "one", temperature=0)
     read = adapter_reads(fleet)

@@ -131,6 +131,11 @@ def test_a_decision_is_explained_with_the_reason_why_each_other_server_was_rejec
             assert verdicts == ["refuses the adapter", "drained", "chosen", ""]
             verdicts = [row.verdict for row in second.replicas]
             assert verdicts == ["refuses the adapter", "drained", "had the request before", "chosen"]
+            words = ("fleet", "explain", cut_request.request_id, "--state-dir", str(tmp_path))
+            shown = CliRunner().invoke(app, words).stdout
+            assert "times are guessed" in shown
+            assert "there is no profile of servers behind --backend" in shown
+            assert "loraplex profile" not in shown, "it measures this machine, where nothing is computed"
 
     run(scenario())
 
