@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 INTERRUPTED = """
 import os, signal, sys
 from loraplex.cli.entry import main
@@ -21,9 +23,22 @@ main()
 """
 
 
-def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+INTERRUPTED_LATER = """
+import os, signal
+import typer.main
+from loraplex.cli.entry import main
+
+typer.main.get_command = lambda app: os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+
+
+@pytest.mark.parametrize("program", [INTERRUPTED, INTERRUPTED_LATER])
+def test_ctrl_c_before_the_command_begins_leaves_no_traceback(program: str) -> None:
+    """While it is imported, and while it is put together."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
 
 
 def test_the_command_runs() -> None:

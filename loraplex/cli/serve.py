@@ -72,7 +72,7 @@ def serve_options(
 
     from loraplex.adapters.hub import locate_adapter
     from loraplex.engine.options import EngineOptions
-    from loraplex.server.adapter_startup import GivenAdapter
+    from loraplex.server.adapter_choice import GivenAdapter
     from loraplex.server.connections import ConnectionLimits
     from loraplex.server.run import ServeOptions
     from loraplex.server.waiting import WaitingLimits

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -196,6 +196,11 @@ class EngineClient:
     def refused(self) -> Mapping[str, str]:
         """See Replica: what one engine process refuses, all do."""
         return {}
+
+    @property
+    def stalled(self) -> Sequence[str]:
+        """See Replica: its process is watched itself, and replaced when it falls silent."""
+        return ()
 
     def continuation(self, request: EngineRequest) -> Continuation:
         return Continuation.SAME

@@ -105,6 +105,15 @@ class Fleet(Protocol):
     async def scale(self, num_replicas: int, *, move: bool = False) -> None: ...
 
 
+def serving_in_words(fleet: Fleet) -> str:
+    """Return how many replicas there are, and how many of them serve if some do not."""
+    replicas = fleet.replicas
+    num_ready = sum(each.status.state is EngineState.READY for each in replicas)
+    if num_ready == len(replicas):
+        return str(num_ready)
+    return f"{num_ready} of {len(replicas)} serve (`loraplex fleet status` says why the others do not)"
+
+
 def progress_words(phase: str | None, fraction: float | None) -> str:
     """ " (reading weights, 40%)", or nothing where nothing is known."""
     if phase is None:

@@ -3,6 +3,8 @@
 /health/live     200 from the first moment: the process is there, do not start another
 /health/ready    200 when requests are served at full speed; 503 with what is being done before that, and
                  while the engine restarts, or while all servers of a fleet refuse all of its adapters.
+                 Where the fleet's own engines do, or the only one does, it is 200 with the reason: the base
+                 model is served, and another server that is started alike would do no better.
                  /health is the same.
 """
 
@@ -32,12 +34,15 @@ def live_response() -> Response:
     return _json(Health(), 200)
 
 
-def ready_response(status: EngineStatus, why_no_adapters: str | None = None) -> Response:
-    """`why_no_adapters`: why an engine that is ready serves none of its adapters, if that is not ready."""
-    if status.state is EngineState.READY and why_no_adapters is not None:
+def ready_response(
+    status: EngineStatus, why_no_adapters: str | None = None, *, is_ready_without: bool = True
+) -> Response:
+    """`why_no_adapters`: why an engine that is ready serves none of its adapters, None if it serves any, or
+    is to serve none. `is_ready_without`: it is ready all the same."""
+    if status.state is EngineState.READY and why_no_adapters is not None and not is_ready_without:
         return _not_ready(EngineDeadError(why_no_adapters), EngineState.STARTING, "adapters", None)
     if status.state is EngineState.READY:
-        return _json(Health(), 200)
+        return _json(Health(message=why_no_adapters or msgspec.UNSET), 200)
     return _not_ready(EngineDeadError(status.explain()), status.state, status.phase, status.fraction)
 
 

@@ -103,7 +103,9 @@ class _Page:
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", hits)
         yield self._counter("loraplex:engine_steps", "Steps the engine has run", stats.num_steps)
         yield self._counter(
-            "loraplex:engine_restarts", "Restarts of the engine process after it died", self._num_restarts
+            "loraplex:engine_restarts",
+            "Restarts of the engine process, after it died or by `fleet restart`",
+            self._num_restarts,
         )
         yield self._by_reason(
             "loraplex:requests_refused",
@@ -220,7 +222,12 @@ class _Page:
                 "Adapters that it copied from another replica's host memory",
                 lambda r: r.num_fetches,
             ),
-            (CounterMetricFamily, "restarts", "Restarts after it died", lambda r: r.status.num_restarts),
+            (
+                CounterMetricFamily,
+                "restarts",
+                "Restarts, after it died or by `fleet restart`; of servers elsewhere, returns",
+                lambda r: r.status.num_restarts,
+            ),
             (
                 GaugeMetricFamily,
                 "placed_adapters",

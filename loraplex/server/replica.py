@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -30,6 +30,12 @@ class Replica(SupervisedEngine, Protocol):
     def refused(self) -> Mapping[str, str]:
         """The versions that it was asked to know and refuses, by itself and not as the others would, with the
         reason in words. It tries them again from time to time."""
+        ...
+
+    @property
+    def stalled(self) -> Sequence[str]:
+        """The ids of requests in flight that it has sent nothing of for so long that another one should go on
+        with them, if one can: something may hang there that nobody notices."""
         ...
 
     def continuation(self, request: EngineRequest) -> Continuation:

@@ -243,7 +243,10 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """`message`: what is not as it should be, though requests are served."""
+
     status: Literal["ok"] = "ok"
+    message: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class NotReady(msgspec.Struct, frozen=True, kw_only=True):

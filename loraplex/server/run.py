@@ -32,8 +32,9 @@ from loraplex.engine.text_engine import TextEngine
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.model.config import load_config
 from loraplex.model.source import resolve_model
+from loraplex.server.adapter_choice import GivenAdapter
 from loraplex.server.adapter_service import AdapterService
-from loraplex.server.adapter_startup import GivenAdapter, start_adapters
+from loraplex.server.adapter_startup import start_adapters
 from loraplex.server.banner import Announcer
 from loraplex.server.body import BodyLimits, BodyReader
 from loraplex.server.connections import (
@@ -44,7 +45,7 @@ from loraplex.server.connections import (
 )
 from loraplex.server.deps import ServerDeps
 from loraplex.server.engine_client import DEFAULT_FACTORY
-from loraplex.server.engine_status import Fleet
+from loraplex.server.engine_status import Fleet, serving_in_words
 from loraplex.server.garbage import collect_while_serving, keep_all_made_until_now
 from loraplex.server.health import FrontApp
 from loraplex.server.http_protocol import BoundedHttpProtocol
@@ -210,7 +211,7 @@ async def _run(
         num_skipped=num_skipped,
         needs_key=bool(deps.api_keys),
         has_chat=deps.text.tokenizer.has_chat_template,
-        replicas=None if deps.fleet is None else f"{len(deps.fleet.replicas)}, policy {options.policy}",
+        replicas=None if deps.fleet is None else f"{serving_in_words(deps.fleet)}, policy {options.policy}",
     )
     ending = asyncio.create_task(_end(stop, server, client, deps.bodies, announcer, options.shutdown_grace_s))
     stack.callback(ending.cancel)

@@ -23,8 +23,11 @@ class SupervisedEngine(AsyncEngine, Protocol):
 
     failed: asyncio.Event
     """Set when a started engine has died too often and is not started again."""
-    info: Ready | None
-    """What the engine said of itself when it was last ready."""
+
+    @property
+    def info(self) -> Ready | None:
+        """What the engine said of itself when it was last ready."""
+        ...
 
     @property
     def healthy(self) -> bool:

@@ -77,7 +77,11 @@ async def _tokenize(prompts: PromptEncoder, body: TokenizeRequest) -> list[int]:
 
 def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
     async def ready() -> Response:
-        return ready_response(deps.engine_status(), _why_no_adapters(deps))
+        return ready_response(
+            deps.engine_status(),
+            _why_no_adapters(deps),
+            is_ready_without=deps.is_ready_without_adapters,
+        )
 
     for path in READY_PATHS:
         summary = "Are requests served?"
@@ -115,10 +119,10 @@ def _add_monitoring(router: APIRouter, deps: ServerDeps) -> None:
 
 
 def _why_no_adapters(deps: ServerDeps) -> str | None:
-    """Return why the engine refuses all adapters, if the server is no use without them; else None. A few that
-    are refused keep nobody from the others."""
+    """Return why the engine refuses all adapters; None if it does not. A few that are refused keep nobody
+    from the others."""
     refused = {name: left for name, left in deps.adapters.left_out.items() if left.is_refused}
-    if deps.is_ready_without_adapters or not refused or deps.adapters.served():
+    if not refused or deps.adapters.served():
         return None
     name, left = next(iter(refused.items()))
     return f"none of {len(refused):,} adapters is served; {name!r}: {left.reason}"

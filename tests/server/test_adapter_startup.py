@@ -14,8 +14,9 @@ from loraplex.adapters.allowed_paths import AllowedPaths
 from loraplex.adapters.peft_reader import read_adapter, read_adapters
 from loraplex.adapters.registry import Origin
 from loraplex.core.errors import AdapterError, CapacityError
-from loraplex.server import adapter_startup
-from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
+from loraplex.server import adapter_startup, candidate_files
+from loraplex.server.adapter_choice import GivenAdapter
+from loraplex.server.adapter_startup import StartReport, start_adapters
 from loraplex.server.left_out import retry_left_out
 
 
@@ -214,7 +215,7 @@ def test_a_restart_reads_only_what_has_changed(
         reads.extend(paths)
         return [read_adapter(path, shape) for path in paths]
 
-    monkeypatch.setattr("loraplex.server.adapter_startup.read_adapters", recording)
+    monkeypatch.setattr(candidate_files, "read_adapters", recording)
     report = api.run(start_adapters(api.served.service, [folder]))
     assert reads == [folder / "one"]
     assert any("changed" in note and "'one'" in note for note in report.notes)
@@ -288,6 +289,26 @@ def test_an_adapter_that_is_given_by_itself_and_too_large_fails_the_start(
     assert restart(api, folder).num_skipped == 2
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_readiness_says_when_no_adapter_is_served(
+    make_api: Callable[..., Api], folder: Path, monkeypatch: pytest.MonkeyPatch, is_ready: bool
+) -> None:
+    """`is_ready`: engines of the server's own refuse all of them; else servers elsewhere do."""
+    api = make_api(allowed=[folder], is_ready_without_adapters=is_ready)
+
+    async def refuse(spec: Any) -> None:
+        raise CapacityError("it needs 9 GiB")
+
+    monkeypatch.setattr(api.served.engine, "add_adapter", refuse)
+    restart(api, folder)
+    answer = api.get("/health/ready")
+    why = "none of 2 adapters is served; 'one': it needs 9 GiB"
+    if is_ready:
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok", "message": why})
+    else:
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, why)
+
+
 def test_what_the_engine_refuses_is_tried_again_and_served_when_it_is_taken(
     api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +351,7 @@ def test_what_could_not_be_read_is_read_again_when_its_files_change(
         reads.extend(paths)
         return read_adapters(paths, *args, **options)
 
-    monkeypatch.setattr(adapter_startup, "read_adapters", counted)
+    monkeypatch.setattr(candidate_files, "read_adapters", counted)
     shutil.rmtree(folder / "one")
     config = (folder / "two" / "adapter_config.json").read_text()
     (folder / "two" / "adapter_config.json").write_text("{")

@@ -17,7 +17,8 @@ from loraplex.adapters.hub import AllowedRepos
 from loraplex.adapters.registry import Origin
 from loraplex.core.errors import AdapterError
 from loraplex.core.hub import HubRepo
-from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
+from loraplex.server.adapter_choice import GivenAdapter
+from loraplex.server.adapter_startup import StartReport, start_adapters
 from loraplex.server.hub_adapters import HubAdapters
 
 ONE = HubRepo(repo_id="org/one")

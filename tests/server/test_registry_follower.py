@@ -17,7 +17,8 @@ from test_versions import HEADER, ask, change, info, message, registered, shown
 
 from loraplex.adapters.registry import AdapterRegistry
 from loraplex.core.errors import AdapterError
-from loraplex.server.adapter_startup import GivenAdapter, StartReport, start_adapters
+from loraplex.server.adapter_choice import GivenAdapter
+from loraplex.server.adapter_startup import StartReport, start_adapters
 from loraplex.server.left_out import retry_left_out
 from loraplex.server.registry_watch import RegistryWatch
 from loraplex.server.start_notes import namesake_notes, shared_state_note

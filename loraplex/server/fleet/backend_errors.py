@@ -34,6 +34,10 @@ class UnavailableError(EngineDeadError):
     """The server, or a gateway before it, takes no requests for now: it starts, or shuts down."""
 
 
+class ModelUnknownError(EngineDeadError):
+    """The server does not know the model: an adapter that it had was unloaded there."""
+
+
 class NotAcceptedError(RequestMovedError):
     """The server went away before it had begun to answer the request, which says nothing about that."""
 
@@ -78,7 +82,7 @@ def request_error(answer: Answer, url: str) -> LoraplexError:
             f"the server at {url} refuses the fleet's API key (HTTP {status}: {detail.message})"
         )
     if status == 404:
-        return EngineDeadError(f"the server at {url} does not know the model (HTTP 404: {detail.message})")
+        return ModelUnknownError(f"the server at {url} does not know the model (HTTP 404: {detail.message})")
     if status == 429:
         return BackendBusyError(
             detail.message, kind=detail.type or "requests", retry_after_s=_retry_after_s(answer)

@@ -129,8 +129,17 @@ class BackendHttp:
             return UnreachableError(
                 f"{self.url} accepted no connection within {_CONNECT_TIMEOUT_S:g} s", nobody_listens=True
             )
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return UnreachableError(f"the connection to {self.url} broke ({what})")
+        if isinstance(
+            error, aiohttp.ClientResponseError
+        ):  # whose own words show bytes, and where they are wrong
+            return UnreachableError(f"what answers at {self.url} does not speak HTTP")
+        if isinstance(error, aiohttp.ServerDisconnectedError):
+            return UnreachableError(f"{self.url} closed the connection without an answer")
+        if isinstance(error, OSError) and error.errno is not None:
+            return UnreachableError(f"the connection to {self.url} broke ({os.strerror(error.errno)})")
+        if isinstance(error, ConnectionResetError):
+            return UnreachableError(f"the connection to {self.url} was reset")
+        return UnreachableError(f"the connection to {self.url} broke ({type(error).__name__})")
 
     async def close(self) -> None:
         """Close all connections, which cancels what still runs on them. Idempotent."""

@@ -12,6 +12,7 @@ from loraplex.adapters.base_name import base_names, comparable_name
 from loraplex.server.fleet.backend_errors import error_detail
 from loraplex.server.fleet.backend_http import (
     Answer,
+    BackendAddress,
     BackendAwayError,
     BackendError,
     BackendHttp,
@@ -59,6 +60,16 @@ class _Model(msgspec.Struct, frozen=True):
 
 class _ModelList(msgspec.Struct, frozen=True):
     data: list[_Model]
+
+
+async def look_at(address: BackendAddress, expected: ExpectedBase, *, timeout_s: float) -> None:
+    """BackendError unless a fleet could use the server at an address; nothing is kept of it."""
+    http = BackendHttp(address)
+    try:
+        backend = await identify(http, expected, timeout_s=timeout_s)
+        await check_usable(http, backend, timeout_s=timeout_s)
+    finally:
+        await http.close()
 
 
 async def identify(http: BackendHttp, expected: ExpectedBase, *, timeout_s: float) -> Backend:

@@ -13,12 +13,14 @@ from loraplex.fleet.policy import Policy
 from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.fleet.backend_adapters import IsRegistered
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
-from loraplex.server.fleet.backend_identity import ExpectedBase
+from loraplex.server.fleet.backend_identity import ExpectedBase, look_at
 from loraplex.server.fleet.backend_metrics import BLOCK_TOKENS
 from loraplex.server.fleet.decision_log import DecisionLog
-from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_setup import FleetSetup
 from loraplex.server.fleet.guessed_costs import ELSEWHERE, guessed_costs
-from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
+from loraplex.server.fleet.http_replica import HttpReplica
+from loraplex.server.fleet.http_replica_options import HttpReplicaOptions
 from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.protocol_ipc import Ready
 
@@ -69,7 +71,7 @@ def backend_fleet(
     if repeated:
         raise BackendError(f"{repeated[0]} is given twice with --backend; name each server once")
     expected = ExpectedBase.of(*base_names)
-    options = HttpReplicaOptions(is_registered=is_registered)
+    options = HttpReplicaOptions(is_registered=is_registered, vocab_size=shape.vocab_size)
 
     def limits(info: Ready) -> Limits:
         blocks = info.num_kv_blocks
@@ -78,6 +80,9 @@ def backend_fleet(
             kv_tokens=_UNKNOWN_KV_TOKENS if blocks is None else blocks * BLOCK_TOKENS,
             max_adapters=backends.max_adapters,
         )
+
+    async def look(place: int) -> None:
+        await look_at(addresses[place], expected, timeout_s=options.call_timeout_s)
 
     number = len(addresses)
     why = f"as many servers as were given with --backend, {number}"
@@ -91,6 +96,7 @@ def backend_fleet(
         no_restart=_NO_RESTART,
         num_loads_at_once=options.num_loads_at_once,
         may_lack=True,
+        look=look,
         retry_s=_RETRY_S,
     )
     return FleetEngine(setup, number, log)

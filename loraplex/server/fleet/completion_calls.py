@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
 
+from loraplex.core.clock import Clock
 from loraplex.core.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -26,12 +28,30 @@ from loraplex.server.fleet.backend_errors import (
 from loraplex.server.fleet.backend_http import Answer, BackendHttp, UnreachableError
 from loraplex.server.fleet.completion_stream import CompletionReader, failed_output
 from loraplex.server.fleet.liveness import Liveness
+from loraplex.server.fleet.stalled_streams import StalledStreams, StreamWait
 from loraplex.server.request_log import VERSION_HEADER
 
 _VERSION_HEADER: Final = VERSION_HEADER.decode()
 _REFUSAL_TIMEOUT_S: Final = 10.0
 _END_WAIT_S: Final = 0.1
 """How long the end of a body is waited for after its last event, for the sake of the connection."""
+
+
+@dataclass(slots=True)
+class _Call(StreamWait):
+    """A request that is sent or being answered. `opening`: its wait for the headers; `reader`: what follows.
+    `moved`: why it was given up while it was opened."""
+
+    opening: asyncio.Timeout | None = None
+    reader: aiohttp.StreamReader | None = None
+    moved: RequestMovedError | None = None
+
+    def give_up(self, reason: RequestMovedError) -> None:
+        if self.reader is not None:
+            self.reader.set_exception(reason)
+        elif self.opening is not None and not self.opening.expired():
+            self.moved = reason
+            self.opening.reschedule(asyncio.get_running_loop().time())
 
 
 class CompletionCalls:
@@ -42,38 +62,54 @@ class CompletionCalls:
         http: BackendHttp,
         adapters: BackendAdapters,
         liveness: Liveness,
+        stalls: StalledStreams,
+        clock: Clock,
         *,
+        vocab_size: int | None,
         on_trouble: Callable[[EngineDeadError], None],
     ) -> None:
         self._http = http
         self._adapters = adapters
         self._liveness = liveness
+        self._stalls = stalls
+        self._clock = clock
+        self._vocab_size = vocab_size
         self._on_trouble = on_trouble
-        self._readers: dict[str, aiohttp.StreamReader] = {}  # by request, of those that are answered
+        self._calls: dict[str, _Call] = {}  # by request
 
     def give_up(self, request_id: str, reason: RequestMovedError) -> None:
-        """End one request with `reason`, if the server has begun to answer it."""
-        if (reader := self._readers.get(request_id)) is not None:
-            reader.set_exception(reason)
+        """End one request with `reason`, if it is there."""
+        if (call := self._calls.get(request_id)) is not None:
+            call.give_up(reason)
+
+    def stalled(self) -> list[str]:
+        """Return the requests that have stalled."""
+        return self._stalls.among(self._calls)
 
     async def run(self, request: EngineRequest, body: dict[str, Any]) -> AsyncGenerator[EngineOutput, None]:
         """The outputs of one request; see AsyncEngine.generate. Raises NotAcceptedError if the server goes
         away before it has begun to answer."""
         era, has_begun = self._liveness.era, False
+        call = self._calls[request.request_id] = _Call(request.num_tokens)
         try:
-            response = await self._open(request, body, era)
+            response = await self._open(request, body, era, call)
             has_begun = True
             try:
-                self._readers[request.request_id] = response.content
+                call.reader, call.waits_since_s = response.content, None
                 with self._liveness.reading(response.content, era):
                     yield EngineOutput(request_id=request.request_id)  # it is queued
-                    reader, finished = CompletionReader(request, self._http.url), False
+                    reader = CompletionReader(request, self._http.url, self._vocab_size)
+                    finished = False
                     while not finished:
+                        call.waits_since_s = self._clock.now_s()
                         output = await self._next_output(request, response.content, reader)
+                        call.waits_since_s = None
+                        if output.token_ids:
+                            call.has_tokens = True
+                            self._stalls.progressed()
                         finished = output.finish_reason is not None
                         yield output
             finally:
-                del self._readers[request.request_id]
                 # Hands the connection back for the next request if all of it was read, else it is closed,
                 # which cancels the request there.
                 (response.release if response.content.at_eof() else response.close)()
@@ -86,15 +122,27 @@ class CompletionCalls:
             if not has_begun and (is_known or isinstance(error, (UnreachableError, UnavailableError))):
                 raise NotAcceptedError(str(error)) from error
             raise
+        finally:
+            del self._calls[request.request_id]
 
-    async def _open(self, request: EngineRequest, body: dict[str, Any], era: int) -> aiohttp.ClientResponse:
+    async def _open(
+        self, request: EngineRequest, body: dict[str, Any], era: int, call: _Call
+    ) -> aiohttp.ClientResponse:
         """Send a request. A server that turns out not to have the adapter gets it again, once."""
         url, adapter = self._http.url, request.adapter
         for is_last in (False, True):
-            async with self._liveness.waiting(era):
-                if adapter is not None:
-                    await self._have(adapter)
-                response = await self._http.open_stream("/v1/completions", body)
+            try:
+                async with self._liveness.waiting(era) as call.opening:
+                    if adapter is not None:
+                        await self._have(adapter)
+                    call.waits_since_s = self._clock.now_s()
+                    response = await self._http.open_stream("/v1/completions", body)
+            except TimeoutError:
+                if call.moved is None:
+                    raise
+                raise call.moved from None
+            finally:
+                call.opening = None
             self._liveness.heard()
             found = response.headers.get(_VERSION_HEADER)
             if response.status == 200 and (found is None or found == adapter):

@@ -9,6 +9,7 @@ later. Both send them in order, so tokens wait for theirs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
@@ -69,11 +70,13 @@ _decoder: Final = msgspec.json.Decoder(_Event)
 
 
 class CompletionReader:
-    """Puts the outputs of one request together. `url` is named in errors."""
+    """Puts the outputs of one request together. `url` is named in errors. `vocab_size`: of the base model,
+    None if it is not known."""
 
-    def __init__(self, request: EngineRequest, url: str) -> None:
+    def __init__(self, request: EngineRequest, url: str, vocab_size: int | None = None) -> None:
         params = request.params
         self._request, self._url = request, url
+        self._vocab_size = math.inf if vocab_size is None else vocab_size
         self._parser = SseParser()
         self._num_asked = asked_logprobs(params)
         self._num_top = params.logprobs
@@ -154,6 +157,7 @@ class CompletionReader:
     def _add(self, choice: _Choice) -> None:
         if choice.token_ids is None and (choice.text or choice.finish_reason is not None):
             raise self._nonsense("no token ids; vLLM sends them since 0.10.2")
+        self._check_ids(choice.token_ids or ())
         self._tokens += choice.token_ids or ()
         if choice.logprobs is not None and self._num_asked is not None:
             self._add_logprobs(choice.logprobs, self._num_asked)
@@ -173,14 +177,27 @@ class CompletionReader:
         try:
             for token, logprob, top in islice(rows, missing):
                 assert self._num_prompt_top is not None
-                entry = None if logprob is None else _entry(token, logprob, top, num_asked)
+                entry = None if logprob is None else self._entry(token, logprob, top, num_asked)
                 self._prompt_entries.append(None if entry is None else _cut(entry, self._num_prompt_top))
             if self._num_top is not None:
                 for token, logprob, top in rows:
-                    entry = _entry(token, logprob or 0.0, top, num_asked)
+                    entry = self._entry(token, logprob or 0.0, top, num_asked)
                     self._entries.append(_cut(entry, self._num_top))
         except ValueError:
             raise self._nonsense("log-probabilities without token ids") from None
+
+    def _entry(
+        self, token: str, logprob: float, top: dict[str, float] | None, num_asked: int
+    ) -> TokenLogprob:
+        entry = _entry(token, logprob, top, num_asked)
+        self._check_ids([entry.token_id, *(token_id for token_id, _ in entry.top)])
+        return entry
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        """EngineDeadError for ids that are no tokens: nobody could make text of them."""
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+            wrong = next(each for each in token_ids if not 0 <= each < self._vocab_size)
+            raise self._nonsense(f"token {wrong} is not in the base model's vocabulary")
 
     def _fail(self, error: ErrorDetail | str) -> None:
         detail = ErrorDetail(message=error) if isinstance(error, str) else error

@@ -112,7 +112,7 @@ class FleetAdapters:
         states = []
         for number in self._members.present:
             replica = self._members[number]
-            state = replica.status.state
+            state = self._members.state(number)
             if (reason := replica.refused.get(version)) is not None:
                 word = f"refuses it ({reason}), and is asked again from time to time"
             elif state is not EngineState.READY:

@@ -11,69 +11,38 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Final
 
 from loraplex.adapters.spec import AdapterSpec
-from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.errors import EngineClosedError, InvalidRequestError, LoraplexError
+from loraplex.core.errors import LoraplexError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.fleet.answer_length import FIRST_GUESS
-from loraplex.fleet.policy import Policy
-from loraplex.fleet.replanner import PERIOD_S
-from loraplex.perf.cost_model import CostModel
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.continuing import Continued
 from loraplex.server.engine_status import EngineState, EngineStatus, ReplicaStatus
 from loraplex.server.fleet.adapter_memory import AdapterMemory
-from loraplex.server.fleet.backend_http import BackendAwayError, BackendError
-from loraplex.server.fleet.changes import Changes
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_adapters import FleetAdapters
 from loraplex.server.fleet.fleet_requests import FleetRequests
+from loraplex.server.fleet.fleet_setup import FleetSetup
+from loraplex.server.fleet.fleet_start import FleetStart
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.placing import Placing
-from loraplex.server.fleet.revival import RETRY_S, Revival
-from loraplex.server.fleet.routing_events import Began, Limits
+from loraplex.server.fleet.replica_changes import ReplicaChanges
+from loraplex.server.fleet.routing_events import Began
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Replica
 from loraplex.server.shadow_twin import TwinSubject
 
 logger = logging.getLogger(__name__)
 
-MAX_REPLICAS: Final = 64
-_LEAVING_S: Final = 0.02
-"""How often it is looked whether a replica that leaves has requests left."""
 _LOOK_S: Final = 1.0
 """How often replicas are asked which adapters they hold."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetSetup:
-    """How the replicas of a fleet are made. `make`: the replica of this number, not started yet. `limits`: of
-    one that is ready. `period_s`: of the policy's placement. `costs`: of any of them, as a profile, where
-    they do not say it themselves. `most`: how many there can be, and why (None if nothing but good sense
-    limits them). `no_restart`: why a replica cannot be restarted on demand, and what to do instead; None if
-    it can. `num_loads_at_once`: adapters that one which joins is given at a time. `may_lack`: the fleet
-    starts without replicas that do not, if one does, and goes on trying them. `retry_s`: the pause before one
-    that has failed is tried again, and the longest. `clock`: that periods go by."""
-
-    make: Callable[[int], Replica]
-    limits: Callable[[Ready], Limits]
-    policy: Policy
-    costs: CostModel
-    most: tuple[int, str] | None = None
-    no_restart: str | None = None
-    period_s: float = PERIOD_S
-    num_loads_at_once: int = 4
-    may_lack: bool = False
-    retry_s: tuple[float, float] = RETRY_S
-    clock: Clock = field(default_factory=MonotonicClock)
 
 
 class FleetEngine:
@@ -82,20 +51,16 @@ class FleetEngine:
     def __init__(self, setup: FleetSetup, num_replicas: int, log: DecisionLog | None = None) -> None:
         """`log`: where the decisions of the routing are written."""
         self._setup = setup
-        self._members = Members([setup.make(number) for number in range(num_replicas)])
+        self._members = Members(
+            [setup.make(number) for number in range(num_replicas)], are_servers=setup.may_lack
+        )
         self._requests = FleetRequests(self._members, setup.clock)
         self._log = log
         self._routing: LiveRouting | None = None
         self._placing: Placing | None = None
         self._adapters = FleetAdapters(self._members, may_lack=setup.may_lack)
         self._memory = AdapterMemory()
-        self._changes = Changes()  # replicas that join or leave
-        self._revival = Revival(
-            self._members,
-            setup.clock,
-            lambda number: self._changes.run(self._revive(number)),
-            setup.retry_s,
-        )
+        self._changes = ReplicaChanges(setup, self._members, self._adapters, self._memory, self.place)
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
         self.info: Ready | None = None
@@ -108,27 +73,27 @@ class FleetEngine:
         add_adapters: Awaitable[object] | None = None,
     ) -> None:
         """See SupervisedEngine. Progress is that of the first replica: all do the same side by side."""
-        adding = None if add_adapters is None else asyncio.ensure_future(add_adapters)
-        starts = [
-            asyncio.create_task(
-                replica.start(
-                    on_progress if number == 0 else None,
-                    None if adding is None else _Deferred(partial(_finished, adding)),
-                )
-            )
-            for number, replica in enumerate(self._members)
-        ]
+        setup, lacking = self._setup, dict[int, LoraplexError]()
+        starting = FleetStart(self._members, on_progress, add_adapters)
         try:
-            await self._started(starts)
+            if setup.may_lack:
+                lacking = await starting.wait_for_some(setup.rest_s)
+            else:
+                await starting.wait_for_all()
         except BaseException as error:
             self._adapters.start_error = error if isinstance(error, Exception) else None
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+            await starting.cancel()
             await self.close()
             raise
         finally:
             self._adapters.start_ended.set()
+        for number, problem in lacking.items():
+            self._changes.revival.plan(number, str(problem))
+            logger.warning(
+                "the fleet starts without replica %d, which is asked again in %g s, and then ever more "
+                "rarely: %s",
+                *(number, setup.retry_s[0], problem),
+            )
         infos = [replica.info for replica in self._members if replica.info is not None]
         self.info = Ready(
             num_kv_blocks=sum(info.num_kv_blocks or 0 for info in infos) or None,
@@ -136,7 +101,6 @@ class FleetEngine:
             load_s=max(info.load_s for info in infos),
             costs=infos[0].costs,
         )
-        setup = self._setup
         began = Began(
             policy=setup.policy.name,
             # One that is not there yet joins with limits of its own.
@@ -150,36 +114,14 @@ class FleetEngine:
         if self._log is not None:
             self._log.begin([began])
         self._routing = LiveRouting([began], None if self._log is None else self._log.record)
-        self._requests.routing = self._adapters.routing = self._routing
+        self._requests.routing = self._adapters.routing = self._changes.routing = self._routing
         for spec in self._adapters.specs():
             self._routing.add(spec)
         self._placing = Placing(self._routing, self._members, self._requests, setup.clock)
         self._placing.tick()
         self._memory.log(self._routing)
-        loops = (self._look, self._watch_failures, self._revival.run, self._placing.run)
+        loops = (self._look, self._watch_failures, self._changes.revival.run, self._placing.run)
         self._tasks = [asyncio.create_task(_kept_up(loop)) for loop in loops]
-
-    async def _started(self, starts: Sequence[asyncio.Task[None]]) -> None:
-        """Wait until all replicas have started, or those that do if the fleet may lack the others. Raises
-        what the first one raises that the fleet does not start without; if none has started that it may lack,
-        what is wrong with each."""
-        if not self._setup.may_lack:
-            await asyncio.gather(*starts)
-            return
-        results = await asyncio.gather(*starts, return_exceptions=True)
-        errors: dict[int, LoraplexError] = {}
-        for number, result in enumerate(results):
-            if isinstance(result, LoraplexError):
-                errors[number] = result
-            elif result is not None:
-                raise result
-        if len(errors) == len(starts):
-            raise _none_started(list(errors.values()))
-        for number, error in errors.items():
-            logger.warning(
-                "the fleet starts without replica %d, which is tried again every %g s: %s",
-                *(number, self._setup.retry_s[0], error),
-            )
 
     async def _device_bytes(self) -> int | None:
         """Return the memory that adapters share with the KV cache on every replica."""
@@ -259,6 +201,7 @@ class FleetEngine:
             await asyncio.sleep(_LOOK_S)
             # Side by side: one that is slow to answer must not age what is known of the others.
             await asyncio.gather(*(self._ask(routing, number) for number in self._members.present))
+            self._requests.move_stalled()
             self._memory.log(routing)
             if log is not None:
                 await asyncio.to_thread(log.write, log.take())
@@ -295,102 +238,13 @@ class FleetEngine:
                     wait.cancel()
         self.failed.set()
 
-    # ---- replicas that join and leave
-
     async def scale(self, num_replicas: int, *, move: bool = False) -> None:
-        """Have so many replicas; return when they serve. Those with the highest numbers leave, after the
-        requests they have. `move`: others go on with these.
-
-        Raises InvalidRequestError for a number that cannot be, and LoraplexError if a new one cannot start;
-        those that serve go on.
-        """
-        self._check_size(num_replicas)
-        await self._changes.run(self._scale(num_replicas, move=move))
-
-    async def _scale(self, num_replicas: int, *, move: bool) -> None:
-        present = self._members.present
-        missing = [number for number in range(num_replicas) if number not in present]
-        for number in missing[: max(num_replicas - len(present), 0)]:
-            await self._join(number)
-        try:
-            with self._members.leaving(present[num_replicas:]) as leaving:
-                await asyncio.gather(*(self._leave(number, move=move) for number in leaving))
-        finally:
-            # Not before: one that had failed may have been planned again until it was closed.
-            self._revival.forget()
+        """See `ReplicaChanges.scale`."""
+        await self._changes.scale(num_replicas, move=move)
 
     async def restart(self, number: int, *, move: bool = False) -> None:
-        """Replace a replica by a new one, after the requests it has; the others serve meanwhile. `move`: they
-        go on with these requests.
-
-        Raises as `drain` does, also if replicas of this fleet cannot be restarted by it, and LoraplexError
-        if the new one cannot start; that is tried again later.
-        """
-        self._members.check_there(number)
-        if (why := self._setup.no_restart) is not None:
-            raise InvalidRequestError(f"replica {number} is not restarted: {why}", param="replica")
-        await self._changes.run(self._restart(number, move=move))
-
-    async def _restart(self, number: int, *, move: bool) -> None:
-        was_drained = self._members.is_drained(number)
-        with self._members.replacing(number):
-            with self._members.leaving([number]):
-                await self._leave(number, move=move)
-            try:
-                await self._join(number)
-            except EngineClosedError:
-                raise
-            except LoraplexError as error:
-                self._revival.plan(number, str(error))
-                raise LoraplexError(
-                    f"replica {number} has left, and the new one did not start: {error}; it is tried again "
-                    "from time to time, and at once by `loraplex fleet scale` with the number of replicas "
-                    "that there are to be"
-                ) from error
-        if was_drained:
-            self._members.drain(number)
-
-    async def _revive(self, number: int) -> None:
-        """Start a replica anew, unless somebody has decided otherwise before it had its turn."""
-        if self._revival.is_planned(number):
-            await self._restart(number, move=False)
-
-    async def _join(self, number: int) -> None:
-        """Start a replica with all adapters, and send it requests."""
-        routing = self._routing
-        assert routing is not None
-        replica = self._setup.make(number)
-        joining = self._adapters.joining(replica, self._setup.num_loads_at_once)
-        try:
-            await replica.start(None, _Deferred(joining.catch_up))
-            await joining.catch_up()  # with what came while it got ready
-        except BaseException as error:
-            if isinstance(error, Exception):  # also for the log: who asked for it may have left
-                logger.error("replica %d could not join the fleet: %s; the others serve on", number, error)
-            await replica.close()
-            raise
-        # Nobody has had a turn since it was up to date.
-        assert replica.info is not None
-        self._members.put(number, replica)
-        routing.join(number, self._setup.limits(replica.info))
-        self.place()
-
-    async def _leave(self, number: int, *, move: bool) -> None:
-        """Close a replica that is drained, after its requests."""
-        assert self._routing is not None
-        while self._routing.num_in_flight(number):
-            if move:  # again and again: some may have waited for it to be ready
-                self._members[number].hand_over()
-            await asyncio.sleep(_LEAVING_S)
-        await self._members[number].close()
-        self._memory.forget(number)
-
-    def _check_size(self, num_replicas: int) -> None:
-        most, why = self._setup.most or (MAX_REPLICAS, "more are not managed by one front")
-        if num_replicas < 1:
-            raise InvalidRequestError("a fleet has one replica at least", param="replicas")
-        if num_replicas > most:
-            raise InvalidRequestError(f"there can be {most} replicas at most: {why}", param="replicas")
+        """See `ReplicaChanges.restart`."""
+        await self._changes.restart(number, move=move)
 
     # ---- requests
 
@@ -460,27 +314,6 @@ class FleetEngine:
         return await asyncio.to_thread(members.sum_of, each)  # long with thousands of adapters
 
 
-class _Deferred:
-    """A coroutine that is made when it is awaited: a start that fails before that leaves none behind."""
-
-    def __init__(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._function = function
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return self._function().__await__()
-
-
-def _none_started(errors: Sequence[LoraplexError]) -> LoraplexError:
-    """Return one error for servers of which none can be used: what is wrong with each, first with those that
-    have said so themselves."""
-    telling = sorted(errors, key=lambda error: isinstance(error, BackendAwayError))
-    reasons = list(dict.fromkeys(map(str, telling)))
-    if len(reasons) == 1:
-        return telling[0]
-    each = "; ".join(f"({number}) {reason}" for number, reason in enumerate(reasons, start=1))
-    return BackendError(f"none of the {len(errors)} servers can be used: {each}")
-
-
 def _with_message(status: EngineStatus, message: str | None) -> EngineStatus:
     """Return the status of a replica with one message more, if it serves."""
     if message is None or status.state is not EngineState.READY:
@@ -497,9 +330,3 @@ async def _kept_up(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         except Exception:
             logger.exception("a part of the fleet's management failed; it is started again")
             await asyncio.sleep(_LOOK_S)
-
-
-async def _finished(task: asyncio.Future[object]) -> None:
-    """Wait for a task that others wait for as well: who stops waiting does not end it."""
-    await asyncio.wait([task])
-    task.result()

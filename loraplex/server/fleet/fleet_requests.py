@@ -52,18 +52,21 @@ class _InFlight:
     request: EngineRequest
     replica: int
     report: RequestReport
+    course: _Course
 
 
 @dataclass(slots=True)
 class _Course:
     """What has become of a request so far. `tried`: the replicas that have lost or refused it. `is_admitted`:
     one of them has had it, so that nobody may refuse it any more. `waits_since_s`: when it was given to
-    replicas of which none has taken it yet, None if one has. `problem`: of the last that did not."""
+    replicas of which none has taken it yet, None if one has. `problem`: of the last that did not.
+    `stalled_on`: the replicas that it has stalled on since its last token."""
 
     is_admitted: bool
     waits_since_s: float | None = None
     problem: str = ""
     tried: set[int] = field(default_factory=set)
+    stalled_on: set[int] = field(default_factory=set)
 
 
 class FleetRequests:
@@ -151,6 +154,38 @@ class FleetRequests:
             made.append(move)
         return made
 
+    def move_stalled(self) -> None:
+        """Let requests go on elsewhere that have stalled, each once on every replica that can take it. With
+        no such replica left they wait: the silence may end."""
+        for number in self._members.present:
+            replica = self._members[number]
+            for request_id in replica.stalled:
+                found = self._in_flight.get(request_id_of(request_id))
+                if found is None or found.request.request_id != request_id:
+                    continue
+                course = found.course
+                if not self._others(found) - course.stalled_on:
+                    continue
+                course.stalled_on.add(number)
+                course.tried = set(course.stalled_on)  # who has lost it before may go on with it now
+                logger.warning(
+                    "request %s has stalled on replica %d, which says that it is well but sends nothing",
+                    *(request_id, number),
+                )
+                replica.hand_over(request_id)
+
+    def _others(self, found: _InFlight) -> set[int]:
+        """Return the replicas that could go on now with a request that another one has."""
+        request, members = found.request, self._members
+        has_begun = found.report.num_output or request.output_token_ids
+        return {
+            number
+            for number in members.serving
+            if number != found.replica
+            and request.adapter not in members[number].refused
+            and not (has_begun and members[number].continuation(request) is Continuation.IMPOSSIBLE)
+        }
+
     @asynccontextmanager
     async def _serving(
         self, routing: LiveRouting, number: int, request: EngineRequest, course: _Course
@@ -160,11 +195,13 @@ class FleetRequests:
         members.num_replayed[number] += course.is_admitted and bool(course.tried)
         course.tried.add(number)
         report = RequestReport(request, number, routing, self.recent)
-        self._in_flight[name] = _InFlight(request, number, report)
+        self._in_flight[name] = _InFlight(request, number, report, course)
 
         def saw(output: EngineOutput) -> None:
             course.is_admitted = True
             course.waits_since_s = None
+            if output.token_ids and course.stalled_on:
+                course.stalled_on.clear()
             if output.adapter_hit and output.token_ids and not report.num_output:
                 members.num_hits[number] += 1
             report.saw(output)
@@ -250,7 +287,7 @@ class FleetRequests:
         if accepts:
             return "had the request before" if is_able else "cannot go on with its answer"
         replica = self._members[number]
-        state = replica.status.state
+        state = self._members.state(number)
         if state is EngineState.CLOSED:
             return "has left"
         if state is not EngineState.READY:

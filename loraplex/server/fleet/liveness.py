@@ -45,14 +45,15 @@ class Liveness:
         self._readers.clear()
 
     @asynccontextmanager
-    async def waiting(self, era: int) -> AsyncIterator[None]:
-        """Wait for the server inside of this; raises the reason if it is given up, or was since `era`."""
+    async def waiting(self, era: int) -> AsyncIterator[asyncio.Timeout]:
+        """Wait for the server inside of this; raises the reason if it is given up, or was since `era`. Yields
+        what this one wait can be ended by: then it raises TimeoutError."""
         self._check(era)
         wait = asyncio.timeout(None)
         try:
             async with wait:
                 self._waits.add(wait)
-                yield
+                yield wait
         except TimeoutError:
             self._check(era)
             raise

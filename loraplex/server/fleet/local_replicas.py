@@ -18,7 +18,8 @@ from loraplex.fleet.policy import Policy
 from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.engine_client import ClientOptions, EngineClient
 from loraplex.server.fleet.decision_log import DecisionLog
-from loraplex.server.fleet.fleet_engine import MAX_REPLICAS, FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_setup import MAX_REPLICAS, FleetSetup
 from loraplex.server.fleet.guessed_costs import guessed_costs
 from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.pool.directory import PoolDirectory

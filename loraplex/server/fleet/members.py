@@ -28,15 +28,17 @@ def is_gone(replica: Replica) -> bool:
 
 
 class Members:
-    """Replicas, and which of them are drained."""
+    """Replicas, and which of them are drained. `are_servers`: others start them, and bring them back."""
 
-    def __init__(self, replicas: list[Replica]) -> None:
+    def __init__(self, replicas: list[Replica], *, are_servers: bool = False) -> None:
         self._replicas = replicas
+        self.are_servers = are_servers
         self._drained: set[int] = set()
         self._leaving: set[int] = set()
         self._replaced: set[int] = set()
         self.lost: dict[int, str] = {}
-        """Those that left to be replaced by new ones that did not start, and why; they are tried again."""
+        """Those that did not start, when the fleet did or to replace one that left, and why; they are tried
+        again."""
         self._num_restarts: Counter[int] = Counter()  # of those that had each number before
         self.num_sent: Counter[int] = Counter()
         """Requests that each was ever sent."""
@@ -59,7 +61,8 @@ class Members:
     def put(self, number: int, replica: Replica) -> None:
         """Let a replica take a number that is free, or the next one; it takes requests from now on."""
         if number < len(self._replicas):
-            self._num_restarts[number] += self._replicas[number].status.num_restarts
+            is_restart = number in self._replaced and not self.are_servers
+            self._num_restarts[number] += self._replicas[number].status.num_restarts + is_restart
             self._replicas[number] = replica
             self.lost.pop(number, None)
         else:
@@ -198,9 +201,9 @@ class Members:
 
     def _check_number(self, number: int) -> None:
         if not 0 <= number < len(self._replicas):
-            last = len(self._replicas) - 1
+            numbers = ", ".join(map(str, self.present))  # not all: some may have left
             raise InvalidRequestError(
-                f"there is no replica {number}; they have the numbers 0 to {last}", param="replica"
+                f"there is no replica {number}; there are {numbers or 'none'}", param="replica"
             )
 
     # ---- how they stand
@@ -261,16 +264,33 @@ class Members:
             for number in sorted(present)
         ]
 
+    def state(self, number: int) -> EngineState:
+        """Return the state of a replica as it is shown. A server that others start does not fail: it cannot
+        be reached, or not be used, until they have put it right."""
+        state = self._replicas[number].status.state
+        if state is EngineState.FAILED or (state is EngineState.CLOSED and number in self.lost):
+            return EngineState.UNREACHABLE if self.are_servers else EngineState.FAILED
+        return state
+
+    def _why_lost(self, number: int) -> str:
+        reason = self.lost[number]
+        if self.are_servers:
+            return f"{reason}; it is asked again from time to time"
+        return f"it did not start: {reason}; it is tried again from time to time"
+
     def _status(self, number: int) -> EngineStatus:
         """Return its status; of one that is being replaced, in words that are about it and not about the
         server, and of one that refuses adapters, with the reason."""
         replica = self._replicas[number]
         status = replace(replica.status, num_restarts=self._restarts(number))
-        if status.state is EngineState.CLOSED and number in self.lost and number not in self._replaced:
-            message = f"it did not start: {self.lost[number]}; it is tried again from time to time"
-            return replace(status, state=EngineState.FAILED, message=message)
+        if is_gone(replica) and number in self.lost and number not in self._replaced:
+            return replace(status, state=self.state(number), message=self._why_lost(number))
+        if status.state is EngineState.FAILED:
+            return replace(status, state=self.state(number))
         if status.state is EngineState.CLOSED:
             state, message = EngineState.RESTARTING, "it is being replaced by a new one"
+            if self.are_servers:
+                state, message = EngineState.STARTING, "it answers, and is given its adapters"
             return replace(status, state=state, message=message)
         if status.state is EngineState.READY and (refused := replica.refused):
             reason = next(iter(refused.values()))

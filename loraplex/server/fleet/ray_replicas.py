@@ -14,7 +14,8 @@ from loraplex.fleet.policy import Policy
 from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.fleet.decision_log import DecisionLog
-from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_setup import FleetSetup
 from loraplex.server.fleet.guessed_costs import guessed_costs
 from loraplex.server.fleet.local_replicas import limits_of, process_name
 from loraplex.server.fleet.ray_child import RayChild

@@ -1,4 +1,7 @@
-"""Replicas that were given up, as they died too often, or whose restart failed, are started anew later."""
+"""Replicas that were given up, as they died too often, or that did not start, are started anew later.
+
+Each is tried by a task of its own: one that takes long to find out that it cannot start holds up no other.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from loraplex.core.clock import Clock
@@ -44,6 +48,7 @@ class Revival:
         self._clock = clock
         self._start_anew = start_anew
         self._tries: dict[int, _Try] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of those that are being tried
 
     def forget(self) -> None:
         """Plan nothing: somebody has just said which replicas there are to be."""
@@ -52,7 +57,7 @@ class Revival:
 
     def plan(self, number: int, reason: str) -> None:
         """Start a replica anew after the first pause, or when it is planned already: it has left to be
-        replaced, and the new one did not start, for this reason."""
+        replaced, and the new one did not start, for this reason, or it never did."""
         self._members.lost[number] = reason
         self._tries.setdefault(number, _Try(self._clock.now_s() + self._first_s, self._first_s))
 
@@ -60,27 +65,48 @@ class Revival:
         return number in self._tries
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            await self.look()
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_S)
+                self.look()
+        finally:
+            tasks = list(self._tasks.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def look(self) -> None:
-        """Plan for those that have failed, and start those anew whose time has come."""
+    def look(self) -> list[asyncio.Task[None]]:
+        """Plan for those that have failed, and begin to start those anew whose time has come; return the
+        tasks that do."""
         now_s = self._clock.now_s()
         for number, replica in enumerate(self._members):
             if replica.healthy:
                 self._tries.pop(number, None)
             elif replica.status.state is EngineState.FAILED and number not in self._tries:
-                logger.warning("replica %d was given up; it is started anew in %g s", number, self._first_s)
+                logger.warning(
+                    "replica %d cannot be used; it is asked again in %g s"
+                    if self._members.are_servers
+                    else "replica %d was given up; it is started anew in %g s",
+                    *(number, self._first_s),
+                )
                 self._tries[number] = _Try(now_s + self._first_s, self._first_s)
-        for number, planned in list(self._tries.items()):
-            if now_s >= planned.at_s and not self._members.is_gone:
-                await self._try(number, planned)
+        begun = []
+        for number, planned in self._tries.items():
+            if now_s >= planned.at_s and number not in self._tasks and not self._members.is_gone:
+                task = self._tasks[number] = asyncio.create_task(self._try(number, planned))
+                task.add_done_callback(partial(self._end, number))
+                begun.append(task)
+        return begun
+
+    def _end(self, number: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[number]
 
     async def _try(self, number: int, planned: _Try) -> None:
         try:
             await self._start_anew(number)
-        except LoraplexError:  # which the fleet has logged
+        except Exception as error:
+            if not isinstance(error, LoraplexError):  # which the fleet has logged
+                logger.exception("replica %d could not be started anew; it is tried again", number)
             pause_s = min(2 * planned.pause_s, self._most_s)
             if number in self._tries:  # else somebody has decided otherwise meanwhile
                 self._tries[number] = _Try(self._clock.now_s() + pause_s, pause_s)

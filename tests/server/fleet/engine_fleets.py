@@ -14,7 +14,8 @@ from loraplex.fleet.policy import Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.server.engine_client import EngineClient
-from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_setup import FleetSetup
 from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.restart_policy import RestartPolicy
 

@@ -34,6 +34,7 @@ class FakeReplica:
         self.staged: list[str] = []
         self.can_stage = True
         self.refused: dict[str, str] = {}
+        self.stalled: list[str] = []
         self.pause = asyncio.Event()
         self.pause.set()
         self.streams: dict[str, Exception | None] = {}

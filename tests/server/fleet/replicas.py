@@ -20,7 +20,8 @@ from loraplex.engine.interface import AsyncEngine
 from loraplex.engine.output_stream import merge_outputs
 from loraplex.server.fleet.backend_http import BackendAddress
 from loraplex.server.fleet.backend_identity import ExpectedBase
-from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
+from loraplex.server.fleet.http_replica import HttpReplica
+from loraplex.server.fleet.http_replica_options import HttpReplicaOptions
 
 WAIT_S = 120.0
 BASE = "acme/tiny"

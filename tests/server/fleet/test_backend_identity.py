@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import re
 import socket
 from pathlib import Path
 
 import pytest
-from aiohttp import ClientPayloadError, web
+from aiohttp import ClientConnectionResetError, ClientOSError, ClientPayloadError, web
 from replicas import BASE, replica_of, run, spec_in, started
 from server_fixtures import SHAPE
 from vllm_dialect import Behaviour, VllmDialect
@@ -18,6 +20,13 @@ from loraplex.server.fleet import backend_http
 from loraplex.server.fleet.backend_http import BackendAddress, BackendError
 from loraplex.server.fleet.backend_identity import ExpectedBase
 from loraplex.server.fleet.backend_replicas import Backends, backend_fleet
+from loraplex.server.fleet.fleet_engine import FleetEngine
+
+
+def fleet_behind(url: str, key: str | None = None) -> FleetEngine:
+    return backend_fleet(
+        Backends(urls=(url,), api_key=key), base_names=[BASE], shape=SHAPE, policy=Policy.of("round-robin")
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,6 +67,10 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_fix(
             assert "secret" not in str(caught.value)
             assert server.adapters == {}
             assert replica.status.state is EngineState.FAILED
+            look = fleet_behind(server.url, key)._setup.look
+            assert look is not None
+            with pytest.raises(BackendError, match=re.escape(str(caught.value))):
+                await look(0)
             await replica.close()
 
     run(scenario())
@@ -101,6 +114,30 @@ def test_another_kind_of_server_is_said_so(
         with pytest.raises(BackendError, match=message):
             await replica_of(f"http://127.0.0.1:{runner.addresses[0][1]}").start()
         await runner.cleanup()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "what answers at http://HERE does not speak HTTP; start the server, or"),
+        (b"", "http://HERE closed the connection without an answer; start the server, or"),
+    ],
+)
+def test_what_does_not_speak_http_is_said_so(sent: bytes, message: str) -> None:
+    async def scenario() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            writer.write(sent)
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        here = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(BackendError) as caught:
+            await replica_of(f"http://{here}").start()
+        assert str(caught.value).startswith(message.replace("HERE", here))
+        server.close()
 
     run(scenario())
 
@@ -186,3 +223,7 @@ def test_a_connection_that_is_cut_is_said_without_the_words_of_http_libraries() 
         ClientPayloadError("Response payload is not completed: <TransferEncodingError: 400>")
     )
     assert str(cut) == "the connection to http://127.0.0.1:1 was cut in the middle of an answer"
+    reset = http.unreachable(ClientConnectionResetError("Cannot write to closing transport"))
+    assert str(reset) == "the connection to http://127.0.0.1:1 was reset"
+    broken = http.unreachable(ClientOSError(errno.ECONNRESET, "[Errno 104] Connection reset by peer"))
+    assert str(broken) == "the connection to http://127.0.0.1:1 broke (Connection reset by peer)"

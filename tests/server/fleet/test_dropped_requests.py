@@ -66,7 +66,7 @@ def test_a_server_that_drops_requests_is_set_aside_and_its_streams_go_on() -> No
                 EngineState.UNREACHABLE,
                 True,
             )
-            assert f"the connection to {server.url} broke" in status.message
+            assert f"{server.url} closed the connection without an answer" in status.message
             assert "see its log" in status.message
             server.does.drops = False
             await until(lambda: replica.healthy)

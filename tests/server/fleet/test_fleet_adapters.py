@@ -21,7 +21,8 @@ from loraplex.fleet.policy import Policy
 from loraplex.perf.profile_json import profile_to_json
 from loraplex.server.adapter_metrics import render_adapters
 from loraplex.server.engine_status import EngineState
-from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_setup import FleetSetup
 from loraplex.server.fleet.live_routing import LiveRouting
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.routing_events import Began, Limits

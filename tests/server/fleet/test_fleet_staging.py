@@ -18,7 +18,8 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.engine_status import EngineState
-from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_setup import FleetSetup
 from loraplex.server.fleet.placing import bring_in
 from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.restart_policy import RestartPolicy

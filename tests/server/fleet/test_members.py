@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from fake_replicas import FakeReplica
 
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
 from loraplex.core.stats import AdapterStats, EngineStats
-from loraplex.server.engine_status import EngineState
+from loraplex.server.engine_status import EngineState, Fleet, serving_in_words
 from loraplex.server.fleet.fleet_stats import sum_of
 from loraplex.server.fleet.members import Members
 
@@ -53,6 +56,52 @@ def test_a_replica_that_has_left_is_shown_no_more_and_one_that_is_replaced_resta
         shown = members.statuses(lambda number: 0)[1]
     assert (shown.number, shown.status.state) == (1, RESTARTING)
     assert shown.status.message == "it is being replaced by a new one"
+
+
+def test_a_replica_that_is_replaced_counts_as_restarted() -> None:
+    members, _ = members_of(READY, EngineState.CLOSED)
+    with members.replacing(1):
+        members.put(1, FakeReplica())
+    assert members.statuses(lambda number: 0)[1].status.num_restarts == 1
+    members.put(1, FakeReplica())  # it had been scaled away
+    assert members.status.num_restarts == 1
+
+
+def test_a_number_that_there_is_not_is_said_with_those_that_there_are() -> None:
+    members, _ = members_of(READY, EngineState.CLOSED, READY)
+    with pytest.raises(InvalidRequestError, match="there is no replica 3; there are 0, 2"):
+        members.drain(3)
+
+
+@pytest.mark.parametrize(
+    ("states", "words"),
+    [
+        ((READY, READY), "2"),
+        ((READY, FAILED, READY), "2 of 3 serve (`loraplex fleet status` says why the others do not)"),
+    ],
+)
+def test_the_replicas_that_serve_are_counted_for_the_banner(
+    states: tuple[EngineState, ...], words: str
+) -> None:
+    members, _ = members_of(*states)
+    fleet = SimpleNamespace(replicas=members.statuses(lambda number: 0))
+    assert serving_in_words(cast("Fleet", fleet)) == words
+
+
+def test_a_server_that_others_start_is_unreachable_and_not_failed() -> None:
+    replica = FakeReplica()
+    replica.give_up()
+    members = Members([replica], are_servers=True)
+    assert members.statuses(lambda number: 0)[0].status.state is EngineState.UNREACHABLE
+    replica.state = EngineState.CLOSED
+    with members.replacing(0):
+        (shown,) = members.statuses(lambda number: 0)
+        assert (shown.status.state, shown.status.message) == (
+            EngineState.STARTING,
+            "it answers, and is given its adapters",
+        )
+        members.put(0, FakeReplica())
+    assert members.status.num_restarts == 0
 
 
 def stats_of(steps: int, *, loads: int, tier: str = "host") -> EngineStats:

@@ -62,7 +62,7 @@ def test_servers_that_are_all_silent_again_and_again_are_not_deaths_of_a_request
                 before = num_asked(servers)
                 for replica in fleet._members:
                     assert isinstance(replica, HttpReplica)
-                    replica._lose("it is silent")
+                    replica._watch.lose("it is silent")
             gate.set()
             assert list((await asking).token_ids) == tokens_of(BASE, [5], 8)
             assert fleet.continued == {Continued.MOVED: 4}

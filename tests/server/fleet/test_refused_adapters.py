@@ -27,7 +27,8 @@ from loraplex.server.fleet.backend_replicas import Backends, backend_fleet
 from loraplex.server.fleet.decision_log import DecisionLog, logged_decisions
 from loraplex.server.fleet.explain import explain
 from loraplex.server.fleet.fleet_engine import FleetEngine
-from loraplex.server.fleet.http_replica import HttpReplica, HttpReplicaOptions
+from loraplex.server.fleet.http_replica import HttpReplica
+from loraplex.server.fleet.http_replica_options import HttpReplicaOptions
 
 
 @asynccontextmanager

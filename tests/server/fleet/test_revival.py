@@ -12,18 +12,24 @@ from fake_core import request_of, spec_of, tokens_of
 from fake_replicas import FakeReplica
 from replicas import run, until
 
+from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError, LoraplexError
 from loraplex.fleet.policy import Policy
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
 from loraplex.server.engine_status import EngineState
-from loraplex.server.fleet.fleet_engine import FleetEngine, FleetSetup
+from loraplex.server.fleet.fleet_engine import FleetEngine
+from loraplex.server.fleet.fleet_setup import FleetSetup
 from loraplex.server.fleet.members import Members
 from loraplex.server.fleet.revival import RETRY_S, Revival
 from loraplex.server.fleet.routing_events import Limits
 
 FIRST_S, _ = RETRY_S
+
+
+async def look(revival: Revival) -> None:
+    await asyncio.gather(*revival.look())
 
 
 class Started:
@@ -50,7 +56,7 @@ class Started:
         """Return the replicas that are started anew so much later."""
         self.asked.clear()
         self.clock.advance(seconds)
-        asyncio.run(self.revival.look())
+        asyncio.run(look(self.revival))
         return self.asked[:]
 
 
@@ -115,20 +121,22 @@ def test_a_replica_that_is_scaled_away_does_not_come_back(is_due: bool) -> None:
         try:
             made[2].give_up()
             if is_due:
-                await fleet._revival.look()
+                await look(fleet._changes.revival)
                 clock.advance(FIRST_S)
 
             async def change() -> None:
                 await gate.wait()
 
-            tasks = [asyncio.create_task(each) for each in (fleet._changes.run(change()), fleet.scale(2))]
-            await until(lambda: len(fleet._changes._tasks) == 2)
-            tasks.append(asyncio.create_task(fleet._revival.look()))
-            await until(lambda: len(fleet._changes._tasks) == 3 if is_due else tasks[2].done())
+            tasks = [
+                asyncio.create_task(each) for each in (fleet._changes._queue.run(change()), fleet.scale(2))
+            ]
+            await until(lambda: len(fleet._changes._queue._tasks) == 2)
+            tasks.append(asyncio.create_task(look(fleet._changes.revival)))
+            await until(lambda: len(fleet._changes._queue._tasks) == 3 if is_due else tasks[2].done())
             gate.set()
             await asyncio.gather(*tasks)
             clock.advance(10 * FIRST_S)
-            await fleet._revival.look()
+            await look(fleet._changes.revival)
             assert ([each.number for each in fleet.replicas], len(made)) == ([0, 1], 3)
         finally:
             await fleet.close()
@@ -157,18 +165,110 @@ def test_a_fleet_that_may_lack_replicas_starts_with_those_that_do_and_tries_the_
         try:
             states = {each.number: each.status for each in fleet.replicas}
             assert [states[number].state for number in (0, 2)] == [EngineState.READY, EngineState.READY]
-            assert states[1].state is EngineState.FAILED
+            assert states[1].state is EngineState.UNREACHABLE
             assert "no memory left" in states[1].message
             request = request_of("r", adapter="v", max_tokens=3)
             outputs = [token async for each in fleet.generate(request) for token in each.token_ids]
             assert tuple(outputs) == tuple(tokens_of(request))
             for pause_s in (5.0, 10.0):
-                await fleet._revival.look()
+                await look(fleet._changes.revival)
                 clock.advance(pause_s)
-                await fleet._revival.look()
+                await look(fleet._changes.revival)
             assert [each.status.state for each in fleet.replicas] == [EngineState.READY] * 3
             assert fleet.holders("v") != []
             assert made[-1].known == {"v"}
+        finally:
+            await fleet.close()
+
+    run(scenario())
+
+
+def test_servers_are_looked_at_side_by_side_and_outside_of_the_queue_of_changes() -> None:
+    made: list[FakeReplica] = []
+    clock, silent = ManualClock(), asyncio.Event()
+
+    def make(number: int) -> FakeReplica:
+        made.append(FakeReplica() if number == 0 or len(made) > 2 else StartsNot())
+        return made[-1]
+
+    async def look_at(number: int) -> None:
+        if number == 1:
+            await silent.wait()
+            raise EngineDeadError("it did not answer within 30 s")
+
+    async def scenario() -> None:
+        setup = replace(setup_of(make, clock), may_lack=True, look=look_at, retry_s=(5.0, 30.0))
+        fleet = FleetEngine(setup, 3)
+        await fleet.start()
+        try:
+            clock.advance(5.0)
+            asked, joined = fleet._changes.revival.look()
+            await joined  # though the first is still being asked
+            assert [each.status.state for each in fleet.replicas] == [READY, EngineState.UNREACHABLE, READY]
+            await fleet.scale(3)
+            assert fleet._changes.revival.look() == []  # nobody is asked twice at a time
+            silent.set()
+            await asked
+            assert [each.status.state for each in fleet.replicas] == [READY, EngineState.UNREACHABLE, READY]
+        finally:
+            await fleet.close()
+
+    run(scenario())
+
+
+def test_the_reason_of_the_last_look_is_shown() -> None:
+    clock = ManualClock()
+
+    async def look_at(number: int) -> None:
+        raise EngineDeadError("it has another base model")
+
+    async def scenario() -> None:
+        setup = setup_of(lambda number: StartsNot() if number else FakeReplica(), clock)
+        fleet = FleetEngine(replace(setup, may_lack=True, look=look_at, retry_s=(5.0, 30.0)), 2)
+        await fleet.start()
+        try:
+            clock.advance(5.0)
+            await look(fleet._changes.revival)
+            message = fleet.replicas[1].status.message
+            assert message == "it has another base model; it is asked again from time to time"
+        finally:
+            await fleet.close()
+
+    run(scenario())
+
+
+class SilentAtFirst(FakeReplica):
+    """Takes adapters when it has started, which it never does."""
+
+    async def start(self, *args: object) -> None:
+        self.state, self.message = EngineState.STARTING, "the server is being asked what it serves"
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.state = EngineState.FAILED
+            self.failed.set()
+
+    async def add_adapter(self, spec: AdapterSpec) -> None:
+        await self.failed.wait()
+        raise EngineDeadError(self.message)
+
+
+def test_a_fleet_does_not_wait_for_servers_that_stay_silent() -> None:
+    def make(number: int) -> FakeReplica:
+        return FakeReplica() if number == 1 else SilentAtFirst()
+
+    async def scenario() -> None:
+        setup = setup_of(make, ManualClock())
+        fleet = FleetEngine(replace(setup, may_lack=True, rest_s=0.01), 3)
+        await fleet.start(None, fleet.add_adapter(spec_of("v")))
+        try:
+            states = [each.status.state for each in fleet.replicas]
+            assert states == [EngineState.UNREACHABLE, READY, EngineState.UNREACHABLE]
+            asked = "the server is being asked what it serves, and has not answered for 0.01 s"
+            assert fleet.replicas[0].status.message.startswith(asked)
+            request = request_of("r", adapter="v", max_tokens=3)
+            outputs = [token async for each in fleet.generate(request) for token in each.token_ids]
+            assert tuple(outputs) == tuple(tokens_of(request))
         finally:
             await fleet.close()
 
@@ -204,7 +304,7 @@ def test_a_restart_that_comes_to_nothing_is_shown_and_tried_again(is_scaled: boo
             if is_scaled:
                 await fleet.scale(2)
             clock.advance(FIRST_S)
-            await fleet._revival.look()
+            await look(fleet._changes.revival)
             assert ([each.status.state for each in fleet.replicas], len(made)) == ([READY, READY], 4)
         finally:
             await fleet.close()

@@ -64,6 +64,22 @@ def test_a_version_that_the_registry_has_stays_for_the_other_front_of_the_server
     run(scenario())
 
 
+def test_a_version_that_another_front_unloads_while_it_is_staged_is_loaded_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        spec = spec_in(tmp_path / "one")
+        async with VllmDialect() as server, started(server.url) as replica:
+            await replica.add_adapter(spec)
+            server.does.num_forgotten = 3  # by its load of the same version, and as it gives that up
+            await replica.stage_adapter(spec.version)
+            assert server.does.num_forgotten == 0
+            assert set(server.adapters) == {adapter_name(spec.version)}
+            server.does.num_forgotten = 4
+            with pytest.raises(EngineDeadError, match="does not know the model"):
+                await replica.stage_adapter(spec.version)
+
+    run(scenario())
+
+
 def test_one_load_however_many_ask(tmp_path: Path) -> None:
     async def scenario() -> None:
         spec, gate = spec_in(tmp_path / "one"), asyncio.Event()

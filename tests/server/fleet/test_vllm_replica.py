@@ -161,6 +161,23 @@ def test_a_connection_that_breaks_is_no_death_of_a_server_that_is_well(health: i
     run(scenario())
 
 
+@pytest.mark.parametrize("token", [-1, 400, 2**40])
+@pytest.mark.parametrize("params", [{}, {"logprobs": 1}])
+def test_a_token_that_the_base_model_does_not_have_cannot_be_read(token: int, params: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with (
+            VllmDialect(Behaviour(wrong_token=token)) as server,
+            started(server.url, vocab_size=400) as replica,
+        ):
+            said = f"cannot be read as a completion .token {token} is not in the base model's vocabulary"
+            with pytest.raises(EngineDeadError, match=said):
+                await answer(replica, request_for([5], **params))
+            server.does.wrong_token = 399
+            assert 399 in (await answer(replica, request_for([5]))).token_ids
+
+    run(scenario())
+
+
 def test_closing_a_stream_closes_the_connection() -> None:
     async def scenario() -> None:
         async with VllmDialect(Behaviour(pause_after=2)) as server, started(server.url) as replica:

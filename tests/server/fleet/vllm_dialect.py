@@ -37,6 +37,8 @@ class Behaviour:
     """Tokens after which the connection is cut."""
     tells_cached: bool = False
     """It was started with --enable-prompt-tokens-details."""
+    wrong_token: int | None = None
+    """Sent instead of the second one, and as its log-probability's."""
     fail_after: int | None = None
     """Tokens after which the stream has an error event."""
     failure: tuple[int, str, str] | None = None
@@ -46,6 +48,8 @@ class Behaviour:
     is_deaf: bool = False
     """Whether questions after its health are not answered at all."""
     load_gate: asyncio.Event | None = None
+    num_forgotten: int = 0
+    """So many requests for adapters find that another front has just unloaded theirs."""
     keeps: set[str] = field(default_factory=set)
     """Names of adapters that it fails to unload."""
     answer_gate: asyncio.Event | None = None
@@ -235,6 +239,8 @@ class VllmDialect:
             if self.does.retry_after is not None:
                 response.headers["Retry-After"] = self.does.retry_after
             return response
+        if self.does.num_forgotten and self.adapters.pop(model, None) is not None:
+            self.does.num_forgotten -= 1
         if model != self.does.base_model and model not in self.adapters:
             return error(404, "NotFoundError", f"The model `{model}` does not exist.", "model")
         if not body.get("stream"):
@@ -272,6 +278,8 @@ class VllmDialect:
                     await _send(response, {"error": problem | {"param": None, "code": 500}})
                     await response.write(b"data: [DONE]\n\n")
                     return response
+                if does.wrong_token is not None and index == 1:
+                    token = does.wrong_token
                 finish = reason if index == len(tokens) - 1 else None
                 await _send(response, _chunk(body, index, token, finish))
         except (asyncio.CancelledError, ConnectionError):
