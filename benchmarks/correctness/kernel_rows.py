@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ from benchmarks.correctness.kernel_batch import BLOCK_SIZE, kernel_batch
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.cuda.device_sampler import draw_tokens
-from loraplex.engine.sampler import SamplingState, uniform
+from loraplex.engine.draws import gumbel_noise, noise_key
+from loraplex.engine.sampler import SamplingState
 from loraplex.kernels.reference import TorchKernels
 from loraplex.kernels.triton.rope import rope_and_cache
 from loraplex.kernels.triton.rows import add_rms_norm, rms_norm, silu_mul
@@ -187,7 +189,7 @@ def _drawn(vocab_size: int, setting: Setting) -> Check:
     worst = max(_draw_error(logits_V, state, token) for logits_V, state, token in rows)
     return within(
         f"device sampler of {num_rows} rows",
-        "how far the uniform number lies outside the drawn token's part of the float64 distribution",
+        "how far the drawn token's logit with its noise is below the best, by float64",
         worst,
         DRAW_TOLERANCE,
     )
@@ -205,12 +207,10 @@ def _draw_error(logits_V: torch.Tensor, state: SamplingState, token: int) -> flo
     before = weights[order].cumsum(0) - weights[order]
     weights[order[before >= params.top_p]] = 0
     if weights[token] == 0:
-        return 1.0
-    weights /= weights.sum()
-    high = float(weights.cumsum(0)[token])
-    low = high - float(weights[token])
-    wanted = uniform(state.seed, state.num_output)
-    return max(low - wanted, wanted - high, 0.0)
+        return math.inf
+    noise = gumbel_noise(torch.arange(len(weights)), *noise_key(state.seed, state.num_output))
+    scores = weights.log() + noise
+    return float(scores.max() - scores[token])
 
 
 def _state(*, seed: int, **params: float) -> SamplingState:

@@ -1,9 +1,9 @@
 """Chooses the next token of each sequence from its logits.
 
 Order: penalties, logit bias, suppressed ends (min_tokens), temperature, min_p, top_k, top_p, one draw.
-The draw is a single uniform number that depends on the request's seed and the token's index alone, so
-the same seed gives the same text whatever else is in the batch. Log-probabilities are those of the
-model itself, before any of the above.
+The draw depends on the request's seed and the token's index alone (`engine.draws`), so the same seed gives
+the same text whatever else is in the batch. Log-probabilities are those of the model itself, before any of
+the above.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.core.sampling import SamplingParams
+from loraplex.engine.draws import gumbel_noise, noise_key
 from loraplex.scheduling.plan import StepPlan
 
 _FIRST_CANDIDATES = 256
@@ -119,11 +120,12 @@ def _choose(logits_V: torch.Tensor, state: SamplingState) -> int:
     if params.min_p > 0.0:
         floor = scaled_V.max() + float(np.log(params.min_p))
         scaled_V = scaled_V.masked_fill(scaled_V < floor, -torch.inf)
-    drawn = uniform(state.seed, state.num_output)
     if params.top_k == 0 and params.top_p == 1.0:
-        return _draw(torch.softmax(scaled_V, dim=-1), drawn)
-    weights_C, ids_C = _candidates(scaled_V, params)
-    return int(ids_C[_draw(weights_C, drawn)])
+        values_C, ids_C = scaled_V, torch.arange(scaled_V.shape[0], device=scaled_V.device)
+    else:
+        values_C, ids_C = _candidates(scaled_V, params)
+    noise_C = gumbel_noise(ids_C, *noise_key(state.seed, state.num_output))
+    return int(ids_C[(values_C + noise_C).argmax()])
 
 
 def _adjust(logits_V: torch.Tensor, state: SamplingState) -> torch.Tensor:
@@ -148,8 +150,7 @@ def _adjust(logits_V: torch.Tensor, state: SamplingState) -> torch.Tensor:
 
 
 def _candidates(scaled_V: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids of what top_k and then top_p leave, in the order of ids: in that of weights, rounding
-    would swap those that weigh nearly the same, and a draw that is repeated elsewhere would find another."""
+    """Return the logits and ids of what top_k and then top_p leave."""
     vocab_size = scaled_V.shape[0]
     if params.top_k > 0:
         values_C, ids_C = scaled_V.topk(min(params.top_k, vocab_size))
@@ -167,18 +168,5 @@ def _candidates(scaled_V: torch.Tensor, params: SamplingParams) -> tuple[torch.T
         # Keep the shortest prefix that reaches top_p: a token stays if those before it fall short.
         before_C = weights_C.cumsum(dim=-1) - weights_C
         kept = max(1, int((before_C < params.top_p).sum()))
-        weights_C, ids_C = weights_C[:kept], ids_C[:kept]
-    ids_C, order_C = ids_C.sort()
-    return weights_C[order_C], ids_C
-
-
-def _draw(weights_C: torch.Tensor, uniform: float) -> int:
-    """The index at which the running total of the weights passes `uniform` of the whole."""
-    totals = weights_C.double().cumsum(dim=-1)
-    index = int(torch.searchsorted(totals, float(totals[-1]) * uniform, right=True))
-    return min(index, int(weights_C.nonzero()[-1]))
-
-
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on nothing but the two."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())
+        values_C, ids_C = values_C[:kept], ids_C[:kept]
+    return values_C, ids_C

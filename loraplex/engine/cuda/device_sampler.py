@@ -1,19 +1,21 @@
 """Draws tokens on the device for requests whose choice needs nothing but the logits.
 
-The same order as `engine.sampler`: temperature, min_p, top_k, top_p, one draw by a uniform number that
-depends on the request's seed and the token's index alone. Penalties, biases and log-probabilities need the
-request's history or its logits on the host, and are left to `engine.sampler`.
+The same order as `engine.sampler`: temperature, min_p, top_k, top_p, one draw that depends on the request's
+seed and the token's index alone (`engine.draws`). Penalties, biases and log-probabilities need the request's
+history or its logits on the host, and are left to `engine.sampler`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.sampler import SamplingState, uniform
+from loraplex.engine.draws import gumbel_noise, noise_key
+from loraplex.engine.sampler import SamplingState
 
 
 def stays_on_device(state: SamplingState) -> bool:
@@ -31,7 +33,7 @@ def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> tor
     """One token for each row; not for greedy requests."""
     controls = torch.tensor(
         [
-            (p.temperature, p.min_p, p.top_k or logits_LV.shape[1], p.top_p, uniform(s.seed, s.num_output))
+            (p.temperature, p.min_p, p.top_k or logits_LV.shape[1], p.top_p, *noise_key(s.seed, s.num_output))
             for s in states
             for p in (s.params,)
         ],
@@ -40,29 +42,30 @@ def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> tor
     if logits_LV.is_cuda:
         controls = controls.pin_memory()
     controls = controls.to(logits_LV.device, non_blocking=True)
-    temperature, min_p, top_k, top_p, drawn = controls[:, :, None].unbind(dim=1)
+    temperature, min_p, top_k, top_p, *keys = controls[:, :, None].unbind(dim=1)
+    key = tuple(each.to(torch.int32) for each in keys)  # exact: float64 holds 32 bits
     scaled_LV = logits_LV.float() / temperature.float()
     floor = scaled_LV.amax(dim=-1, keepdim=True) + min_p.log().float()  # min_p 0: minus infinity
-    values_LV, ids_LV = scaled_LV.masked_fill(scaled_LV < floor, -torch.inf).sort(dim=-1, descending=True)
-    numbers_V = torch.arange(values_LV.shape[1], device=values_LV.device)
+    scaled_LV = scaled_LV.masked_fill(scaled_LV < floor, -torch.inf)
+    numbers_V = torch.arange(scaled_LV.shape[1], device=scaled_LV.device)
+    if all(state.params.top_k == 0 and state.params.top_p == 1.0 for state in states):
+        return gumbel_noise(numbers_V, *key).add_(scaled_LV).argmax(dim=-1)
+    values_LV, ids_LV = scaled_LV.sort(dim=-1, descending=True)
     weights_LV = values_LV.masked_fill(numbers_V >= top_k, -torch.inf).softmax(dim=-1).double()
     # Keep the shortest prefix that reaches top_p: a token stays if those before it fall short.
     before_LV = weights_LV.cumsum(dim=-1) - weights_LV
-    weights_LV = weights_LV.masked_fill((before_LV >= top_p) & (numbers_V > 0), 0.0)
-    # In the order of ids: in that of weights, rounding would swap those that weigh nearly the same.
-    weights_LV = torch.zeros_like(weights_LV).scatter_(1, ids_LV, weights_LV)
-    totals_LV = weights_LV.cumsum(dim=-1)
-    index_L = torch.searchsorted(totals_LV, totals_LV[:, -1:] * drawn, right=True)
-    last_L = torch.where(weights_LV > 0, numbers_V, 0).amax(dim=-1, keepdim=True)
-    return torch.minimum(index_L, last_L)[:, 0]
+    is_left_LV = ((before_LV < top_p) | (numbers_V == 0)) & (numbers_V < top_k)
+    values_LV = values_LV.masked_fill(~is_left_LV, -torch.inf)
+    best_L = gumbel_noise(ids_LV, *key).add_(values_LV).argmax(dim=-1, keepdim=True)
+    return ids_LV.gather(1, best_L)[:, 0]
 
 
 def draw_once(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Draw tokens that nobody wants: the device loads each of torch's kernels when it is first used, which is
     not to be in the step of a request."""
-    params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1)
-    state = SamplingState(EngineRequest(request_id="", prompt_token_ids=[0], params=params))
-    for num_rows in (1, 2):
+    for num_rows, top_p in itertools.product((1, 2), (0.9, 1.0)):
+        params = SamplingParams(temperature=1.0, top_p=top_p, max_tokens=1)
+        state = SamplingState(EngineRequest(request_id="", prompt_token_ids=[0], params=params))
         rows_L = torch.arange(num_rows, device=device)
         logits_LV = torch.zeros(num_rows, vocab_size, dtype=dtype, device=device)[rows_L]
         tokens_L = draw_tokens(logits_LV, [state] * num_rows)

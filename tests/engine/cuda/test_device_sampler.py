@@ -8,7 +8,8 @@ import torch
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.cuda.device_sampler import draw_tokens, stays_on_device
-from loraplex.engine.sampler import SamplingState, sample, uniform
+from loraplex.engine.draws import gumbel_noise, noise_key
+from loraplex.engine.sampler import SamplingState, sample
 
 
 def state_of(**params: object) -> SamplingState:
@@ -28,8 +29,8 @@ def expected_token(logits: torch.Tensor, state: SamplingState) -> int:
     weights /= weights.sum()
     before = weights[order].cumsum(0) - weights[order]
     weights[order[before >= params.top_p]] = 0
-    totals = weights.cumsum(0)
-    return int((totals <= uniform(state.seed, state.num_output) * totals[-1]).sum())
+    noise = gumbel_noise(torch.arange(len(weights)), *noise_key(state.seed, state.num_output))
+    return int((weights.log() + noise).argmax())
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def expected_token(logits: torch.Tensor, state: SamplingState) -> int:
     ],
     ids=str,
 )
-def test_a_draw_is_where_the_distribution_passes_the_uniform_number(params: dict[str, float]) -> None:
+def test_a_draw_is_the_best_of_those_left_with_its_noise(params: dict[str, float]) -> None:
     torch.manual_seed(0)
     logits = torch.randn(40, 97) * 3
     states = [state_of(seed=seed, **params) for seed in range(40)]
@@ -55,14 +56,14 @@ def test_a_draw_is_where_the_distribution_passes_the_uniform_number(params: dict
     assert draw_tokens(logits, states).tolist() == expected
 
 
-@pytest.mark.parametrize("params", [{}, {"top_k": 35}, {"top_p": 0.999}], ids=str)
-def test_rounding_of_nearly_equal_logits_changes_no_draw(params: dict[str, float]) -> None:
-    """A request that goes on elsewhere is read in other pieces, which round otherwise."""
-    logits = torch.zeros(200, 40)
+@pytest.mark.parametrize("params", [{}, {"top_k": 800}, {"top_p": 0.9}, {"min_p": 0.7}], ids=str)
+def test_rounding_changes_no_draw(params: dict[str, float]) -> None:
+    """A request that goes on elsewhere is read in other pieces, which round otherwise. That changes the order
+    of logits that are nearly equal, and which of them are left by the edge of top_k, top_p or min_p."""
     torch.manual_seed(2)
-    rounded = logits + torch.randn_like(logits) * 1e-6
-    logits[:, 35:] = rounded[:, 35:] = -20.0  # the rest is in the nucleus, whichever way it is rounded
-    states = [state_of(seed=seed, **params) for seed in range(200)]
+    logits = 0.1 * torch.randn(100, 2000)
+    rounded = logits + 1e-5 * torch.randn_like(logits)
+    states = [state_of(seed=seed, **params) for seed in range(100)]
     drawn = draw_tokens(logits, states).tolist()
     assert drawn == draw_tokens(rounded, states).tolist()
     assert drawn == [each.token_id for each in sample(logits, states)]
