@@ -54,7 +54,7 @@ def draw_tokens(logits_LV: torch.Tensor, states: Sequence[SamplingState]) -> tor
     weights_LV = values_LV.masked_fill(numbers_V >= top_k, -torch.inf).softmax(dim=-1).double()
     # Keep the shortest prefix that reaches top_p: a token stays if those before it fall short.
     before_LV = weights_LV.cumsum(dim=-1) - weights_LV
-    is_left_LV = ((before_LV < top_p) | (numbers_V == 0)) & (numbers_V < top_k)
+    is_left_LV = ((before_LV < top_p) | (top_p == 1.0)) & (numbers_V < top_k)
     values_LV = values_LV.masked_fill(~is_left_LV, -torch.inf)
     best_L = gumbel_noise(ids_LV, *key).add_(values_LV).argmax(dim=-1, keepdim=True)
     return ids_LV.gather(1, best_L)[:, 0]
