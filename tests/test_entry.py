@@ -34,9 +34,26 @@ main()
 """
 
 
-@pytest.mark.parametrize("program", [INTERRUPTED, INTERRUPTED_LATER])
+INTERRUPTED_BETWEEN = """
+import os, signal
+from loraplex.cli.entry import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+set_handler = signal.signal
+
+def restore(number, handler):
+    set_handler(number, handler)
+    if handler is signal.default_int_handler:
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal = restore
+main()
+"""
+
+
+@pytest.mark.parametrize("program", [INTERRUPTED, INTERRUPTED_BETWEEN, INTERRUPTED_LATER])
 def test_ctrl_c_before_the_command_begins_leaves_no_traceback(program: str) -> None:
-    """While it is imported, and while it is put together."""
+    """While it is imported, right after that, and while it is put together."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
 

@@ -22,8 +22,8 @@ def main() -> None:
         signal.signal(signal.SIGINT, _leave)
     from loraplex.cli.main import main as run
 
-    signal.signal(signal.SIGINT, handler)
     try:
+        signal.signal(signal.SIGINT, handler)
         run()
     except KeyboardInterrupt:  # before the command had begun, which handles it otherwise
         sys.exit(_EXIT_INTERRUPTED)

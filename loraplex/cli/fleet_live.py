@@ -159,7 +159,7 @@ def restart(
     as_json: AsJson = False,
 ) -> None:
     """Replace a replica by a new one once its requests have ended; the others serve meanwhile."""
-    with _said_if_slow(f"replica {replica} {_gives_up(move)}, and is replaced by a new one"):
+    with _said_if_slow(f"waiting for the server to restart replica {replica}"):
         _change("restart", {"replica": replica, "move": move}, base_url, api_key, as_json=as_json)
 
 
@@ -171,19 +171,14 @@ def scale(
     as_json: AsJson = False,
 ) -> None:
     """Set the number of replicas; those that leave finish their requests first."""
-    leaves = "a replica that leaves " + _gives_up(move)
-    with _said_if_slow(f"scaling to {replicas} {plural('replica', replicas)}; {leaves}"):
+    with _said_if_slow(f"waiting for the server to scale to {replicas} {plural('replica', replicas)}"):
         _change("scale", {"replicas": replicas, "move": move}, base_url, api_key, as_json=as_json)
-
-
-def _gives_up(move: bool) -> str:
-    return "hands over its requests" if move else "finishes its requests first"
 
 
 @contextmanager
 def _said_if_slow(message: str) -> Iterator[None]:
-    """Say what goes on, beside the output, once a server has not refused it at once: it answers when it is
-    done."""
+    """Say what is waited for, beside the output, once a server has not refused it at once: it answers when it
+    is done. It may still refuse it, or not be there."""
     timer = threading.Timer(_REFUSED_WITHIN_S, _say, (f"{message}; this may take a while",))
     timer.daemon = True
     timer.start()

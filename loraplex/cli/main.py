@@ -47,7 +47,7 @@ def main() -> None:
     """Run a command. An error is one line on stderr and an exit code.
 
     2: bad usage. 3: the engine of a server died too often, and the server should be started again.
-    1: everything else.
+    130: Ctrl-C, but for servers, which end with 0. 1: everything else.
     """
     end_with_the_reader()
     try:

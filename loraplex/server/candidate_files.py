@@ -49,11 +49,11 @@ class FindAgain:
 
     def __init__(self, service: AdapterService, candidate: Candidate) -> None:
         self._service = service
-        self.candidate_of = candidate
+        self._candidate = candidate
         self._failed: tuple[UserError, _Stamp] | None = None  # at the last time, and what was there then
 
     def __call__(self) -> ToServe:
-        candidate = self.candidate_of
+        candidate = self._candidate
         if isinstance(candidate.spec, AdapterSpec) and not files_unchanged(candidate.spec):
             candidate = replace(candidate, spec=None)
         stamp = None if candidate.repo is not None else _stamp(candidate.path)
@@ -64,7 +64,7 @@ class FindAgain:
         if isinstance(spec, UserError):
             self._failed = None if stamp is None else (spec, stamp)
             raise spec
-        self.candidate_of = replace(fetched, spec=spec, repo=None)
+        self._candidate = replace(fetched, spec=spec, repo=None)
         return ToServe(adapter=fetched.served_as(spec), canary=fetched.rollout.canary, origin=fetched.origin)
 
 

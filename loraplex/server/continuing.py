@@ -39,7 +39,8 @@ async def serving(outputs: Outputs, saw: Callable[[EngineOutput], None]) -> Asyn
 
 
 class EngineSilentError(RequestMovedError):
-    """The engine gives no sign of life, so that the request was taken from it."""
+    """The engine gives no sign of life, or has sent nothing of the request for too long, so that it was
+    taken from it."""
 
 
 class Continued(StrEnum):

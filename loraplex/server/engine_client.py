@@ -202,12 +202,20 @@ class EngineClient:
         """See Replica: its process is watched itself, and replaced when it falls silent."""
         return ()
 
+    @property
+    def computes(self) -> bool:
+        """See Replica."""
+        return self.healthy
+
     def continuation(self, request: EngineRequest) -> Continuation:
         return Continuation.SAME
 
     def hand_over(self, request_id: str | None = None) -> None:
         """See Replica."""
         self._streams.fail(lambda: RequestMovedError(f"{self._name} hands its requests over"), request_id)
+
+    def hand_over_stalled(self, request_ids: Sequence[str]) -> None:
+        """See Replica: it has none."""
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
         """See AsyncEngine. Overtakes a removal of the same version that is still under way.

@@ -38,6 +38,12 @@ class Replica(SupervisedEngine, Protocol):
         with them, if one can: something may hang there that nobody notices."""
         ...
 
+    @property
+    def computes(self) -> bool:
+        """Whether it has shown lately that it computes any request. A request that has stalled all the same
+        was most likely preempted."""
+        ...
+
     def continuation(self, request: EngineRequest) -> Continuation:
         """Tell what comes of a request that has tokens of its answer."""
         ...
@@ -45,4 +51,9 @@ class Replica(SupervisedEngine, Protocol):
     def hand_over(self, request_id: str | None = None) -> None:
         """Give up the requests in flight, or one of them: what has come of them is delivered, then they raise
         RequestMovedError. One that is not in flight, or cannot be given up alone just now, goes on."""
+        ...
+
+    def hand_over_stalled(self, request_ids: Sequence[str]) -> None:
+        """Give up requests that have stalled: they raise EngineSilentError, as a request may be
+        what the replica hangs on. It is sent no others if it turns out to complete none."""
         ...

@@ -129,9 +129,8 @@ class BackendHttp:
             return UnreachableError(
                 f"{self.url} accepted no connection within {_CONNECT_TIMEOUT_S:g} s", nobody_listens=True
             )
-        if isinstance(
-            error, aiohttp.ClientResponseError
-        ):  # whose own words show bytes, and where they are wrong
+        # Its own words show bytes, and where they are wrong.
+        if isinstance(error, aiohttp.ClientResponseError):
             return UnreachableError(f"what answers at {self.url} does not speak HTTP")
         if isinstance(error, aiohttp.ServerDisconnectedError):
             return UnreachableError(f"{self.url} closed the connection without an answer")

@@ -50,6 +50,10 @@ class Backend:
     adapters: Mapping[str, str | None]
 
 
+class BackendFullError(BackendError):
+    """The server has too many requests to take another one."""
+
+
 class _Model(msgspec.Struct, frozen=True):
     id: str
     owned_by: str = ""
@@ -123,7 +127,8 @@ async def check_usable(http: BackendHttp, backend: Backend, *, timeout_s: float)
 
 
 async def check_completes(http: BackendHttp, backend: Backend, *, timeout_s: float) -> None:
-    """BackendError unless the server completes a prompt by a token, and tells its id."""
+    """BackendError unless the server completes a prompt by a token, and tells its id; BackendFullError if it
+    has no room for one."""
     body = {
         "model": backend.base_model,
         "prompt": [0],
@@ -213,7 +218,7 @@ def _check_token_ids(answer: Answer, http: BackendHttp) -> None:
     if answer.status in (401, 403):
         raise refused_key(answer, http)
     if answer.status != 200:
-        raise BackendError(
+        raise (BackendFullError if answer.status == 429 else BackendError)(
             f"the server at {http.url} does not complete a prompt of one token (HTTP {answer.status}: "
             f"{error_detail(answer).message}); see its log"
         )

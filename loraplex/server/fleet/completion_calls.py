@@ -86,6 +86,10 @@ class CompletionCalls:
         """Return the requests that have stalled."""
         return self._stalls.among(self._calls)
 
+    def computes(self) -> bool:
+        """Tell whether the server has shown lately that it computes."""
+        return self._stalls.computes(self._calls)
+
     async def run(self, request: EngineRequest, body: dict[str, Any]) -> AsyncGenerator[EngineOutput, None]:
         """The outputs of one request; see AsyncEngine.generate. Raises NotAcceptedError if the server goes
         away before it has begun to answer."""
@@ -133,6 +137,7 @@ class CompletionCalls:
         for is_last in (False, True):
             try:
                 async with self._liveness.waiting(era) as call.opening:
+                    call.waits_since_s = None  # while the adapter is loaded, perhaps once more
                     if adapter is not None:
                         await self._have(adapter)
                     call.waits_since_s = self._clock.now_s()

@@ -197,14 +197,17 @@ class CompletionReader:
         """EngineDeadError for ids that are no tokens: nobody could make text of them."""
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
             wrong = next(each for each in token_ids if not 0 <= each < self._vocab_size)
-            raise self._nonsense(f"token {wrong} is not in the base model's vocabulary")
+            raise self._nonsense(
+                f"token {wrong} is not in the base model's vocabulary", "start it with the same base model"
+            )
 
     def _fail(self, error: ErrorDetail | str) -> None:
         detail = ErrorDetail(message=error) if isinstance(error, str) else error
         raise stream_error(detail, self._url)
 
-    def _nonsense(self, what: str) -> EngineDeadError:
-        return EngineDeadError(f"the server at {self._url} sent what cannot be read as a completion ({what})")
+    def _nonsense(self, what: str, fix: str | None = None) -> EngineDeadError:
+        message = f"the server at {self._url} sent what cannot be read as a completion ({what})"
+        return EngineDeadError(message if fix is None else f"{message}; {fix}")
 
 
 def failed_output(request: EngineRequest, error: LoraplexError) -> EngineOutput | None:

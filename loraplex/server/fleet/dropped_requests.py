@@ -45,7 +45,7 @@ class DroppedRequests:
         self._num_in_a_row += 1
         if self._num_in_a_row < _MAX_IN_A_ROW:
             return False
-        self._set_aside(why, is_cut=is_cut)
+        self.set_aside(why, is_cut=is_cut)
         return True
 
     @property
@@ -55,13 +55,14 @@ class DroppedRequests:
 
     def failed_again(self, why: str) -> None:
         """It was tried, and does not complete a prompt either."""
-        self._set_aside(why, is_cut=self.is_cut)
+        self.set_aside(why, is_cut=self.is_cut)
 
     def try_again(self) -> None:
         """Send it requests; the next one that it drops sets it aside for longer."""
         self.reason = None
 
-    def _set_aside(self, why: str, *, is_cut: bool) -> None:
+    def set_aside(self, why: str, *, is_cut: bool) -> None:
+        """Send it no requests for a while, which is twice as long each time."""
         self.reason, self.is_cut = why, is_cut
         self._until_s = self._clock.now_s() + self._pause_s
         self._pause_s = min(2 * self._pause_s, self._most_s)

@@ -110,7 +110,7 @@ class FleetAdapters:
     def states(self, version: str) -> list[str]:
         """Return in words how each replica stands with a version."""
         states = []
-        for number in self._members.present:
+        for number in self._members.meant:
             replica = self._members[number]
             state = self._members.state(number)
             if (reason := replica.refused.get(version)) is not None:

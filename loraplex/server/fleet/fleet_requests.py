@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, cast
 
 from loraplex.core.clock import Clock, MonotonicClock
-from loraplex.core.continuation import request_id_of
+from loraplex.core.continuation import continued, request_id_of
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError, UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.fleet.admission import Admitted, Forecast
@@ -60,13 +60,22 @@ class _Course:
     """What has become of a request so far. `tried`: the replicas that have lost or refused it. `is_admitted`:
     one of them has had it, so that nobody may refuse it any more. `waits_since_s`: when it was given to
     replicas of which none has taken it yet, None if one has. `problem`: of the last that did not.
-    `stalled_on`: the replicas that it has stalled on since its last token."""
+    `stalled_on`: the replicas that it has stalled on since its last token. `has_prompt_logprobs`: they have
+    come, and are not asked for again."""
 
     is_admitted: bool
     waits_since_s: float | None = None
     problem: str = ""
     tried: set[int] = field(default_factory=set)
     stalled_on: set[int] = field(default_factory=set)
+    has_prompt_logprobs: bool = False
+
+
+def _rest_of(found: _InFlight) -> EngineRequest:
+    """Return the request that another replica would be given, to ask whether it can go on: which tokens
+    there are does not matter for that, but whether there are any."""
+    had = (0,) if found.report.num_output else ()
+    return continued(found.request, had, has_prompt_logprobs=found.course.has_prompt_logprobs)
 
 
 class FleetRequests:
@@ -145,9 +154,7 @@ class FleetRequests:
                 continue
             if found.request.adapter in self._members[move.target].refused:
                 continue
-            has_begun = found.report.num_output or found.request.output_token_ids
-            continuation = self._members[move.target].continuation(found.request)
-            if has_begun and continuation is not Continuation.SAME:
+            if self._continuation(_rest_of(found), move.target) is not Continuation.SAME:
                 continue
             self._targets[move.request_id] = move.target
             self._members[move.source].hand_over(found.request.request_id)
@@ -156,35 +163,46 @@ class FleetRequests:
 
     def move_stalled(self) -> None:
         """Let requests go on elsewhere that have stalled, each once on every replica that can take it. With
-        no such replica left they wait: the silence may end."""
+        no such replica left they wait: the silence may end. While the replica computes others they wait as
+        well rather than go on by new draws."""
         for number in self._members.present:
             replica = self._members[number]
-            for request_id in replica.stalled:
+            if not (stalled := replica.stalled):
+                continue
+            wanted = {Continuation.SAME} if replica.computes else {Continuation.SAME, Continuation.RESAMPLED}
+            handed_over = []
+            for request_id in stalled:
                 found = self._in_flight.get(request_id_of(request_id))
                 if found is None or found.request.request_id != request_id:
                     continue
                 course = found.course
-                if not self._others(found) - course.stalled_on:
+                if not self._others(found, wanted) - course.stalled_on:
                     continue
                 course.stalled_on.add(number)
                 course.tried = set(course.stalled_on)  # who has lost it before may go on with it now
+                course.waits_since_s = None  # until now it had a replica
                 logger.warning(
                     "request %s has stalled on replica %d, which says that it is well but sends nothing",
                     *(request_id, number),
                 )
-                replica.hand_over(request_id)
+                handed_over.append(request_id)
+            if handed_over:
+                replica.hand_over_stalled(handed_over)
 
-    def _others(self, found: _InFlight) -> set[int]:
-        """Return the replicas that could go on now with a request that another one has."""
-        request, members = found.request, self._members
-        has_begun = found.report.num_output or request.output_token_ids
+    def _others(self, found: _InFlight, wanted: Set[Continuation]) -> set[int]:
+        """Return the replicas that could go on now, in a wanted way, with a request that another one has."""
+        members, rest = self._members, _rest_of(found)
         return {
             number
             for number in members.serving
             if number != found.replica
-            and request.adapter not in members[number].refused
-            and not (has_begun and members[number].continuation(request) is Continuation.IMPOSSIBLE)
+            and found.request.adapter not in members[number].refused
+            and self._continuation(rest, number) in wanted
         }
+
+    def _continuation(self, rest: EngineRequest, number: int) -> Continuation:
+        """Tell what would come of the rest of a request on a replica."""
+        return self._members[number].continuation(rest) if rest.output_token_ids else Continuation.SAME
 
     @asynccontextmanager
     async def _serving(
@@ -202,6 +220,8 @@ class FleetRequests:
             course.waits_since_s = None
             if output.token_ids and course.stalled_on:
                 course.stalled_on.clear()
+            if output.prompt_logprobs is not None:
+                course.has_prompt_logprobs = True
             if output.adapter_hit and output.token_ids and not report.num_output:
                 members.num_hits[number] += 1
             report.saw(output)

@@ -82,7 +82,9 @@ class FleetStart:
         for number, start in enumerate(starts):
             if not start.done() and number not in usable.numbers:
                 message = self._members[number].status.message
-                late[number] = f"{message}, and has not answered for {rest_s:g} s"
+                late[number] = (
+                    f"{message}, and has not answered for {rest_s:g} s; see its log, or correct the address"
+                )
                 start.cancel()
         return late
 

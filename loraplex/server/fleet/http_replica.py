@@ -16,6 +16,7 @@ from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMove
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.staging import answer_once
+from loraplex.server.continuing import EngineSilentError
 from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.fleet.backend_adapters import BackendAdapters, adapter_name
 from loraplex.server.fleet.backend_errors import ModelUnknownError, NotAcceptedError
@@ -95,6 +96,11 @@ class HttpReplica:
         """See Replica."""
         return self._calls.stalled()
 
+    @property
+    def computes(self) -> bool:
+        """See Replica."""
+        return self._calls.computes()
+
     def continuation(self, request: EngineRequest) -> Continuation:
         """See Replica."""
         assert self._watch.backend is not None, "a request that has begun is sent to a server that was there"
@@ -106,9 +112,13 @@ class HttpReplica:
         if request_id is None:
             self._watch.liveness.give_up(error)
         else:
-            if request_id in self.stalled:
-                self._watch.suspect()
             self._calls.give_up(request_id, error)
+
+    def hand_over_stalled(self, request_ids: Sequence[str]) -> None:
+        """See Replica."""
+        self._watch.suspect()
+        for request_id in request_ids:
+            self._calls.give_up(request_id, EngineSilentError(f"{self.url} sent nothing of it for too long"))
 
     async def start(
         self,

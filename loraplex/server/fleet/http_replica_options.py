@@ -17,8 +17,9 @@ class HttpReplicaOptions:
     `idle_interval_s`. `seen_path` says where the server finds a version's files, if elsewhere than here, and
     `is_registered` whether another front of the server may want a version that this one does not. Adapters
     that the server refuses are offered again every `refused_retry_s`. `aside_s`: the first and the longest
-    pause of a server that drops requests. A stream that is silent for `stall_s`, and longer where prompts are
-    long, has stalled (`stalled_streams`). An answer with a token beyond `vocab_size` cannot be read.
+    pause of a server that drops requests. A stream that is silent for `stall_s`, and longer where requests
+    are long or the server computes others, has stalled (`stalled_streams`). An answer with a token beyond
+    `vocab_size` cannot be read.
     """
 
     call_timeout_s: float = 30.0

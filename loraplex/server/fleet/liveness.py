@@ -38,7 +38,8 @@ class Liveness:
         self._reason = reason
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
-            wait.reschedule(now)
+            if not wait.expired():  # else it has been ended by itself, and is about to raise
+                wait.reschedule(now)
         for reader in self._readers:
             reader.set_exception(self._error())
         self._waits.clear()

@@ -76,6 +76,11 @@ class Members:
         return [n for n, each in enumerate(self._replicas) if each.status.state is not EngineState.CLOSED]
 
     @property
+    def meant(self) -> list[int]:
+        """The numbers of those that are to be there: present, or lost and tried again."""
+        return sorted({*self.present, *self.lost})
+
+    @property
     def is_gone(self) -> bool:
         """Tell whether every one has failed or left."""
         return all(map(is_gone, self._replicas))
@@ -212,15 +217,15 @@ class Members:
     def status(self) -> EngineStatus:
         """Ready while any replica that takes requests is; otherwise what is known of the one that is nearest
         to it."""
-        present = self.present
-        shown_numbers = self._open() or present or range(len(self._replicas))
+        num_meant = len(self.meant)
+        shown_numbers = self._open() or self.present or range(len(self._replicas))
         each = [self._replicas[number].status for number in shown_numbers]
         ready = [status for status in each if status.state is EngineState.READY]
         on_its_way = [status for status in each if status.state in ON_ITS_WAY]
         shown = (ready or on_its_way or each)[0]
         message = shown.message
-        if ready and len(ready) < len(present):
-            message = f"{len(ready)} of {len(present)} replicas are ready"
+        if ready and len(ready) < num_meant:
+            message = f"{len(ready)} of {num_meant} replicas are ready"
         elif not ready and (drained := [n for n in sorted(self._drained) if self._replicas[n].healthy]):
             number = drained[0]
             message += f"; replica {number} is drained: `loraplex fleet drain {number} --undo` brings it back"
@@ -247,7 +252,6 @@ class Members:
 
     def statuses(self, num_in_flight: Callable[[int], int]) -> list[ReplicaStatus]:
         """Return how each stands that has not left for good."""
-        present = self._replaced.union(self.lost, self.present)
         return [
             ReplicaStatus(
                 number=number,
@@ -261,7 +265,7 @@ class Members:
                 num_refused=len(self._replicas[number].refused),
                 drained=number in self._drained | self._leaving,
             )
-            for number in sorted(present)
+            for number in sorted(self._replaced.union(self.meant))
         ]
 
     def state(self, number: int) -> EngineState:

@@ -51,9 +51,11 @@ class Revival:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of those that are being tried
 
     def forget(self) -> None:
-        """Plan nothing: somebody has just said which replicas there are to be."""
+        """Plan nothing: somebody has just said which replicas there are to be. Those that did not start, and
+        are not closed, are still shown with the reason."""
         self._tries.clear()
-        self._members.lost.clear()
+        for number in self._members.lost.keys() - set(self._members.present):
+            del self._members.lost[number]
 
     def plan(self, number: int, reason: str) -> None:
         """Start a replica anew after the first pause, or when it is planned already: it has left to be

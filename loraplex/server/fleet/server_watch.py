@@ -5,7 +5,7 @@ NEW ──start()──▶ STARTING ──▶ READY ◀────────�
                     ▼           ▼ or not well  │ all adapters
                   FAILED     UNREACHABLE ──────┘      close() leads to CLOSED from everywhere
 
-One that is READY, but drops requests, is shown as UNREACHABLE as well (`dropped_requests`).
+One that is READY, but drops requests or completes none, is shown as UNREACHABLE as well (`dropped_requests`).
 
 Who started the server brings it back: it is asked for as long as it takes, so it never fails later on.
 """
@@ -27,6 +27,7 @@ from loraplex.server.fleet.backend_errors import error_detail
 from loraplex.server.fleet.backend_http import BackendError, BackendHttp, UnreachableError
 from loraplex.server.fleet.backend_identity import (
     Backend,
+    BackendFullError,
     ExpectedBase,
     check_completes,
     check_usable,
@@ -170,17 +171,24 @@ class ServerWatch:
         requests: the watch over it looks after that."""
         if not self.life.is_ready:
             return
-        if self.drops.dropped(era, self._drops_in_words(error), is_cut=is_cut):
+        if self.drops.dropped(era, self._aside_in_words("drops requests", error), is_cut=is_cut):
             logger.error("%s; it is sent none until it completes a prompt", self.drops.reason)
 
-    def _drops_in_words(self, error: Exception) -> str:
+    def _aside_in_words(self, what: str, error: Exception) -> str:
         problem = str(error).partition("; ")[0]  # without its advice, which is another
-        return f"the server at {self.url} says that it is well, but drops requests ({problem}); see its log"
+        return f"the server at {self.url} says that it is well, but {what} ({problem}); see its log"
 
     async def _check_completes(self) -> None:
+        """BackendError, in words for the status, unless the server completes a prompt, or has too many
+        others to take it, which is no fault."""
         assert self.backend is not None
         timeout_s = min(self._options.call_timeout_s, _LOOK_TIMEOUT_S)
-        await check_completes(self._http, self.backend, timeout_s=timeout_s)
+        try:
+            await check_completes(self._http, self.backend, timeout_s=timeout_s)
+        except BackendFullError:
+            pass
+        except BackendError as error:
+            raise BackendError(self._aside_in_words("completes no prompt", error)) from error
 
     def suspect(self) -> None:
         """A request has stalled: find out whether the server completes any."""
@@ -189,12 +197,13 @@ class ServerWatch:
 
     async def _set_aside_if_stuck(self) -> None:
         """Send a server no requests on which one has stalled, if it does not complete a prompt either: they
-        would stall as well, each for a minute."""
+        would stall as well, each for a minute. One that computes others meanwhile is only slow."""
+        progress_s = self.stalls.progress_s
         try:
             await self._check_completes()
         except BackendError as error:
-            if self.healthy:
-                self.drops.failed_again(self._drops_in_words(error))
+            if self.healthy and self.stalls.progress_s == progress_s:
+                self.drops.set_aside(str(error), is_cut=False)
                 logger.error("%s; it is sent none until it completes a prompt", self.drops.reason)
 
     async def _try_again(self) -> None:
@@ -202,10 +211,10 @@ class ServerWatch:
         try:
             await self._check_completes()
         except BackendError as error:
-            self.drops.failed_again(self._drops_in_words(error))
+            self.drops.failed_again(str(error))
             return
         self.drops.try_again()
-        logger.info("the server at %s completes prompts, and is sent requests again", self.url)
+        logger.info("the server at %s answers again, and is sent requests", self.url)
 
     async def _watch(self) -> None:
         """Look after the server until the replica is closed."""
@@ -344,9 +353,9 @@ class ServerWatch:
         if self.life.state is EngineState.READY:
             logger.error("%s; looking for it until it is back", reason)
             self.life.set(EngineState.UNREACHABLE, reason)
-            for task in (self._retry, self._mending):
+            for task in (self._retry, self._mending, self._probe):
                 if task is not None:
-                    task.cancel()  # what else it would load waits until the server is back
+                    task.cancel()  # what it would load, or find out, waits until the server is back
             self._adapters.give_up(reason)
             self._stats, self._stats_taken_s = EngineStats(), float("-inf")
             self.liveness.give_up(EngineDeadError(f"{reason}; send the request again"))

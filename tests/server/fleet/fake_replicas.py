@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from fake_core import tokens_of
 
@@ -35,6 +35,7 @@ class FakeReplica:
         self.can_stage = True
         self.refused: dict[str, str] = {}
         self.stalled: list[str] = []
+        self.computes = True
         self.pause = asyncio.Event()
         self.pause.set()
         self.streams: dict[str, Exception | None] = {}
@@ -108,6 +109,10 @@ class FakeReplica:
         for each in self.streams:
             if request_id in (None, each):
                 self.streams[each] = RequestMovedError("handed over")
+
+    def hand_over_stalled(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.hand_over(request_id)
 
     async def add_adapter(self, spec: AdapterSpec) -> None:
         self.known.add(spec.version)

@@ -55,9 +55,9 @@ def test_nothing_is_said_before_a_refusal(change: tuple[str, str], monkeypatch: 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("restart", "1", "--move"), "replica 1 hands over its requests, and is replaced by a new one"),
-        (("scale", "1"), "scaling to 1 replica; a replica that leaves finishes its requests first"),
-        (("scale", "3", "--move"), "scaling to 3 replicas; a replica that leaves hands over its requests"),
+        (("restart", "1", "--move"), "waiting for the server to restart replica 1"),
+        (("scale", "1"), "waiting for the server to scale to 1 replica"),
+        (("scale", "3", "--move"), "waiting for the server to scale to 3 replicas"),
     ],
 )
 def test_a_change_that_is_under_way_may_take_a_while(

@@ -11,6 +11,7 @@ from fake_replicas import FakeReplica
 from loraplex.core.errors import EngineDeadError, InvalidRequestError
 from loraplex.core.stats import AdapterStats, EngineStats
 from loraplex.server.engine_status import EngineState, Fleet, serving_in_words
+from loraplex.server.fleet.fleet_adapters import FleetAdapters
 from loraplex.server.fleet.fleet_stats import sum_of
 from loraplex.server.fleet.members import Members
 
@@ -56,6 +57,17 @@ def test_a_replica_that_has_left_is_shown_no_more_and_one_that_is_replaced_resta
         shown = members.statuses(lambda number: 0)[1]
     assert (shown.number, shown.status.state) == (1, RESTARTING)
     assert shown.status.message == "it is being replaced by a new one"
+
+
+def test_a_server_that_could_not_join_is_counted_and_told_of_adapters_later() -> None:
+    members = Members([FakeReplica(), FakeReplica()], are_servers=True)
+    for number, state in enumerate((READY, EngineState.CLOSED)):
+        cast("FakeReplica", members[number]).state = state
+    adapters = FleetAdapters(members)
+    assert (members.status.message, len(adapters.states("v"))) == ("", 1)  # it has left
+    members.lost[1] = "another base model"
+    assert members.status.message == "1 of 2 replicas are ready"
+    assert adapters.states("v")[1] == "replica 1: unreachable, reads it when it is back"
 
 
 def test_a_replica_that_is_replaced_counts_as_restarted() -> None:

@@ -205,8 +205,8 @@ def test_servers_are_looked_at_side_by_side_and_outside_of_the_queue_of_changes(
             asked, joined = fleet._changes.revival.look()
             await joined  # though the first is still being asked
             assert [each.status.state for each in fleet.replicas] == [READY, EngineState.UNREACHABLE, READY]
-            await fleet.scale(3)
             assert fleet._changes.revival.look() == []  # nobody is asked twice at a time
+            await fleet.scale(3)
             silent.set()
             await asked
             assert [each.status.state for each in fleet.replicas] == [READY, EngineState.UNREACHABLE, READY]
@@ -264,7 +264,9 @@ def test_a_fleet_does_not_wait_for_servers_that_stay_silent() -> None:
         try:
             states = [each.status.state for each in fleet.replicas]
             assert states == [EngineState.UNREACHABLE, READY, EngineState.UNREACHABLE]
-            asked = "the server is being asked what it serves, and has not answered for 0.01 s"
+            asked = "the server is being asked what it serves, and has not answered for 0.01 s; see its log"
+            assert fleet.replicas[0].status.message.startswith(asked)
+            await fleet.scale(3)
             assert fleet.replicas[0].status.message.startswith(asked)
             request = request_of("r", adapter="v", max_tokens=3)
             outputs = [token async for each in fleet.generate(request) for token in each.token_ids]

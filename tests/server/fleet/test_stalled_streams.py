@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_fleets import costs
-from replicas import BASE, TINY, answer, request_for, run, until
+from replicas import BASE, TINY, answer, request_for, run, spec_in, until
 from vllm_dialect import Behaviour, VllmDialect, tokens_of
 
 from loraplex.core.clock import ManualClock
-from loraplex.core.errors import RequestMovedError
+from loraplex.core.errors import EngineDeadError, RequestMovedError
 from loraplex.core.stats import EngineStats
 from loraplex.fleet.policy import Policy
 from loraplex.server.continuing import Continued
@@ -25,6 +27,7 @@ from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.fleet.stalled_streams import StalledStreams, StreamWait
 
 LONG_S = 62.0  # longer than a short prompt may take
+SLOW_S = 602.0  # longer than a request that was preempted may wait
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,8 @@ def test_a_stream_stalls_when_it_is_silent_for_longer_than_a_prompt_takes(
 
 
 @pytest.mark.parametrize("by_metrics", [False, True])
-def test_a_server_that_computes_anything_may_let_a_first_token_wait_but_no_other(by_metrics: bool) -> None:
+def test_a_server_that_computes_anything_may_let_others_wait(by_metrics: bool) -> None:
+    """Those that have no token yet for ever, and those that were preempted for ten minutes."""
     clock = ManualClock()
     stalls = StalledStreams(clock, 60.0)
     waits = {
@@ -57,18 +61,32 @@ def test_a_server_that_computes_anything_may_let_a_first_token_wait_but_no_other
         "begun": StreamWait(100, has_tokens=True, waits_since_s=0.0),
     }
     stalls.saw(EngineStats(num_kv_blocks_used=3))
-    clock.advance(40.0)
-    if by_metrics:
-        stalls.saw(EngineStats(num_kv_blocks_used=4))
-    else:
-        stalls.progressed()
-    clock.advance(40.0)
-    stalls.saw(EngineStats(num_kv_blocks_used=4, num_waiting=7))
-    if not by_metrics:
-        stalls.progressed()
+
+    def compute_until(now_s: float) -> None:
+        while clock.now_s() < now_s:
+            clock.advance(40.0)
+            if by_metrics:
+                stalls.saw(EngineStats(num_kv_blocks_used=int(clock.now_s())))
+            else:
+                stalls.progressed()
+
+    compute_until(600.0)
+    assert (stalls.among(waits), stalls.computes(waits)) == ([], True)
+    compute_until(640.0)
     assert stalls.among(waits) == ["begun"]
-    clock.advance(62.0)
-    assert stalls.among(waits) == ["queued", "begun"]
+    clock.advance(60.5)
+    assert (stalls.among(waits), stalls.computes(waits)) == (["begun"], True)
+    clock.advance(1.0)
+    assert (stalls.among(waits), stalls.computes(waits)) == (["queued", "begun"], False)
+
+
+def test_requests_that_wait_and_the_first_figures_do_not_show_that_a_server_computes() -> None:
+    clock = ManualClock()
+    stalls = StalledStreams(clock, 60.0)
+    clock.advance(LONG_S)
+    stalls.saw(EngineStats(num_kv_blocks_used=4))
+    stalls.saw(EngineStats(num_kv_blocks_used=4, num_waiting=7))
+    assert not stalls.computes({})
 
 
 @asynccontextmanager
@@ -86,6 +104,25 @@ async def fleet_of(clock: ManualClock, *servers: VllmDialect) -> AsyncIterator[F
         yield fleet
     finally:
         await fleet.close()
+
+
+@asynccontextmanager
+async def replica_at(clock: ManualClock, server: VllmDialect) -> AsyncIterator[HttpReplica]:
+    replica = HttpReplica(BackendAddress(url=server.url), TINY, clock=clock)
+    await replica.start()
+    try:
+        yield replica
+    finally:
+        await replica.close()
+
+
+def streamed(server: VllmDialect) -> list[dict[str, Any]]:
+    """Return the completions that were asked for by requests, not by the watch."""
+    return [body for body in server.bodies("completions") if body.get("stream")]
+
+
+async def until_sent(server: VllmDialect) -> None:
+    await until(lambda: bool(streamed(server)))
 
 
 async def until_waiting(fleet: FleetEngine, number: int, *, num_tokens: int) -> None:
@@ -118,8 +155,7 @@ def test_a_stream_that_stalls_goes_on_elsewhere(has_begun: bool) -> None:
                 await until_waiting(fleet, 0, num_tokens=3)
             else:
                 await until(lambda: len(first.bodies("completions")) == 2)
-            fleet._requests.move_stalled()
-            assert fleet.continued[Continued.MOVED] == 0
+            assert not fleet._members[0].stalled
             clock.advance(LONG_S)
             assert fleet._members[0].stalled
             for _ in range(2):  # also if it has not ended there when it is looked at again
@@ -189,7 +225,9 @@ def test_a_server_on_which_streams_stall_is_sent_no_others_until_it_completes_a_
             fleet._requests.move_stalled()
             await answering
             await until(lambda: not fleet._members[0].healthy)
-            assert "EngineCore is stuck" in fleet.replicas[0].status.message
+            message = fleet.replicas[0].status.message
+            assert "says that it is well, but completes no prompt" in message
+            assert "EngineCore is stuck" in message
             does.failure = does.pause_after = None
 
             def is_back() -> bool:
@@ -209,5 +247,182 @@ def test_a_request_whose_wait_has_just_ended_is_not_given_up_as_well() -> None:
                 await asyncio.Event().wait()
         call.give_up(RequestMovedError("the fleet takes it away"))
         assert call.moved is None
+
+    run(scenario())
+
+
+def test_a_request_that_no_server_has_begun_to_answer_is_not_given_up_by_the_moves() -> None:
+    """Two of them take longer than a request waits for a server that takes it."""
+
+    async def scenario() -> None:
+        clock = ManualClock()
+        async with (
+            VllmDialect(Behaviour(answer_gate=asyncio.Event())) as first,
+            VllmDialect(Behaviour(answer_gate=asyncio.Event())) as second,
+            VllmDialect() as third,
+            fleet_of(clock, first, second, third) as fleet,
+        ):
+            answering = asyncio.create_task(answer(fleet, request_for([5, 6], max_tokens=8)))
+            for server in (first, second):
+                await until_sent(server)
+                clock.advance(100.0)
+                fleet._requests.move_stalled()
+            assert list((await answering).token_ids) == tokens_of(BASE, [5, 6], 8)
+
+    run(scenario())
+
+
+def test_a_request_that_hangs_servers_is_not_sent_to_all_of_them() -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        async with AsyncExitStack() as stack:
+            stuck = [VllmDialect(Behaviour(pause_after=0)) for _ in range(3)]
+            servers = [await stack.enter_async_context(each) for each in (*stuck, VllmDialect())]
+            fleet = await stack.enter_async_context(fleet_of(clock, *servers))
+            answering = asyncio.create_task(answer(fleet, request_for([5, 6], max_tokens=8)))
+            for number in range(3):
+                await until_waiting(fleet, number, num_tokens=0)
+                clock.advance(LONG_S)
+                fleet._requests.move_stalled()
+            with pytest.raises(EngineDeadError, match="3 replicas died or fell silent one after the other"):
+                await answering
+            assert [len(streamed(server)) for server in servers] == [1, 1, 1, 0]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_seeded_stream_goes_on_by_new_draws_only_if_its_server_computes_nothing(computes: bool) -> None:
+    async def scenario() -> None:
+        clock, does = ManualClock(), Behaviour(pause_after=3)
+        async with (
+            VllmDialect(does) as first,
+            VllmDialect() as second,
+            fleet_of(clock, first, second) as fleet,
+        ):
+            request = request_for([5, 6], max_tokens=8, temperature=1.0, seed=7)
+            answering = asyncio.create_task(answer(fleet, request))
+            await until_waiting(fleet, 0, num_tokens=3)
+            clock.advance(SLOW_S)
+            if computes:
+                replica = fleet._members[0]
+                assert isinstance(replica, HttpReplica)
+                replica._watch.stalls.progressed()
+            assert fleet._members[0].stalled
+            fleet._requests.move_stalled()
+            does.resume.set()
+            assert len((await answering).token_ids) == 8
+            assert len(streamed(second)) == (0 if computes else 1)
+
+    run(scenario())
+
+
+def test_a_stream_that_has_the_logprobs_of_its_prompt_goes_on_elsewhere() -> None:
+    async def scenario() -> None:
+        clock, does = ManualClock(), Behaviour(pause_after=3)
+        async with (
+            VllmDialect(does) as first,
+            VllmDialect() as second,
+            fleet_of(clock, first, second) as fleet,
+        ):
+            request = request_for([5, 6], max_tokens=8, prompt_logprobs=1)
+            answering = asyncio.create_task(answer(fleet, request))
+            await until_waiting(fleet, 0, num_tokens=3)
+            clock.advance(LONG_S)
+            fleet._requests.move_stalled()
+            does.resume.set()
+            assert len((await answering).token_ids) == 8
+            assert [body.get("echo") for body in streamed(second)] == [None]
+
+    run(scenario())
+
+
+FULL = (429, "TooManyRequests", "too many requests wait")
+STUCK = (500, "InternalServerError", "EngineCore is stuck")
+
+
+@pytest.mark.parametrize(
+    ("failure", "computes", "is_sent_requests"),
+    [(STUCK, False, False), (STUCK, True, True), (FULL, False, True)],
+)
+def test_a_server_that_is_only_slow_or_full_is_not_set_aside(
+    failure: tuple[int, str, str], computes: bool, is_sent_requests: bool
+) -> None:
+    """`computes`: it sends tokens of another stream while the probe waits."""
+
+    async def scenario() -> None:
+        clock, does = ManualClock(), Behaviour()
+        async with VllmDialect(does) as server, replica_at(clock, server) as replica:
+            replica._watch.drops.is_cut = True  # as it was when it was set aside before
+            gate = does.probe_gate = asyncio.Event()
+            replica.hand_over_stalled([])
+            await until(lambda: len(server.bodies("completions")) == 2)
+            clock.advance(1.0)
+            if computes:
+                await answer(replica, request_for([5, 6]))
+            does.failure = failure
+            gate.set()
+            assert replica._watch._probe is not None
+            await replica._watch._probe
+            assert replica.healthy == is_sent_requests
+            assert not replica.status.is_dropping
+
+    run(scenario())
+
+
+def test_a_server_that_is_lost_is_not_probed_any_more() -> None:
+    async def scenario() -> None:
+        does = Behaviour()
+        async with VllmDialect(does) as server, replica_at(ManualClock(), server) as replica:
+            does.probe_gate = asyncio.Event()
+            replica.hand_over_stalled([])
+            await until(lambda: len(server.bodies("completions")) == 2)
+            probe = replica._watch._probe
+            assert probe is not None
+            replica._watch.lose("it was stopped")
+            await asyncio.wait([probe])
+            assert probe.cancelled()
+
+    run(scenario())
+
+
+def test_a_client_that_reads_slowly_has_not_stalled() -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        async with (
+            VllmDialect(Behaviour(pause_after=3)) as server,
+            replica_at(clock, server) as replica,
+            aclosing(replica.generate(request_for([5, 6], max_tokens=8))) as outputs,
+        ):
+            num_tokens = 0
+            while num_tokens < 3:  # the first output says that it is queued
+                num_tokens += len((await anext(outputs)).token_ids)
+                clock.advance(SLOW_S)
+                assert replica.stalled == []
+            following = asyncio.ensure_future(anext(outputs))
+            (call,) = replica._calls._calls.values()
+            await until(lambda: call.waits_since_s is not None)
+            clock.advance(LONG_S)
+            assert len(replica.stalled) == 1  # now the client waits for the server
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    run(scenario())
+
+
+def test_a_request_whose_adapter_is_loaded_once_more_has_not_stalled(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        clock, does, spec = ManualClock(), Behaviour(), spec_in(tmp_path / "a")
+        async with VllmDialect(does) as server, replica_at(clock, server) as replica:
+            await replica.add_adapter(spec)
+            does.num_forgotten, does.load_gate = 1, asyncio.Event()
+            num_loads = len(server.bodies("load_lora_adapter"))
+            request = request_for([5, 6], adapter=spec.version)
+            answering = asyncio.create_task(answer(replica, request))
+            await until(lambda: len(server.bodies("load_lora_adapter")) > num_loads)
+            clock.advance(LONG_S)
+            assert replica.stalled == []
+            does.load_gate.set()
+            assert len((await answering).token_ids) == 8
 
     run(scenario())

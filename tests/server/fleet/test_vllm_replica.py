@@ -169,7 +169,7 @@ def test_a_token_that_the_base_model_does_not_have_cannot_be_read(token: int, pa
             VllmDialect(Behaviour(wrong_token=token)) as server,
             started(server.url, vocab_size=400) as replica,
         ):
-            said = f"cannot be read as a completion .token {token} is not in the base model's vocabulary"
+            said = f"token {token} is not in the base model's vocabulary.; start it with the same base model"
             with pytest.raises(EngineDeadError, match=said):
                 await answer(replica, request_for([5], **params))
             server.does.wrong_token = 399

@@ -54,6 +54,8 @@ class Behaviour:
     """Names of adapters that it fails to unload."""
     answer_gate: asyncio.Event | None = None
     """Streams wait for it before their answers begin."""
+    probe_gate: asyncio.Event | None = None
+    """Completions that are not streamed wait for it."""
     hang_ups: int = 0
     """So many streams are cut before their answers begin."""
     drops: bool = False
@@ -230,6 +232,8 @@ class VllmDialect:
         body = await request.json()
         self.calls.append((request.path, body))
         model = body["model"]
+        if self.does.probe_gate is not None and not body.get("stream"):
+            await self.does.probe_gate.wait()
         if self.does.drops:
             assert request.transport is not None
             request.transport.abort()
