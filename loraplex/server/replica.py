@@ -40,8 +40,8 @@ class Replica(SupervisedEngine, Protocol):
 
     @property
     def computes(self) -> bool:
-        """Whether it has shown lately that it computes any request. A request that has stalled all the same
-        was most likely preempted."""
+        """Tell whether it has shown lately that it computes any request. A request that has stalled all the
+        same was most likely preempted."""
         ...
 
     def continuation(self, request: EngineRequest) -> Continuation:

@@ -26,7 +26,7 @@ class SupervisedEngine(AsyncEngine, Protocol):
 
     @property
     def info(self) -> Ready | None:
-        """What the engine said of itself when it was last ready."""
+        """Return what the engine said of itself when it was last ready."""
         ...
 
     @property
