@@ -210,8 +210,8 @@ def _show(rows: list[dict[str, Any]], answer: dict[str, Any], *, as_json: bool) 
         if row.get("message") and row.get("state") == "ready":  # a sentence too long for a column
             refusals.append(f"replica {row['replica']}: {row['message']}")
             row["message"] = ""
-        if row.get("drained") and row.get("state") == "ready":
-            row["state"] = "drained"
+        if row.get("drained"):
+            row["state"] = "drained" if row.get("state") == "ready" else f"{row.get('state')}, drained"
     print_table(rows, _COLUMNS)
     for line in refusals:
         typer.echo(line)
@@ -221,8 +221,12 @@ def _show(rows: list[dict[str, Any]], answer: dict[str, Any], *, as_json: bool) 
 
 def explain(
     request: Annotated[
-        str, typer.Argument(help="Its `id` in the body of the answer, or enough of the beginning of it.")
-    ],
+        str | None,
+        typer.Argument(
+            help="Its `id` in the body of the answer, or enough of the beginning of it; default: the latest.",
+            show_default=False,
+        ),
+    ] = None,
     state_dir: Annotated[
         Path | None,
         typer.Option(help="The server's --state-dir, if it has one; demos that run are found without."),
@@ -270,9 +274,9 @@ def explain(
         typer.echo(f"times are guessed, right in their proportions at best: {why}")
 
 
-def _explained(request: str, state_dir: Path | None) -> tuple[Path, list[Explanation]]:
-    """Return the decisions about a request, and the state folder that has them: the one that is named, or the
-    usual one and those of demos that run. Raises UserError if there are none."""
+def _explained(request: str | None, state_dir: Path | None) -> tuple[Path, list[Explanation]]:
+    """Return the decisions about a request, or about the latest one, and the state folder that has them: the
+    one that is named, or the usual one and those of demos that run. Raises UserError if there are none."""
     from loraplex.server.fleet.decision_log import FOLDER, logged_decisions
     from loraplex.server.fleet.explain import explain as explained
     from loraplex.server.fleet.logged_names import demo_state_dirs
@@ -280,17 +284,18 @@ def _explained(request: str, state_dir: Path | None) -> tuple[Path, list[Explana
 
     folders = [default_state_dir(), *demo_state_dirs()] if state_dir is None else [state_dir]
     there = [folder for folder in folders if any((folder / FOLDER).glob("*.jsonl"))]
-    for folder in there:
-        if found := explained(request, logged_decisions(folder)):
-            return folder, found
+    decisions = [(folder, explained(request, logged_decisions(folder))) for folder in there]
+    if decided := [(folder, found) for folder, found in decisions if found]:
+        return max(decided, key=lambda each: each[1][-1].decision.at_unix_s)
     looked = ", ".join(str(folder / FOLDER) for folder in there or folders)
     if not there:
         raise UserError(
             f"there are no decisions in {looked}; give the --state-dir of a server with several replicas, "
             "such as one started with `loraplex fleet serve`"
         )
+    about = "any request" if request is None else repr(request)
     raise UserError(
-        f"no decision about {request!r} is in {looked}, which holds the latest ones, by the `id` in the body "
+        f"no decision about {about} is in {looked}, which holds the latest ones, by the `id` in the body "
         "of the answer; if another server has answered, give its --state-dir"
     )
 

@@ -110,7 +110,7 @@ class CompletionCalls:
                         call.waits_since_s = None
                         if output.token_ids:
                             call.has_tokens = True
-                            self._stalls.progressed()
+                            self._stalls.arrived()
                         finished = output.finish_reason is not None
                         yield output
             finally:

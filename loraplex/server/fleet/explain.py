@@ -58,19 +58,22 @@ class Explanation:
     is_elsewhere: bool
 
 
-def explain(request: str, logs: Iterable[Sequence[RoutingEvent]]) -> list[Explanation]:
+def explain(request: str | None, logs: Iterable[Sequence[RoutingEvent]]) -> list[Explanation]:
     """Return the decisions about a request, by its id or by that of the call it belongs to, of the latest log
     that has any; several if it was sent again, or if the call has several choices. The beginning of an id
-    will do if no other call's begins so.
+    will do if no other call's begins so. None means the call that was sent last.
 
     Nothing if no log has any. Raises UserError if several calls are meant.
     """
     for events in logs:
-        calls = {call_id_of(event.request_id) for event in events if isinstance(event, Sent)}
-        whole = [event for event in events if isinstance(event, Sent) and _belongs(event.request_id, request)]
-        if whole:
+        sent = [event.request_id for event in events if isinstance(event, Sent)]
+        if request is None:
+            if sent:
+                return list(_decisions(events, call_id_of(sent[-1])))
+            continue
+        if any(_belongs(each, request) for each in sent):
             return list(_decisions(events, request))
-        begins = {call for call in calls if request and call.startswith(request)}
+        begins = {call for call in map(call_id_of, sent) if request and call.startswith(request)}
         if len(begins) == 1:
             return list(_decisions(events, begins.pop()))
         if begins:

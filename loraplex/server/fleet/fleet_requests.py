@@ -164,7 +164,7 @@ class FleetRequests:
     def move_stalled(self) -> None:
         """Let requests go on elsewhere that have stalled, each once on every replica that can take it. With
         no such replica left they wait: the silence may end. While the replica computes others they wait as
-        well rather than go on by new draws."""
+        well rather than go on by new draws. Stagings end: who waits for one may do without the replica."""
         for number in self._members.present:
             replica = self._members[number]
             if not (stalled := replica.stalled):
@@ -173,7 +173,10 @@ class FleetRequests:
             handed_over = []
             for request_id in stalled:
                 found = self._in_flight.get(request_id_of(request_id))
-                if found is None or found.request.request_id != request_id:
+                if found is None:
+                    handed_over.append(request_id)
+                    continue
+                if found.request.request_id != request_id:
                     continue
                 course = found.course
                 if not self._others(found, wanted) - course.stalled_on:

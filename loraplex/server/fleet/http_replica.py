@@ -117,8 +117,11 @@ class HttpReplica:
     def hand_over_stalled(self, request_ids: Sequence[str]) -> None:
         """See Replica."""
         self._watch.suspect()
+        reason = (
+            f"the server at {self.url} says that it is well, but sent nothing of it for too long; see its log"
+        )
         for request_id in request_ids:
-            self._calls.give_up(request_id, EngineSilentError(f"{self.url} sent nothing of it for too long"))
+            self._calls.give_up(request_id, EngineSilentError(reason))
 
     async def start(
         self,

@@ -183,12 +183,15 @@ class ServerWatch:
         others to take it, which is no fault."""
         assert self.backend is not None
         timeout_s = min(self._options.call_timeout_s, _LOOK_TIMEOUT_S)
+        self._in_flight.begin(None)
         try:
             await check_completes(self._http, self.backend, timeout_s=timeout_s)
         except BackendFullError:
             pass
         except BackendError as error:
             raise BackendError(self._aside_in_words("completes no prompt", error)) from error
+        finally:
+            self._in_flight.end(None)
 
     def suspect(self) -> None:
         """A request has stalled: find out whether the server completes any."""
@@ -197,12 +200,12 @@ class ServerWatch:
 
     async def _set_aside_if_stuck(self) -> None:
         """Send a server no requests on which one has stalled, if it does not complete a prompt either: they
-        would stall as well, each for a minute. One that computes others meanwhile is only slow."""
-        progress_s = self.stalls.progress_s
+        would stall as well, each for a minute. One whose tokens come meanwhile is only slow."""
+        arrived_s = self.stalls.arrived_s
         try:
             await self._check_completes()
         except BackendError as error:
-            if self.healthy and self.stalls.progress_s == progress_s:
+            if self.healthy and self.stalls.arrived_s == arrived_s:
                 self.drops.set_aside(str(error), is_cut=False)
                 logger.error("%s; it is sent none until it completes a prompt", self.drops.reason)
 
@@ -383,5 +386,5 @@ class ServerWatch:
         if era == self.liveness.era:
             if stats is not None:
                 self._stats = stats
-                self.stalls.saw(stats)
+                self.stalls.saw(stats, num_ours=self._in_flight.num)
             self._stats_taken_s = self._clock.now_s()

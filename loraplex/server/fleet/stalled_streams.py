@@ -1,14 +1,16 @@
 """Streams that stall on a server which says that it is well.
 
-A server may answer `/health` while the engine behind it hangs. From outside that looks like a long prompt, a
-long queue, or a request that was preempted, so a stream may be silent for a while. The server computes if it
-has shown so lately, within `silence_s` and the time that the longest request in flight may take to be read:
-by a token of any stream, or a change in its metrics.
+A server may answer `/health` while the engine behind it hangs, or while its answers are held up on their way.
+From outside that looks like a long prompt, a long queue, or a request that was preempted, so a stream may be
+silent for a while. The server computes if it has shown so lately, within `silence_s` and the time that the
+longest request in flight may take to be read: by a token of any stream, or by a change in its metrics while
+it has more requests than were sent from here. Where it has no others, it computes ours, and their tokens
+would be here.
 
-    the stream waits for    on a server that computes            on another one
-    its first token         without a limit: it is queued        as long as a server may show nothing
-    any other               ten times `silence_s`, and the       the same
-                            longest request
+    the stream waits for    on a server that computes                          on another one
+    its first token         ten times `silence_s`, and the longest request,    `silence_s` and the
+                            since any stream had a token: it is queued         longest request
+    any other               the same, since its own last token                 the same
 
 What is then done about it is for the fleet to decide, which knows whether another replica can go on.
 """
@@ -24,9 +26,9 @@ from loraplex.core.stats import EngineStats
 
 _PREFILL_TOKENS_PER_S: Final = 100.0
 """What a slow server reads of a prompt: one on a CPU, with others to serve."""
-_PREEMPTED: Final = 10.0
-"""So much longer a stream that has tokens may be silent while the server computes others: it was preempted,
-and would be read once more elsewhere, where there may be no more room."""
+_BEHIND_OTHERS: Final = 10.0
+"""So much longer a stream may be silent while the server computes others: it is queued or was preempted, and
+would be read once more elsewhere, where there may be no more room."""
 
 
 @dataclass(slots=True)
@@ -41,22 +43,22 @@ class StreamWait:
 
 
 class StalledStreams:
-    """Decides which requests on one server have stalled. `progress_s`: when it showed last that it
-    computes."""
+    """Decides which requests on one server have stalled. `arrived_s`: when a token last came from it."""
 
     def __init__(self, clock: Clock, silence_s: float) -> None:
         self._clock = clock
         self._silence_s = silence_s
-        self.progress_s = clock.now_s()
+        self.arrived_s = self._computed_s = clock.now_s()
         self._figures: tuple[int, ...] | None = None
 
-    def progressed(self) -> None:
-        """Record a sign that the server computes."""
-        self.progress_s = self._clock.now_s()
+    def arrived(self) -> None:
+        """Record that a token came from the server."""
+        self.arrived_s = self._computed_s = self._clock.now_s()
 
-    def saw(self, stats: EngineStats) -> None:
-        """Take over what the server's metrics say. Requests that wait do not count: clients send them. Nor
-        does what they say first, as nothing is known to have changed."""
+    def saw(self, stats: EngineStats, *, num_ours: int) -> None:
+        """Take over what the server's metrics say, who has `num_ours` requests from here. Requests that wait
+        do not show that it computes: clients send them. Nor does what it says first, as nothing is known to
+        have changed."""
         figures = (
             stats.num_steps,
             stats.num_running,
@@ -64,23 +66,26 @@ class StalledStreams:
             stats.prefix_cache_queries,
             stats.num_preemptions,
         )
-        if self._figures not in (None, figures):
-            self.progressed()
+        has_others = stats.num_running + stats.num_waiting > num_ours
+        if self._figures not in (None, figures) and has_others:
+            self._computed_s = self._clock.now_s()
         self._figures = figures
 
     def computes(self, waits: Mapping[str, StreamWait]) -> bool:
         """Tell whether the server has shown lately that it computes; `waits`: the requests on it."""
-        return self._clock.now_s() - self.progress_s <= self._silence_s + _longest_s(waits)
+        return self._clock.now_s() - self._computed_s <= self._silence_s + _longest_s(waits)
 
     def among(self, waits: Mapping[str, StreamWait]) -> list[str]:
         """Return the ids of those requests that have stalled."""
         computes, now_s = self.computes(waits), self._clock.now_s()
-        limit_s = self._silence_s * (_PREEMPTED if computes else 1.0) + _longest_s(waits)
+        limit_s = self._silence_s * (_BEHIND_OTHERS if computes else 1.0) + _longest_s(waits)
 
         def is_stalled(wait: StreamWait) -> bool:
-            if wait.waits_since_s is None or (computes and not wait.has_tokens):
+            if (since_s := wait.waits_since_s) is None:
                 return False
-            return now_s - wait.waits_since_s > limit_s
+            if computes and not wait.has_tokens:
+                since_s = max(since_s, self.arrived_s)
+            return now_s - since_s > limit_s
 
         return [request_id for request_id, wait in waits.items() if is_stalled(wait)]
 

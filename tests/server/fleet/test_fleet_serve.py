@@ -225,6 +225,8 @@ def test_a_request_is_explained_by_its_id(fleet: str, state: Path) -> None:
     assert decision["again"] == decision["replica"]
     assert decision["replicas"][decision["replica"]]["verdict"] == "chosen"
     assert sum(row["placed"] or 0 for row in decision["replicas"]) == pytest.approx(1), "shares of a plan"
+    latest = run_command("fleet", "explain", "--state-dir", str(state), "--json")
+    assert json.loads(latest.stdout) == [decision]
 
 
 def test_decisions_of_a_demo_are_found(

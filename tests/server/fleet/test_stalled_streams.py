@@ -53,29 +53,30 @@ def test_a_stream_stalls_when_it_is_silent_for_longer_than_a_prompt_takes(
 
 @pytest.mark.parametrize("by_metrics", [False, True])
 def test_a_server_that_computes_anything_may_let_others_wait(by_metrics: bool) -> None:
-    """Those that have no token yet for ever, and those that were preempted for ten minutes."""
+    """Those that were preempted for ten minutes, and those that are queued for ten without any token."""
     clock = ManualClock()
     stalls = StalledStreams(clock, 60.0)
     waits = {
         "queued": StreamWait(100, waits_since_s=0.0),
         "begun": StreamWait(100, has_tokens=True, waits_since_s=0.0),
     }
-    stalls.saw(EngineStats(num_kv_blocks_used=3))
+    stalls.saw(EngineStats(num_kv_blocks_used=3, num_running=3), num_ours=2)
 
     def compute_until(now_s: float) -> None:
         while clock.now_s() < now_s:
             clock.advance(40.0)
             if by_metrics:
-                stalls.saw(EngineStats(num_kv_blocks_used=int(clock.now_s())))
+                stalls.saw(EngineStats(num_kv_blocks_used=int(clock.now_s()), num_running=3), num_ours=2)
             else:
-                stalls.progressed()
+                stalls.arrived()
 
     compute_until(600.0)
     assert (stalls.among(waits), stalls.computes(waits)) == ([], True)
     compute_until(640.0)
-    assert stalls.among(waits) == ["begun"]
+    stalled = ["queued", "begun"] if by_metrics else ["begun"]
+    assert stalls.among(waits) == stalled
     clock.advance(60.5)
-    assert (stalls.among(waits), stalls.computes(waits)) == (["begun"], True)
+    assert (stalls.among(waits), stalls.computes(waits)) == (stalled, True)
     clock.advance(1.0)
     assert (stalls.among(waits), stalls.computes(waits)) == (["queued", "begun"], False)
 
@@ -84,9 +85,21 @@ def test_requests_that_wait_and_the_first_figures_do_not_show_that_a_server_comp
     clock = ManualClock()
     stalls = StalledStreams(clock, 60.0)
     clock.advance(LONG_S)
-    stalls.saw(EngineStats(num_kv_blocks_used=4))
-    stalls.saw(EngineStats(num_kv_blocks_used=4, num_waiting=7))
+    stalls.saw(EngineStats(num_kv_blocks_used=4), num_ours=0)
+    stalls.saw(EngineStats(num_kv_blocks_used=4, num_waiting=7), num_ours=0)
     assert not stalls.computes({})
+
+
+def test_metrics_that_only_our_own_requests_move_do_not_show_that_a_server_computes() -> None:
+    """What it computes for us would be here: something holds up its answers."""
+    clock = ManualClock()
+    stalls = StalledStreams(clock, 60.0)
+    clock.advance(LONG_S)
+    stalls.saw(EngineStats(num_steps=1, num_running=1, num_waiting=1), num_ours=2)
+    stalls.saw(EngineStats(num_steps=2, num_running=1, num_waiting=1), num_ours=2)
+    assert not stalls.computes({})
+    stalls.saw(EngineStats(num_steps=3, num_running=1, num_waiting=2), num_ours=2)
+    assert stalls.computes({})
 
 
 @asynccontextmanager
@@ -239,6 +252,70 @@ def test_a_server_on_which_streams_stall_is_sent_no_others_until_it_completes_a_
     run(scenario())
 
 
+def test_a_server_whose_answers_are_held_up_is_set_aside_though_its_metrics_move() -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        does = Behaviour(pause_after=3)
+        async with (
+            VllmDialect(does) as first,
+            VllmDialect() as second,
+            fleet_of(clock, first, second) as fleet,
+        ):
+            replica = fleet._members[0]
+            assert isinstance(replica, HttpReplica)
+            answering = asyncio.create_task(answer(fleet, request_for([5, 6], max_tokens=8)))
+            await until_waiting(fleet, 0, num_tokens=3)
+            does.probe_gate = asyncio.Event()
+            clock.advance(LONG_S)
+            fleet._requests.move_stalled()
+            await answering
+            await until(lambda: not first.bodies("completions")[-1].get("stream"))
+            for num_steps in range(2):
+                replica._watch.stalls.saw(EngineStats(num_steps=num_steps, num_running=9), num_ours=1)
+            does.failure = (500, "InternalServerError", "EngineCore is stuck")
+            does.probe_gate.set()
+            await until(lambda: not replica.healthy)
+
+    run(scenario())
+
+
+def test_a_version_is_staged_without_a_server_on_which_that_stalls(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        clock, spec = ManualClock(), spec_in(tmp_path)
+        async with (
+            VllmDialect(Behaviour(answer_gate=asyncio.Event())) as first,
+            VllmDialect() as second,
+            fleet_of(clock, first, second) as fleet,
+        ):
+            await fleet.add_adapter(spec)
+            staging = asyncio.create_task(fleet.stage_adapter(spec.version))
+            await until_sent(first)
+            clock.advance(LONG_S)
+            fleet._requests.move_stalled()
+            await staging
+            assert fleet.holders(spec.version) == [1]
+
+    run(scenario())
+
+
+def test_a_staging_that_stalls_everywhere_names_the_server(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        clock, spec = ManualClock(), spec_in(tmp_path)
+        async with (
+            VllmDialect(Behaviour(answer_gate=asyncio.Event())) as only,
+            fleet_of(clock, only) as fleet,
+        ):
+            await fleet.add_adapter(spec)
+            staging = asyncio.create_task(fleet.stage_adapter(spec.version))
+            await until_sent(only)
+            clock.advance(LONG_S)
+            fleet._requests.move_stalled()
+            with pytest.raises(EngineDeadError, match=f"{only.url} says that it is well, but sent nothing"):
+                await staging
+
+    run(scenario())
+
+
 def test_a_request_whose_wait_has_just_ended_is_not_given_up_as_well() -> None:
     async def scenario() -> None:
         call = _Call(5)
@@ -307,7 +384,7 @@ def test_a_seeded_stream_goes_on_by_new_draws_only_if_its_server_computes_nothin
             if computes:
                 replica = fleet._members[0]
                 assert isinstance(replica, HttpReplica)
-                replica._watch.stalls.progressed()
+                replica._watch.stalls.arrived()
             assert fleet._members[0].stalled
             fleet._requests.move_stalled()
             does.resume.set()
