@@ -104,6 +104,7 @@ SPEAKS_FOR: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "prompt_attention": ("loraplex/kernels",),
         "*": _TIMED_ENGINE,
     },
+    "step_profile.json": {"*": _TIMED_ENGINE},
     "gpu_cold.json": {"*": (*_TIMED_ENGINE, "loraplex/bench/cold_scenarios.py")},
     "assist.json": {"*": ("loraplex/engine/assist", "loraplex/kernels/cpu")},
     "cpu_kernels.json": {"*": ("loraplex/kernels/cpu", "loraplex/model")},

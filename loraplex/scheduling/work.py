@@ -10,6 +10,9 @@ PREFILL_SHARE = 0.25
 """Of every step, kept for prompts however much decoding there is, so that new requests are not starved."""
 _PART_TOKENS: Final = 64
 """Parts of a prompt are multiples of this, as the tiles of kernels are."""
+_CONTEXT_ALLOWANCE: Final = 1.25
+"""So much more than its budget a part of a prompt may cost for the sake of its context: steps with fewer rows
+compute less per second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +41,16 @@ class StepWork:
         return max(1, int(solution + 1e-9))
 
     def chunk(self, num_tokens: int, start: int, budget: float) -> int:
-        """Return how many of so many tokens from `start` on to compute next: all that are within the budget,
-        or one of as few equal parts as fit. A step for the few that a full one leaves costs far more than
-        their share."""
-        most = self.tokens_within(budget, start)
-        if num_tokens <= most or most == 0:
-            return min(num_tokens, most)
+        """Return how many of so many tokens from `start` on to compute next: all of them, or one of as few
+        equal parts as fit. A step for the few that a full one leaves costs far more than their share. Their
+        number is within the budget; what their context costs on top of it may be a little beyond it."""
+        allowed = budget * _CONTEXT_ALLOWANCE
+        most = min(self.tokens_within(allowed, start), int(budget))
+        if num_tokens <= most or most <= 0:
+            return min(num_tokens, max(most, 0))
         cost = self.cost(start, num_tokens)
-        part = self.tokens_within(max(cost / ceil(cost / budget), 1), start)
+        num_parts = max(ceil(cost / allowed), ceil(num_tokens / int(budget)))
+        part = self.tokens_within(max(cost / num_parts, 1), start)
         return min(-(-part // _PART_TOKENS) * _PART_TOKENS, most)
 
     def prefill_budget(self, decode_cost: float) -> float:

@@ -109,7 +109,7 @@ def test_chunks_shrink_as_the_context_before_them_grows() -> None:
     bench = Bench(max_step_tokens=12, position_cost=0.1)
     bench.add("a", 40)
     chunks = [len(bench.step()[0].chunks[0].token_ids) for _ in range(6)]
-    assert chunks == [8, 5, 4, 4, 3, 3]
+    assert chunks == [10, 6, 5, 4, 4, 3]
 
 
 def test_every_decode_runs_and_prompts_still_move_on_when_the_step_is_full() -> None:

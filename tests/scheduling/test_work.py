@@ -33,11 +33,11 @@ def test_a_prompt_is_cut_into_as_few_parts_as_fit_and_none_is_a_rest(
     start, parts = 0, []
     while start < num_tokens:
         parts.append(work.chunk(num_tokens - start, start, max_tokens))
-        assert 1 <= parts[-1] <= work.tokens_within(max_tokens, start)
+        assert 1 <= parts[-1] <= min(max_tokens, work.tokens_within(1.25 * max_tokens, start))
         start += parts[-1]
     fewest, filled = 0, 0
     while filled < num_tokens:
-        filled += work.tokens_within(max_tokens, filled)
+        filled += min(max_tokens, work.tokens_within(1.25 * max_tokens, filled))
         fewest += 1
     assert len(parts) <= fewest + 1
     costs = [work.cost(sum(parts[:index]), part) for index, part in enumerate(parts)]
@@ -52,8 +52,19 @@ def test_the_cost_of_a_prompt_is_that_of_its_chunks() -> None:
 
 def test_a_prompt_a_little_beyond_a_step_takes_two_halves() -> None:
     work = StepWork(max_tokens=2048, position_cost=4e-5)
-    assert work.chunk(2048, 0, 2048) == 1088
-    assert work.chunk(960, 1088, 2048) == 960
+    assert work.chunk(2112, 0, 2048) == 1088
+    assert work.chunk(1024, 1088, 2048) == 1024
+
+
+def test_context_does_not_cut_a_prompt_whose_tokens_fit() -> None:
+    work = StepWork(max_tokens=2048, position_cost=4e-5)
+    assert work.cost(0, 2048) > 2048
+    assert work.chunk(2048, 0, 2048) == 2048
+    assert work.chunk(8000, 0, 2048) == 2048
+    assert work.chunk(1856, 6144, 2048) == 1856
+    far = work.chunk(2048, 100_000, 2048)
+    assert far < 2048, "what is far behind costs several times as much"
+    assert work.cost(100_000, far) <= 1.25 * 2048
 
 
 def test_a_budget_below_one_token_holds_none() -> None:
