@@ -55,5 +55,6 @@ class Replica(SupervisedEngine, Protocol):
 
     def hand_over_stalled(self, request_ids: Sequence[str]) -> None:
         """Give up requests that have stalled: they raise EngineSilentError, as a request may be
-        what the replica hangs on. It is sent no others if it turns out to complete none."""
+        what the replica hangs on. It is sent no others until it completes one, unless it sends tokens of
+        others."""
         ...

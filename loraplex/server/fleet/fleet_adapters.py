@@ -93,7 +93,11 @@ class FleetAdapters:
         if not serving and (refusals := [reason for reason in reasons if reason is not None]):
             raise AdapterError(refusals[0])
         if not serving:
-            raise EngineDeadError("no replica is there to stage the adapter on; try again when one is back")
+            why = members.status.message
+            raise EngineDeadError(
+                f"no replica is there to stage the adapter on{f' ({why})' if why else ''}; "
+                "try again when one is back"
+            )
         results = await asyncio.gather(
             *(bring_in(members[number], version) for number in serving), return_exceptions=True
         )

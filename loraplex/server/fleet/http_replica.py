@@ -116,7 +116,7 @@ class HttpReplica:
 
     def hand_over_stalled(self, request_ids: Sequence[str]) -> None:
         """See Replica."""
-        self._watch.suspect()
+        self._watch.note_stall()
         reason = (
             f"the server at {self.url} says that it is well, but sent nothing of it for too long; see its log"
         )

@@ -82,7 +82,6 @@ class ServerWatch:
         self._stats_call: asyncio.Task[None] | None = None
         self._retry: asyncio.Task[None] | None = None  # of adapters that were refused
         self._mending: asyncio.Task[None] | None = None  # of adapters that a server turned out to lack
-        self._probe: asyncio.Task[None] | None = None  # whether it completes a prompt, after one has stalled
         self._retried_s = clock.now_s()
 
     @property
@@ -139,7 +138,7 @@ class ServerWatch:
         """End the watch, and with it all that waits for the server."""
         self.life.set(EngineState.CLOSED, SHUTTING_DOWN)
         self.liveness.give_up(EngineClosedError(SHUTTING_DOWN))
-        begun = (self._watcher, self._stats_call, self._retry, self._mending, self._probe)
+        begun = (self._watcher, self._stats_call, self._retry, self._mending)
         tasks = [task for task in begun if task is not None]
         for task in tasks:
             task.cancel()
@@ -193,24 +192,16 @@ class ServerWatch:
         finally:
             self._in_flight.end(None)
 
-    def suspect(self) -> None:
-        """A request has stalled: find out whether the server completes any."""
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._set_aside_if_stuck())
-
-    async def _set_aside_if_stuck(self) -> None:
-        """Send a server no requests on which one has stalled, if it does not complete a prompt either: they
-        would stall as well, each for a minute. One whose tokens come meanwhile is only slow."""
-        arrived_s = self.stalls.arrived_s
-        try:
-            await self._check_completes()
-        except BackendError as error:
-            if self.healthy and self.stalls.arrived_s == arrived_s:
-                self.drops.set_aside(str(error), is_cut=False)
-                logger.error("%s; it is sent none until it completes a prompt", self.drops.reason)
+    def note_stall(self) -> None:
+        """A request has stalled: send the server no others until it completes a prompt, as they would stall
+        as well, each for a minute. One whose tokens come is only slow."""
+        if self.healthy and not self.stalls.tokens_come:
+            reason = f"the server at {self.url} says that it is well, but sends nothing of its requests"
+            self.drops.set_aside(f"{reason}; see its log", is_cut=False)
+            logger.error("%s; it is sent none until it completes a prompt", self.drops.reason)
 
     async def _try_again(self) -> None:
-        """Send requests to a server that was set aside for dropping them, if it completes a prompt."""
+        """Send requests to a server that was set aside, if it completes a prompt."""
         try:
             await self._check_completes()
         except BackendError as error:
@@ -356,9 +347,9 @@ class ServerWatch:
         if self.life.state is EngineState.READY:
             logger.error("%s; looking for it until it is back", reason)
             self.life.set(EngineState.UNREACHABLE, reason)
-            for task in (self._retry, self._mending, self._probe):
+            for task in (self._retry, self._mending):
                 if task is not None:
-                    task.cancel()  # what it would load, or find out, waits until the server is back
+                    task.cancel()  # what it would load waits until the server is back
             self._adapters.give_up(reason)
             self._stats, self._stats_taken_s = EngineStats(), float("-inf")
             self.liveness.give_up(EngineDeadError(f"{reason}; send the request again"))

@@ -43,17 +43,22 @@ class StreamWait:
 
 
 class StalledStreams:
-    """Decides which requests on one server have stalled. `arrived_s`: when a token last came from it."""
+    """Decides which requests on one server have stalled."""
 
     def __init__(self, clock: Clock, silence_s: float) -> None:
         self._clock = clock
         self._silence_s = silence_s
-        self.arrived_s = self._computed_s = clock.now_s()
+        self._arrived_s = self._computed_s = clock.now_s()
         self._figures: tuple[int, ...] | None = None
 
     def arrived(self) -> None:
         """Record that a token came from the server."""
-        self.arrived_s = self._computed_s = self._clock.now_s()
+        self._arrived_s = self._computed_s = self._clock.now_s()
+
+    @property
+    def tokens_come(self) -> bool:
+        """Whether one came lately, of whichever stream."""
+        return self._clock.now_s() - self._arrived_s <= self._silence_s
 
     def saw(self, stats: EngineStats, *, num_ours: int) -> None:
         """Take over what the server's metrics say, who has `num_ours` requests from here. Requests that wait
@@ -84,7 +89,7 @@ class StalledStreams:
             if (since_s := wait.waits_since_s) is None:
                 return False
             if computes and not wait.has_tokens:
-                since_s = max(since_s, self.arrived_s)
+                since_s = max(since_s, self._arrived_s)
             return now_s - since_s > limit_s
 
         return [request_id for request_id, wait in waits.items() if is_stalled(wait)]
