@@ -94,7 +94,8 @@ def measure_engine(model: Path, adapters: Path, device: str, started_at: float) 
     from loraplex.adapters.peft_reader import read_adapters
     from loraplex.adapters.spec import AdapterSpec
     from loraplex.bench.engine_scenarios import bring_in
-    from loraplex.engine.build import EngineOptions, build_core
+    from loraplex.engine.build import build_core
+    from loraplex.engine.options import EngineOptions
     from loraplex.model.config import load_config
 
     phases.begin("begin to build")

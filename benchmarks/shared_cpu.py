@@ -27,9 +27,10 @@ from benchmarks.sources import fingerprints
 from loraplex.bench.environment import environment
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
 from loraplex.engine.machine import num_cores
+from loraplex.engine.options import EngineOptions
 
 ALL, ONE, AUTO = "all threads", "one thread", "automatic"
 PROMPT_TOKENS: Final = 64

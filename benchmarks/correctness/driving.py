@@ -12,8 +12,9 @@ from typing import Any, Final
 from benchmarks.correctness.check import Setting
 from loraplex.core.request import EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
+from loraplex.engine.options import EngineOptions
 
 TIME_LIMIT_S: Final = 240.0
 MEMORY_FRACTION: Final = 0.25

@@ -28,13 +28,13 @@ from loraplex.bench.step_cases import (
 )
 from loraplex.core.modules import MODULES
 from loraplex.core.paths import cache_dir
-from loraplex.engine.build import EngineOptions
 from loraplex.engine.core import Engine
 from loraplex.engine.cpu_build import plan_adapter_bytes, plan_cpu
 from loraplex.engine.cuda.adapter_block import table_bytes
 from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.host_memory import default_host_bytes
 from loraplex.engine.machine import num_cores
+from loraplex.engine.options import EngineOptions
 from loraplex.engine.profile_subject import subject_of
 from loraplex.model.config import ModelConfig
 from loraplex.perf.cost_model import CostModel

@@ -160,8 +160,9 @@ def _resolve(
     import torch
 
     from loraplex.bench.random_engine import check_shape
-    from loraplex.engine.build import EngineOptions, choose_device, choose_dtype
+    from loraplex.engine.build import choose_device, choose_dtype
     from loraplex.engine.cpu_threads import default_threads
+    from loraplex.engine.options import EngineOptions
     from loraplex.model.config import load_config
     from loraplex.model.shapes import config_of_shape
     from loraplex.model.source import resolve_model

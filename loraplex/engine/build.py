@@ -12,7 +12,7 @@ from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import ModelError
 from loraplex.engine.core import Engine
 from loraplex.engine.machine import check_threads
-from loraplex.engine.options import EngineOptions as EngineOptions
+from loraplex.engine.options import EngineOptions
 from loraplex.engine.parallel.messages import Progress
 from loraplex.engine.peers import Peers
 from loraplex.model.config import ModelConfig, load_config

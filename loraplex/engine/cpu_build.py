@@ -36,7 +36,7 @@ from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.work import StepWork
 
 if TYPE_CHECKING:
-    from loraplex.engine.build import EngineOptions
+    from loraplex.engine.options import EngineOptions
 
 _GIB: Final = 1 << 30
 _DEFAULT_KV_SHARE: Final = 0.25

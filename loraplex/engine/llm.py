@@ -116,7 +116,7 @@ class LLM:
     ) -> None:
         if parts is None:
             # Imported here: tests bring their own parts, and these bring torch.
-            from loraplex.engine.build import EngineOptions
+            from loraplex.engine.options import EngineOptions
 
             options = EngineOptions(
                 model=str(model),

@@ -15,6 +15,7 @@ import numpy as np
 
 from loraplex.core.errors import CapacityError
 from loraplex.perf.slot_profile import SlotCosts
+from loraplex.twin.slot_costs import compiled_costs
 from loraplex.twin.slot_state import (
     BLOCK_SIZE,
     IS_STALE,
@@ -94,9 +95,15 @@ def run_slot_engine(
         check_room(limits, int((requests.prompt_tokens + requests.output_tokens).max()))
     state = new_state(requests, limits, ranks, order)
     totals = np.zeros(NUM_TOTALS)
-    coefficients = np.array(costs.coefficients)
     simulate(
-        state, requests, len(requests.arrival_s), limits, coefficients, totals, float(limits.until_s), False
+        state,
+        requests,
+        len(requests.arrival_s),
+        limits,
+        compiled_costs(costs),
+        totals,
+        float(limits.until_s),
+        False,
     )
     duration_s = min(float(totals[NOW_S]), limits.until_s) or 1.0
     return SlotRun(
@@ -165,32 +172,40 @@ def simulate(state, requests, num_requests, limits, costs, totals, until_s, fetc
 
 @numba.njit(cache=True, nogil=True)
 def _step_seconds(costs, counts, limits, num_in_step, num_tokens, num_adapters, loads):  # type: ignore[no-untyped-def]
-    """The order of `costs` is that of `SlotCosts.coefficients`."""
+    """`costs`: StepCosts."""
     rank = limits.max_rank
     num_loads, ranks, num_cold, cold_ranks = loads
-    seconds = costs[15] * num_loads + costs[16] * ranks + costs[17] * num_cold + costs[18] * cold_ranks
-    seconds += costs[19] * num_in_step + costs[20] * counts[NUM_WAITING]
+    load, scheduler = costs.load, costs.scheduler
+    seconds = (
+        load.slot_s * num_loads
+        + load.slot_rank_s * ranks
+        + load.disk_s * num_cold
+        + load.disk_rank_s * cold_ranks
+    )
+    seconds += scheduler.request_s * num_in_step + scheduler.waiting_s * counts[NUM_WAITING]
     if num_tokens > 0:
+        prefill = costs.prefill
         return (
             seconds
-            + costs[10]
-            + costs[11] * num_tokens
-            + costs[12] * num_adapters
-            + costs[13] * num_tokens * rank
-            + costs[14] * limits.num_slots
+            + prefill.base_s
+            + prefill.token_s * num_tokens
+            + prefill.adapter_s * num_adapters
+            + prefill.token_rank_s * num_tokens * rank
+            + prefill.slot_s * limits.num_slots
         )
+    decode = costs.decode
     return (
         seconds
-        + costs[0]
-        + costs[1] * num_in_step
-        + costs[2] * num_adapters
-        + costs[3] * num_adapters * rank
-        + costs[4] * counts[KV_TOKENS]
-        + costs[5] * limits.num_slots
-        + costs[6] * limits.num_slots * rank
-        + costs[7] * num_in_step * rank
-        + costs[8] * num_in_step * num_adapters
-        + costs[9] * num_in_step * limits.num_slots
+        + decode.base_s
+        + decode.request_s * num_in_step
+        + decode.adapter_s * num_adapters
+        + decode.adapter_rank_s * num_adapters * rank
+        + decode.kv_token_s * counts[KV_TOKENS]
+        + decode.slot_s * limits.num_slots
+        + decode.slot_rank_s * limits.num_slots * rank
+        + decode.request_rank_s * num_in_step * rank
+        + decode.request_adapter_s * num_in_step * num_adapters
+        + decode.request_slot_s * num_in_step * limits.num_slots
     )
 
 

@@ -16,6 +16,7 @@ from loraplex.core.request import FinishReason
 from loraplex.perf.slot_profile import SlotCosts
 from loraplex.twin.engine_twin import AdapterEvent
 from loraplex.twin.outcome import Outcome, RequestEvent, RequestOutcome
+from loraplex.twin.slot_costs import compiled_costs
 from loraplex.twin.slot_engine import (
     NOW_S,
     NUM_STEPS,
@@ -86,7 +87,7 @@ class SlotSimulator:
         """`num_requests`: that there is room for at once."""
         self._setup = setup
         self._limits = setup.limits
-        self._coefficients = np.array(setup.costs.coefficients)
+        self._costs = compiled_costs(setup.costs)
         self._latency_s = setup.latency_s
         self._requests = no_requests(max(num_requests, 1))
         self._state = new_state(self._requests, setup.limits, np.zeros(0), np.zeros(0, np.int64))
@@ -148,7 +149,7 @@ class SlotSimulator:
         """The engine computes nothing while it reads adapters, which it does one after the other."""
         assert self._request_events is not None, "reads are known of an engine that is watched"
         self._read_end_s = read_end_s
-        self._coefficients = np.array(self._setup.costs.without_reads.coefficients)
+        self._costs = compiled_costs(self._setup.costs.without_reads)
 
     def register(self, adapter: int) -> None:
         """Make an adapter known, before the first request on it comes."""
@@ -257,7 +258,7 @@ class SlotSimulator:
             self._requests,
             len(self._outcomes),
             self._limits,
-            self._coefficients,
+            self._costs,
             self._totals,
             float(until_s),
             self._read_end_s is not None,

@@ -41,9 +41,9 @@ from loraplex.core.clock import ManualClock
 from loraplex.core.errors import CapacityError, LoraplexError
 from loraplex.core.paths import cache_dir
 from loraplex.engine.adapter_loader import resident_bytes
-from loraplex.engine.build import EngineOptions
 from loraplex.engine.cpu_build import plan_cpu
 from loraplex.engine.cuda.step_sizes import DECODE_ROWS
+from loraplex.engine.options import EngineOptions
 from loraplex.engine.profile_subject import profile_path, subject_of
 from loraplex.model.shapes import config_of_shape
 from loraplex.perf.cost_model import CostModel

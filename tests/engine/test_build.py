@@ -11,10 +11,11 @@ import torch
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError, ModelError
 from loraplex.engine import build
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.cuda.assemble import build_cuda_core
 from loraplex.engine.cuda.device_arena import page_bytes
 from loraplex.engine.cuda.options import CudaOptions
+from loraplex.engine.options import EngineOptions
 from loraplex.model.shapes import config_of_shape, random_weights
 
 

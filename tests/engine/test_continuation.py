@@ -17,8 +17,9 @@ from loraplex.core.continuation import continued
 from loraplex.core.errors import CapacityError, ContextLengthError, InvalidRequestError
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
+from loraplex.engine.options import EngineOptions
 from loraplex.model.config import load_config
 
 PROMPT = [(11 * index + 5) % 256 for index in range(21)]

@@ -19,9 +19,10 @@ from loraplex.core.errors import ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine import cpu_build
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.cpu_threads import Reading, StepThreads
 from loraplex.engine.machine import cpu_quota, max_threads
+from loraplex.engine.options import EngineOptions
 from loraplex.perf.thread_governor import StepUsage, ThreadGovernor
 from loraplex.scheduling.plan import Chunk, StepPlan
 from loraplex.scheduling.work import StepWork

@@ -25,8 +25,9 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.core.shape import ModelShape
 from loraplex.engine import cpu_build, slab_reader
 from loraplex.engine.adapter_loader import resident_bytes
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
+from loraplex.engine.options import EngineOptions
 from loraplex.model.config import load_config
 
 PROMPT = [(11 * index + 5) % 256 for index in range(40)]

@@ -20,8 +20,9 @@ from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
+from loraplex.engine.options import EngineOptions
 from loraplex.model.config import load_config
 
 TOKEN_BYTES = 2 * 2 * 32 * 4  # K and V, two layers, two heads of sixteen, float32

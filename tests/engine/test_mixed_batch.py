@@ -18,9 +18,10 @@ from loraplex.adapters.peft_reader import read_adapter
 from loraplex.core import sampling
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
 from loraplex.engine.executor import Flight
+from loraplex.engine.options import EngineOptions
 from loraplex.model.config import load_config
 from loraplex.scheduling.plan import StepPlan
 

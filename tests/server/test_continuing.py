@@ -25,7 +25,8 @@ from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMove
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason, TokenLogprob
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.async_local import LocalAsyncEngine
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
+from loraplex.engine.options import EngineOptions
 from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
 from loraplex.model.config import load_config
 from loraplex.server.continuing import (

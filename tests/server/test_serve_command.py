@@ -26,8 +26,8 @@ from loraplex.adapters.registry import AdapterRegistry, base_model_key
 from loraplex.cli.main import app
 from loraplex.cli.sizes import format_size, parse_size
 from loraplex.engine import cpu_build
-from loraplex.engine.build import EngineOptions
 from loraplex.engine.cuda import host_memory
+from loraplex.engine.options import EngineOptions
 from loraplex.model.config import load_config
 from loraplex.server import run
 from loraplex.server.banner import Announcer

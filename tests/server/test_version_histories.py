@@ -25,7 +25,7 @@ from loraplex.core.errors import AdapterError, UserError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.async_local import LocalAsyncEngine
-from loraplex.engine.build import EngineOptions
+from loraplex.engine.options import EngineOptions
 from loraplex.engine.start import build_core
 from loraplex.model.config import load_config
 from loraplex.server.adapter_service import AdapterService

@@ -17,8 +17,9 @@ from tiny import save_adapter, save_model
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
+from loraplex.engine.options import EngineOptions
 from loraplex.model.config import load_config
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, StepPlan

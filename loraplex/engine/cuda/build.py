@@ -24,10 +24,10 @@ from loraplex.model.sharding import WHOLE, Shard
 from loraplex.model.weights import weight_bytes
 
 if TYPE_CHECKING:
-    from loraplex.engine.build import EngineOptions
     from loraplex.engine.core import Engine
     from loraplex.engine.cuda.executor import CudaExecutor
     from loraplex.engine.executor import Executor
+    from loraplex.engine.options import EngineOptions
     from loraplex.engine.peers import Peers
 
 _SWITCH_INTERVAL_S: Final = 0.0005

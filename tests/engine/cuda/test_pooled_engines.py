@@ -15,8 +15,9 @@ from tiny import save_adapter
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.cold_start import ColdStart
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
+from loraplex.engine.options import EngineOptions
 from loraplex.engine.peers import Peers
 from loraplex.server.pool.directory import PoolDirectory
 from loraplex.server.pool.messages import Holder

@@ -22,8 +22,9 @@ from tiny import save_model
 from loraplex.core.errors import CapacityError, EngineDeadError, ModelError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.machine import num_cores
+from loraplex.engine.options import EngineOptions
 from loraplex.engine.parallel import worker
 from loraplex.engine.parallel.start import start_parallel
 from loraplex.model.collective import GroupCollective

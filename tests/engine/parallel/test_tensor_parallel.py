@@ -18,8 +18,9 @@ from loraplex.core import sampling
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.sampling import SamplingParams
 from loraplex.engine.adapter_loader import resident_bytes
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
 from loraplex.engine.core import Engine
+from loraplex.engine.options import EngineOptions
 from loraplex.model.config import load_config
 from loraplex.model.sharding import Shard
 

@@ -33,7 +33,8 @@ from loraplex.core.errors import (
 )
 from loraplex.core.request import FinishReason
 from loraplex.engine.async_local import LocalAsyncEngine
-from loraplex.engine.build import EngineOptions, build_core
+from loraplex.engine.build import build_core
+from loraplex.engine.options import EngineOptions
 from loraplex.model.config import load_config
 from loraplex.server.fleet.backend_adapters import adapter_name
 from loraplex.server.fleet.backend_http import BackendError
