@@ -142,7 +142,7 @@ def _profiled(run: Callable[[], int]) -> dict[str, Any]:
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     )
     by_kind: Counter[str] = Counter()
     by_name: Counter[str] = Counter()

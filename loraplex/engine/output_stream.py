@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from itertools import chain
 
 from loraplex.core.request import EngineOutput
 
+Take = Callable[[], Awaitable[EngineOutput]]
+"""Waits for the next outputs of a request and returns them as one. Not called again after the one that has a
+finish reason."""
+
+
+async def outputs_of(opened: AbstractAsyncContextManager[Take]) -> AsyncGenerator[EngineOutput, None]:
+    """The outputs of a request, which an engine has while `opened` lasts."""
+    async with opened as take:
+        finished = False
+        while not finished:
+            output = await take()
+            finished = output.finish_reason is not None
+            yield output
+
 
 class OutputStream:
-    """A queue of one consumer, used from one event loop.
+    """A queue of one consumer, used from one event loop. `is_finished`: it has taken the last output.
 
     The consumer gets everything that came since it last asked as one output, so a client that reads
     slowly costs one wake-up however many steps went by, and what waits is bounded by max_tokens.
     """
 
-    __slots__ = ("_error", "_pending", "_waiter")
+    __slots__ = ("_error", "_pending", "_waiter", "is_finished")
 
     def __init__(self) -> None:
+        self.is_finished = False
         self._pending: list[EngineOutput] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -44,11 +60,10 @@ class OutputStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        if len(self._pending) == 1:
-            return self._pending.pop()
-        merged = merge_outputs(self._pending)
+        output = self._pending[0] if len(self._pending) == 1 else merge_outputs(self._pending)
         self._pending.clear()
-        return merged
+        self.is_finished = output.finish_reason is not None
+        return output
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

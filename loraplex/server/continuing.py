@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
 from typing import NamedTuple
 
 from loraplex.core.continuation import AnswerSoFar
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
+from loraplex.engine.output_stream import Take
 
 logger = logging.getLogger(__name__)
 
@@ -19,9 +20,10 @@ Outputs = AsyncGenerator[EngineOutput, None]
 
 
 class Attempt(NamedTuple):
-    """A request on one engine. `saw`: to be called with each output as it is taken."""
+    """A request on one engine. `take`: waits for its outputs. `saw`: to be called with each as it is
+    taken."""
 
-    outputs: Outputs
+    take: Take
     saw: Callable[[EngineOutput], None]
 
 
@@ -29,13 +31,6 @@ Serving = AbstractAsyncContextManager[Attempt]
 """An engine has a request while this is open."""
 GiveToEngine = Callable[[EngineRequest], Awaitable[Serving]]
 """Chooses an engine for a request. Raises if there is none to choose."""
-
-
-@asynccontextmanager
-async def serving(outputs: Outputs, saw: Callable[[EngineOutput], None]) -> AsyncIterator[Attempt]:
-    """The attempt with these outputs, which are closed with it."""
-    async with aclosing(outputs):
-        yield Attempt(outputs, saw)
 
 
 class EngineSilentError(RequestMovedError):
@@ -81,9 +76,12 @@ async def continuing(
         num_tokens = answer.num_tokens
         attempt = await give(answer.attempt())
         try:
-            async with attempt as (outputs, saw):
-                async for output in outputs:
+            async with attempt as (take, saw):
+                finished = False
+                while not finished:
+                    output = await take()
                     saw(output)
+                    finished = output.finish_reason is not None
                     if (told := answer.add(output)) is not None:
                         yield told
             return

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -23,6 +24,7 @@ from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.errors import EngineDeadError, LoraplexError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.engine.output_stream import Take, outputs_of
 from loraplex.engine.staging import answer_once
 from loraplex.server.continuing import EngineSilentError
 from loraplex.server.engine_child import EngineChild, EngineHandle
@@ -175,21 +177,23 @@ class EngineClient:
         if self._child is not None:
             await self._child.stop(grace_s=self._options.stop_grace_s)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See AsyncEngine. A restart in progress is waited for; outputs a slow consumer missed are merged."""
+        return outputs_of(self.open(request))
+
+    @asynccontextmanager
+    async def open(self, request: EngineRequest) -> AsyncIterator[Take]:
+        """See Replica."""
         child = await self._ready_child()
         request_id = request.request_id
-        stream, finished = self._streams.open(request_id), False
+        stream = self._streams.open(request_id)
         try:
             child.send(AddRequest(request, self._pool.begin(request.adapter)))
-            while not finished:
-                output = await stream.take()
-                finished = output.finish_reason is not None
-                yield output
+            yield stream.take
         finally:
             self._streams.close(request_id)
             self._pool.end(request.adapter)
-            if not finished:
+            if not stream.is_finished:
                 child.send(Cancel(request_id))
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
 from typing import Protocol
 
 from loraplex.core.request import EngineRequest
+from loraplex.engine.output_stream import Take
 from loraplex.server.supervised_engine import SupervisedEngine
 
 
@@ -25,6 +27,11 @@ class Continuation(StrEnum):
 
 class Replica(SupervisedEngine, Protocol):
     """A SupervisedEngine with others beside it."""
+
+    def open(self, request: EngineRequest) -> AbstractAsyncContextManager[Take]:
+        """As `generate`, for who takes the outputs one by one: the replica has the request until this is
+        closed. Errors come from opening it, from taking, or from closing it after one of them."""
+        ...
 
     @property
     def refused(self) -> Mapping[str, str]:

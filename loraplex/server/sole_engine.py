@@ -13,7 +13,7 @@ from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.engine.options import EngineOptions
 from loraplex.fleet.admission import Admitted, Forecast
-from loraplex.server.continuing import Attempt, Continued, Serving, continuing, serving
+from loraplex.server.continuing import Attempt, Continued, Serving, continuing
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.fleet.fleet_stats import LastingCounters
 from loraplex.server.protocol_ipc import Ready, StartProgress
@@ -68,23 +68,25 @@ class SoleEngine(EngineClient):
 
     async def _give(self, request: EngineRequest) -> Serving:
         await self._ready_child()  # raises if there will be none
-        outputs = super().generate(request)
         load = self._load
         if load is None or not _is_known(load, request.adapter):
-            return serving(outputs, lambda output: None)
+            return self._unreported(request)
         load.route(request.request_id, request.adapter, request.num_tokens)
-        return self._reported(request, outputs, load)
+        return self._reported(request, load)
 
     @asynccontextmanager
-    async def _reported(
-        self, request: EngineRequest, outputs: AsyncGenerator[EngineOutput, None], load: LiveRouting
-    ) -> AsyncIterator[Attempt]:
+    async def _unreported(self, request: EngineRequest) -> AsyncIterator[Attempt]:
+        async with self.open(request) as take:
+            yield Attempt(take, lambda output: None)
+
+    @asynccontextmanager
+    async def _reported(self, request: EngineRequest, load: LiveRouting) -> AsyncIterator[Attempt]:
         from loraplex.server.fleet.request_report import RequestReport
 
         report = RequestReport(request, _HERE, load, self._recent)
         try:
-            async with serving(outputs, report.saw) as attempt:
-                yield attempt
+            async with self.open(request) as take:
+                yield Attempt(take, report.saw)
         finally:
             report.close()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 
@@ -18,6 +20,7 @@ from loraplex.core.errors import (
     UnknownModelError,
 )
 from loraplex.core.request import EngineOutput, EngineRequest
+from loraplex.engine.output_stream import Take
 from loraplex.server.fleet.backend_adapters import BackendAdapters
 from loraplex.server.fleet.backend_errors import (
     AdapterMissingError,
@@ -40,11 +43,12 @@ _END_WAIT_S: Final = 0.1
 @dataclass(slots=True)
 class _Call(StreamWait):
     """A request that is sent or being answered. `opening`: its wait for the headers; `reader`: what follows.
-    `moved`: why it was given up while it was opened."""
+    `moved`: why it was given up while it was opened. `is_told`: its reader knows that it is queued."""
 
     opening: asyncio.Timeout | None = None
     reader: aiohttp.StreamReader | None = None
     moved: RequestMovedError | None = None
+    is_told: bool = False
 
     def give_up(self, reason: RequestMovedError) -> None:
         if self.reader is not None:
@@ -54,8 +58,16 @@ class _Call(StreamWait):
             self.opening.reschedule(asyncio.get_running_loop().time())
 
 
+class OpenCompletion(NamedTuple):
+    """The answer to a request as it comes. `wait`: how the request stands there."""
+
+    take: Take
+    wait: StreamWait
+
+
 class CompletionCalls:
-    """Runs requests on one server. `on_trouble` hears of errors that may mean the end of it."""
+    """Runs requests on one server. `on_first_token` hears of every request that has one, `on_trouble` of
+    errors that may mean the end of the server."""
 
     def __init__(
         self,
@@ -66,6 +78,7 @@ class CompletionCalls:
         clock: Clock,
         *,
         vocab_size: int | None,
+        on_first_token: Callable[[], None],
         on_trouble: Callable[[EngineDeadError], None],
     ) -> None:
         self._http = http
@@ -74,6 +87,7 @@ class CompletionCalls:
         self._stalls = stalls
         self._clock = clock
         self._vocab_size = vocab_size
+        self._on_first_token = on_first_token
         self._on_trouble = on_trouble
         self._calls: dict[str, _Call] = {}  # by request
 
@@ -90,9 +104,10 @@ class CompletionCalls:
         """Tell whether the server has shown lately that it computes."""
         return self._stalls.computes(self._calls)
 
-    async def run(self, request: EngineRequest, body: dict[str, Any]) -> AsyncGenerator[EngineOutput, None]:
-        """The outputs of one request; see AsyncEngine.generate. Raises NotAcceptedError if the server goes
-        away before it has begun to answer."""
+    @asynccontextmanager
+    async def open(self, request: EngineRequest, body: dict[str, Any]) -> AsyncIterator[OpenCompletion]:
+        """The answer to one request, which is cancelled there if this is closed before its end. Raises
+        NotAcceptedError if the server goes away before it has begun to answer."""
         era, has_begun = self._liveness.era, False
         call = self._calls[request.request_id] = _Call(request.num_tokens)
         try:
@@ -101,18 +116,9 @@ class CompletionCalls:
             try:
                 call.reader, call.waits_since_s = response.content, None
                 with self._liveness.reading(response.content, era):
-                    yield EngineOutput(request_id=request.request_id)  # it is queued
                     reader = CompletionReader(request, self._http.url, self._vocab_size)
-                    finished = False
-                    while not finished:
-                        call.waits_since_s = self._clock.now_s()
-                        output = await self._next_output(request, response.content, reader)
-                        call.waits_since_s = None
-                        if output.token_ids:
-                            call.has_tokens = True
-                            self._stalls.arrived()
-                        finished = output.finish_reason is not None
-                        yield output
+                    take = partial(self._take, request, call, response.content, reader)
+                    yield OpenCompletion(take, call)
             finally:
                 # Hands the connection back for the next request if all of it was read, else it is closed,
                 # which cancels the request there.
@@ -178,6 +184,22 @@ class CompletionCalls:
             raise AdapterMissingError(
                 f"the server at {url} does not have adapter version {version} any more: {error}"
             ) from error
+
+    async def _take(
+        self, request: EngineRequest, call: _Call, content: aiohttp.StreamReader, reader: CompletionReader
+    ) -> EngineOutput:
+        if not call.is_told:
+            call.is_told = True
+            return EngineOutput(request_id=request.request_id)  # it is queued
+        call.waits_since_s = self._clock.now_s()
+        output = await self._next_output(request, content, reader)
+        call.waits_since_s = None
+        if output.token_ids:
+            self._stalls.arrived()
+            if not call.has_tokens:
+                call.has_tokens = True
+                self._on_first_token()
+        return output
 
     async def _next_output(
         self, request: EngineRequest, content: aiohttp.StreamReader, reader: CompletionReader

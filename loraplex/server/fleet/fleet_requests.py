@@ -7,16 +7,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence, Set
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Final
 
 from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.continuation import continued, request_id_of
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError, UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.fleet.admission import Admitted, Forecast
-from loraplex.server.continuing import Attempt, Continued, Outputs, Serving, continuing
+from loraplex.server.continuing import Attempt, Continued, Serving, continuing
 from loraplex.server.engine_status import EngineState
 from loraplex.server.fleet.backend_errors import AdapterMissingError, BackendBusyError, NotAcceptedError
 from loraplex.server.fleet.live_routing import LiveRouting
@@ -230,8 +230,8 @@ class FleetRequests:
             report.saw(output)
 
         try:
-            async with aclosing(cast("Outputs", members[number].generate(request))) as outputs:
-                yield Attempt(outputs, saw)
+            async with members[number].open(request) as take:
+                yield Attempt(take, saw)
         except EngineClosedError as error:
             if self.is_closing:
                 raise

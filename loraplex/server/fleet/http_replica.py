@@ -6,8 +6,8 @@ Its requests and adapters; how it stands, and when it is back, is known by the w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from loraplex.adapters.spec import AdapterSpec
@@ -15,6 +15,7 @@ from loraplex.core.clock import Clock, MonotonicClock
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError
 from loraplex.core.request import EngineOutput, EngineRequest
 from loraplex.core.stats import EngineStats
+from loraplex.engine.output_stream import Take, outputs_of
 from loraplex.engine.staging import answer_once
 from loraplex.server.continuing import EngineSilentError
 from loraplex.server.engine_status import EngineState, EngineStatus
@@ -27,6 +28,7 @@ from loraplex.server.fleet.completion_calls import CompletionCalls
 from loraplex.server.fleet.http_replica_options import HttpReplicaOptions
 from loraplex.server.fleet.requests_in_flight import RequestsInFlight
 from loraplex.server.fleet.server_watch import ServerWatch
+from loraplex.server.fleet.stalled_streams import StreamWait
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Continuation
 
@@ -65,6 +67,7 @@ class HttpReplica:
             watch.stalls,
             clock,
             vocab_size=options.vocab_size,
+            on_first_token=watch.drops.answered,
             on_trouble=watch.doubt,
         )
         self.failed = asyncio.Event()
@@ -137,29 +140,30 @@ class HttpReplica:
         await self._adapters.close()
         await self._http.close()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See AsyncEngine. Outputs that a slow consumer missed are merged."""
+        return outputs_of(self.open(request))
+
+    @asynccontextmanager
+    async def open(self, request: EngineRequest) -> AsyncIterator[Take]:
+        """See Replica."""
         backend = await self._watch.ready_backend()
         model = backend.base_model if request.adapter is None else adapter_name(request.adapter)
         body = completion_body(request, model=model, kind=backend.kind, max_model_len=backend.max_model_len)
         self._in_flight.begin(request.adapter)
-        has_tokens, era = False, self._watch.drops.era
+        wait, era = StreamWait(request.num_tokens), self._watch.drops.era
         try:
-            async with aclosing(self._calls.run(request, body)) as outputs:
-                async for output in outputs:
-                    if output.token_ids and not has_tokens:
-                        has_tokens = True
-                        self._watch.drops.answered()
-                    yield output
+            async with self._calls.open(request, body) as (take, wait):
+                yield take
         except NotAcceptedError as error:
             self._watch.note_drop(era, error, is_cut=isinstance(error.__cause__, UnreachableError))
             raise
         except UnreachableError as error:
-            if not has_tokens:
+            if not wait.has_tokens:
                 self._watch.note_drop(era, error, is_cut=True)
             # The server has outlived the request. Where connections break before any token, it would be sent
             # for ever if that did not count.
-            if has_tokens and await self._watch.answers():
+            if wait.has_tokens and await self._watch.answers():
                 raise RequestMovedError(str(error)) from error
             raise
         finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 
 from fake_core import tokens_of
 
@@ -11,6 +12,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import EngineClosedError, EngineDeadError, RequestMovedError, UnknownModelError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
 from loraplex.core.stats import AdapterStats, EngineStats
+from loraplex.engine.output_stream import Take
 from loraplex.server.engine_status import EngineState, EngineStatus
 from loraplex.server.protocol_ipc import Ready, StartProgress
 from loraplex.server.replica import Continuation
@@ -101,6 +103,11 @@ class FakeReplica:
                 yield EngineOutput(request_id=request_id, token_ids=(whole[place],), finish_reason=reason)
         finally:
             del self.streams[request_id]
+
+    @asynccontextmanager
+    async def open(self, request: EngineRequest) -> AsyncIterator[Take]:
+        async with aclosing(self.generate(request)) as outputs:
+            yield outputs.__anext__
 
     def continuation(self, request: EngineRequest) -> Continuation:
         return Continuation.SAME
