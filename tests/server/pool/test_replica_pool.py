@@ -325,8 +325,8 @@ def test_a_holder_that_is_killed_or_stopped_in_the_middle_is_replaced_by_another
     answer = Link.answer
 
     def answer_after_the_first(link: Link) -> tuple[Answer, memoryview]:
-        """Be patient with the first piece: a holder on a busy machine that is given up before it has sent one is
-        never in the middle."""
+        """Be patient with the first piece: a holder on a busy machine that is given up before it has sent one
+        is never in the middle."""
         while not is_in_the_middle.is_set() and not link._socket.poll(10):
             pass
         return answer(link)
