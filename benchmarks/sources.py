@@ -198,9 +198,14 @@ def fingerprint(path: str, *, root: Path = ROOT) -> str:
     files = [file for file in files if not any(file.is_relative_to(name) for name in left_out)]
     digest = hashlib.sha256()
     for file in files:
-        code = "\n".join(_code_lines(file.read_text(encoding="utf-8")))
+        code = _code(file.read_text(encoding="utf-8"))
         digest.update(f"{file.relative_to(root).as_posix()}\n{len(code)}\n{code}\n".encode())
     return digest.hexdigest()[:_DIGEST_CHARS]
+
+
+@cache  # many parts hold the same files
+def _code(source: str) -> str:
+    return "\n".join(_code_lines(source))
 
 
 def _code_lines(source: str) -> Iterable[str]:
@@ -214,12 +219,20 @@ def _code_lines(source: str) -> Iterable[str]:
 
 def _docstring_lines(source: str) -> set[int]:
     lines: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in _with_statements(ast.parse(source)):
         for previous, statement in _statements(node):
             # A string after an assignment documents the name; any other one is code that does nothing.
             if previous is None or isinstance(previous, ast.Assign | ast.AnnAssign):
                 lines.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
     return lines
+
+
+def _with_statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes that may hold statements. Expressions, which most nodes are, hold none."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from _with_statements(child)
 
 
 def _statements(node: ast.AST) -> Iterable[tuple[ast.stmt | None, ast.Expr]]:

@@ -12,6 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # package again in each of them is a fifth of a start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# No test speaks TLS. To read the usual bundle of authorities takes each new HTTP client tens of milliseconds,
+# and tests that poll a server make hundreds of them; a folder is only read when a certificate is checked.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
+
 import torch
 
 # Without a device Triton kernels run in its interpreter, which must be known before triton is imported.

@@ -81,6 +81,12 @@ def test_a_server_starts_its_engine_before_it_imports_transformers() -> None:
     assert {"torch", "transformers"}.isdisjoint(listed.split())
 
 
+def test_an_engine_process_listens_before_it_imports_what_only_its_engine_needs() -> None:
+    code = "import sys, loraplex.server.engine_process; print(*sys.modules)"
+    listed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert {"asyncio", "numpy", "torch"}.isdisjoint(listed.split())
+
+
 def test_the_facade_offers_llm_and_sampling_params() -> None:
     import loraplex
     from loraplex.engine.llm import LLM

@@ -27,8 +27,8 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.logs import flush_logs, logging_to_stderr
 from loraplex.core.request import EngineOutput
 from loraplex.engine.interface import EngineCore
+from loraplex.engine.options import EngineOptions
 from loraplex.server.child_python import ignore_interrupts
-from loraplex.server.engine_costs import costs_of
 from loraplex.server.engine_sockets import CurveKeys, bind_commands, calling_when_cut, connect_events
 from loraplex.server.heartbeat import Heartbeat
 from loraplex.server.pool.replica_pool import ReplicaPool
@@ -227,6 +227,12 @@ def build_core(launch: Launch, events: zmq.Socket[bytes], pool: ReplicaPool) -> 
     taken = inspect.signature(factory).parameters
     extra = {name: each for name, each in {"progress": report, "peers": pool}.items() if name in taken}
     core: EngineCore = factory(config, **extra)
+    if not isinstance(config, EngineOptions):
+        return core, None
+    # Imported here: with numpy and the cost models it takes as long as all other imports of this process,
+    # which come before Listening. The factory of a real engine has imported them by now.
+    from loraplex.server.engine_costs import costs_of
+
     return core, costs_of(config, core)
 
 

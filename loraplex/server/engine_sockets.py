@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from loraplex.server.protocol_ipc import COMMANDS_SOCKET, EVENTS_SOCKET, Launch, Remote, endpoint
 
@@ -75,6 +74,9 @@ def bind_commands(context: Context, launch: Launch) -> tuple[Socket, str]:
 @contextmanager
 def calling_when_cut(events: Socket, leave: Callable[[], None]) -> Iterator[None]:
     """Have `leave` called, in a thread, when the connection of a socket for events is cut."""
+    # Imported here: it imports asyncio, which an engine process on this machine has no use for.
+    from zmq.utils.monitor import recv_monitor_message
+
     monitor = events.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
 
     def watch() -> None:

@@ -132,8 +132,8 @@ def _load_of(info: Ready, costs: str, options: EngineOptions) -> LiveRouting:
     """Return a routing with one replica to send requests to."""
     # Not before the engine process has started.
     from loraplex.fleet.answer_length import FIRST_GUESS
+    from loraplex.server.fleet.fleet_setup import limits_of
     from loraplex.server.fleet.live_routing import LiveRouting
-    from loraplex.server.fleet.local_replicas import limits_of
     from loraplex.server.fleet.routing_events import Began
 
     limits = [limits_of(options)(info)]

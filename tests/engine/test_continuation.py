@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,17 +84,20 @@ def numbers(entries: list[TokenLogprob]) -> list[float]:
     return [value for entry in entries for value in (entry.logprob, *(value for _, value in entry.top))]
 
 
-def check_every_cut(engine: Engine, request: EngineRequest) -> None:
+def check_every_cut(engine: Engine, request: EngineRequest, *, at_once: bool = False) -> None:
+    """Have what is left after each cut answered: one after the other, or all `at_once`."""
     whole = run(engine, request)
     assert whole.error is None
     assert len(whole.token_ids) > 1
     # The prefix cache is not asked for a prompt that is to be scored: everything is computed again.
     scored = replace(request, params=replace(request.params, prompt_logprobs=0))
-    for cut in range(1, len(whole.token_ids)):
-        made = tuple(whole.token_ids[:cut])
-        again = run(engine, continued(scored, made, has_prompt_logprobs=False))
+    cuts = range(1, len(whole.token_ids))
+    made = {cut: tuple(whole.token_ids[:cut]) for cut in cuts}
+    computed = [continued(scored, made[cut], has_prompt_logprobs=False) for cut in cuts]
+    cached = [continued(request, made[cut]) for cut in cuts]
+    for cut, again in zip(cuts, run_all(engine, computed, at_once=at_once), strict=True):
         assert again.token_ids == whole.token_ids[cut:], f"cut after {cut}, computed again"
-        rest = run(engine, continued(request, made))
+    for cut, rest in zip(cuts, run_all(engine, cached, at_once=at_once), strict=True):
         assert rest.token_ids == whole.token_ids[cut:], f"cut after {cut}"
         assert (rest.finish_reason, rest.stop_token_id) == (whole.finish_reason, whole.stop_token_id)
         assert [entry.token_id for entry in rest.logprobs] == whole.token_ids[cut : len(whole.logprobs)]
@@ -102,12 +105,22 @@ def check_every_cut(engine: Engine, request: EngineRequest) -> None:
         assert rest.num_cached_tokens <= len(PROMPT)
 
 
+def run_all(engine: Engine, requests: Sequence[EngineRequest], *, at_once: bool) -> list[Finished]:
+    if not at_once:
+        return [run(engine, request) for request in requests]
+    for number, request in enumerate(requests):
+        engine.add_request(replace(request, request_id=str(number)))
+    done = run_to_end(engine)
+    return [done[str(number)] for number in range(len(requests))]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("on_adapter", [False, True], ids=["base", "adapter"])
 def test_the_rest_is_the_same_wherever_it_was_cut(
     engine: Engine, saved: tuple[Path, AdapterSpec], way: str, on_adapter: bool
 ) -> None:
-    check_every_cut(engine, request_of(saved[1].version if on_adapter else None, **WAYS[way]))
+    request = request_of(saved[1].version if on_adapter else None, **WAYS[way])
+    check_every_cut(engine, request, at_once=True)
 
 
 @pytest.mark.parametrize("options", [{"max_step_tokens": 3}, {"runs_ahead": True}], ids=["chunks", "ahead"])

@@ -1,6 +1,7 @@
 """Adapters against PEFT: in one mixed batch, what each request gets alone in transformers.
 
-The same greedy tokens, and at every one of them the same log-probabilities over the whole vocabulary.
+At every token of an answer the same log-probabilities over the whole vocabulary, and PEFT chooses that token
+after those before it: so it is PEFT's greedy answer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 import torch
 from driving import Finished, run_to_end
 from tiny import ALL_LINEARS, ATTENTION, SIZES, load_adapter, save_adapter, save_model
+from transformers import PreTrainedModel
 
 from loraplex.adapters.peft_reader import read_adapter
 from loraplex.core import sampling
@@ -41,28 +43,36 @@ TOLERANCE = 2e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
-    """A request, and what PEFT makes of it (T = NUM_TOKENS, V = VOCAB_SIZE)."""
+class Asked:
+    """A request; None is the base model."""
 
     adapter: Path | None
     prompt: list[int]
-    token_ids: list[int]
-    logits_TV: torch.Tensor
 
 
-def greedy(model: Any, prompt: list[int], adapter: Path | None = None) -> Expected:
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    token_ids = out.sequences[0, len(prompt) :].tolist()
-    return Expected(adapter=adapter, prompt=prompt, token_ids=token_ids, logits_TV=torch.cat(out.logits))
+class Reference:
+    """What PEFT makes of requests that have been answered."""
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        self._base = base
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def logits(self, asked: Asked, token_ids: list[int]) -> torch.Tensor:
+        """Return the logits that each token of an answer is chosen by (T = NUM_TOKENS, V = VOCAB_SIZE)."""
+        key = (*asked.prompt, *token_ids)  # no two requests have the same prompt
+        if key not in self._known:
+            if asked.adapter is None:
+                self._known[key] = self._run(self._base, asked.prompt, token_ids)
+            else:
+                with_adapter = load_adapter(self._base, asked.adapter)
+                self._known[key] = self._run(with_adapter, asked.prompt, token_ids)
+                with_adapter.unload()
+        return self._known[key]
+
+    def _run(self, model: Any, prompt: list[int], token_ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits_TV: torch.Tensor = model(input_ids=torch.tensor([prompt + token_ids])).logits[0]
+        return logits_TV[len(prompt) - 1 : -1]
 
 
 def worst_error(found_TV: torch.Tensor, logits_TV: torch.Tensor) -> float:
@@ -72,32 +82,31 @@ def worst_error(found_TV: torch.Tensor, logits_TV: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(model folder, {request id: what is expected})"""
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Asked], Reference]:
+    """(model folder, {request id: what it asks for}, what is expected)"""
     root = tmp_path_factory.mktemp(f"peft-{request.param}")
-    # eos_token_id None: transformers' min_new_tokens would otherwise suppress a token that we do not.
     base = save_model(root / "base", request.param, eos_token_id=None)
     prompts = [[(7 * i + 13 * n) % 256 for i in range(5 + 4 * n)] for n in range(len(RANKS) + 2)]
-    expected: dict[str, Expected] = {}
+    asked: dict[str, Asked] = {}
     for index, rank in enumerate(RANKS):
         folder = root / f"adapter-{rank}"
         settings = {"use_rslora": True} if index % 3 == 1 else {}
         if index % len(TARGETS) in (1, 2):
             settings |= {"rank_pattern": {"q_proj": rank + 3}, "alpha_pattern": {"v_proj": 5}}
         save_adapter(folder, base, rank=rank, targets=TARGETS[index % len(TARGETS)], seed=rank, **settings)
-        with_adapter = load_adapter(base, folder)
-        expected[f"r{rank}"] = greedy(with_adapter, prompts[index], folder)
-        with_adapter.unload()
+        asked[f"r{rank}"] = Asked(adapter=folder, prompt=prompts[index])
     for index in (len(RANKS), len(RANKS) + 1):
-        expected[f"base{index}"] = greedy(base, prompts[index])
-    return root / "base", expected
+        asked[f"base{index}"] = Asked(adapter=None, prompt=prompts[index])
+    return root / "base", asked, Reference(base)
 
 
-def add_adapters(engine: Engine, model: Path, expected: dict[str, Expected]) -> dict[str, str | None]:
+def add_adapters(engine: Engine, model: Path, asked: dict[str, Asked]) -> dict[str, str | None]:
     """Request id -> adapter version. All are in memory after it: no request below waits for one to load."""
     shape = load_config(model).shape
     versions: dict[str, str | None] = {}
-    for request_id, want in expected.items():
+    for request_id, want in asked.items():
         versions[request_id] = None
         if want.adapter is not None:
             spec = read_adapter(want.adapter, shape)
@@ -136,19 +145,19 @@ def vocabulary_logprobs(done: Finished) -> torch.Tensor:
 
 @pytest.mark.parametrize("max_step_tokens", [2048, 48], ids=["whole prompts", "chunked prompts"])
 def test_mixed_batch_of_sixteen_adapters_and_base_equals_peft(
-    served, max_step_tokens: int, monkeypatch: pytest.MonkeyPatch
+    served: tuple[Path, dict[str, Asked], Reference], max_step_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, expected = served
+    folder, asked, reference = served
     monkeypatch.setattr(sampling, "MAX_LOGPROBS", VOCAB_SIZE)  # clients get 20, this test wants all
     engine = build_core(
         EngineOptions(
             model=str(folder), dtype="float32", kv_memory_bytes=1 << 24, max_step_tokens=max_step_tokens
         )
     )
-    versions = add_adapters(engine, folder, expected)
+    versions = add_adapters(engine, folder, asked)
     plans = record_plans(engine)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=VOCAB_SIZE)
-    for request_id, want in expected.items():
+    for request_id, want in asked.items():
         engine.add_request(
             EngineRequest(
                 request_id=request_id,
@@ -161,14 +170,16 @@ def test_mixed_batch_of_sixteen_adapters_and_base_equals_peft(
     engine.close()
 
     most_requests = max(len(plan.chunks) for plan in plans)
-    assert most_requests == len(expected), "the requests never shared one batch"
+    assert most_requests == len(asked), "the requests never shared one batch"
     has_partial_prompts = any(not chunk.samples for plan in plans for chunk in plan.chunks)
     assert has_partial_prompts == (max_step_tokens == 48)
+    assert {key: len(done.token_ids) for key, done in found.items()} == dict.fromkeys(asked, NUM_TOKENS)
+    expected = {key: reference.logits(want, found[key].token_ids) for key, want in asked.items()}
     assert {key: done.token_ids for key, done in found.items()} == {
-        key: want.token_ids for key, want in expected.items()
+        key: logits_TV.argmax(dim=-1).tolist() for key, logits_TV in expected.items()
     }
     errors = {
-        key: worst_error(vocabulary_logprobs(found[key]), want.logits_TV) for key, want in expected.items()
+        key: worst_error(vocabulary_logprobs(found[key]), logits_TV) for key, logits_TV in expected.items()
     }
     # Not `error > TOLERANCE`: nan, a token the engine left out, must be wrong too.
     assert {key: error for key, error in errors.items() if not error <= TOLERANCE} == {}

@@ -6,23 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from fleet_commands import FIGURES, fleet, later, profile_in, workload_in, written
+from fleet_commands import FIGURES, fleet, later, written
 from twins import random_workload
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.fleet.policy import PLACEMENTS, ROUTINGS
 from loraplex.workload.jsonl import write_workload
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_in(tmp_path)
-
-
-@pytest.fixture
-def workload(tmp_path: Path) -> Path:
-    return workload_in(tmp_path)
 
 
 def test_a_fleet_is_simulated(profile: Path, workload: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fleet_commands import fleet, profile_in, workload_in, written
+from fleet_commands import fleet, written
 
 from loraplex import __version__
 from loraplex.cli.fleet_plot import draw_policies
@@ -20,24 +20,14 @@ from loraplex.twin.fleet_figures import PolicyFigures
 from loraplex.twin.slo import Slo
 
 
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_in(tmp_path)
-
-
-@pytest.fixture
-def workload(tmp_path: Path) -> Path:
-    return workload_in(tmp_path)
-
-
 @pytest.mark.parametrize("command", ["simulate", "compare", "capacity"])
 def test_figures_are_written_with_what_they_were_computed_from(
     command: str, profile: Path, workload: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.json"
     policy = ("--routing", "random") if command == "simulate" else ("--policies", "random")
-    seeds = ("--seeds", "1") if command == "compare" else ()
-    args = ("--replicas", "2", *policy, *seeds, "--slo-ttft", "1s", "--link", "25GB/s", "--seconds", "2")
+    more = {"compare": ("--seeds", "1"), "capacity": ("--attainment", "0.9")}.get(command, ())
+    args = ("--replicas", "2", *policy, *more, "--slo-ttft", "1s", "--link", "25GB/s", "--seconds", "2")
     result = fleet(
         command, profile, workload, *args, "--max-running", "8", "--ranks", "8,32", "--json", str(out)
     )

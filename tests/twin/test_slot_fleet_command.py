@@ -5,22 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fleet_commands import FIGURES, fleet, profile_in, slot_fleet, slot_profile_in, workload_in, written
+from fleet_commands import FIGURES, fleet, slot_fleet, slot_profile_in, written
 from twins import random_workload
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.workload.jsonl import WorkloadRequest, write_workload
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_in(tmp_path)
-
-
-@pytest.fixture
-def workload(tmp_path: Path) -> Path:
-    return workload_in(tmp_path)
 
 
 def test_a_queue_that_shrinks_before_the_last_requests_come_is_no_overload(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from loraplex.core.clock import Clock, MonotonicClock
+from loraplex.engine.options import EngineOptions
 from loraplex.fleet.policy import Policy
 from loraplex.fleet.replanner import PERIOD_S
 from loraplex.perf.cost_model import CostModel
@@ -46,3 +47,15 @@ class FleetSetup:
     look: Callable[[int], Awaitable[None]] | None = None
     retry_s: tuple[float, float] = RETRY_S
     clock: Clock = field(default_factory=MonotonicClock)
+
+
+def limits_of(engine: EngineOptions) -> Callable[[Ready], Limits]:
+    """Return what tells the limits of an engine process with these options, once it is ready."""
+
+    def limits(info: Ready) -> Limits:
+        assert info.num_kv_blocks is not None, "an engine process tells it"
+        return Limits(
+            max_running=engine.max_running, kv_tokens=max(info.num_kv_blocks * engine.block_size, 1)
+        )
+
+    return limits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -19,11 +18,9 @@ from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.engine_client import ClientOptions, EngineClient
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine
-from loraplex.server.fleet.fleet_setup import MAX_REPLICAS, FleetSetup
+from loraplex.server.fleet.fleet_setup import MAX_REPLICAS, FleetSetup, limits_of
 from loraplex.server.fleet.guessed_costs import guessed_costs
-from loraplex.server.fleet.routing_events import Limits
 from loraplex.server.pool.directory import PoolDirectory
-from loraplex.server.protocol_ipc import Ready
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _GPUS: Final = Path("/proc/driver/nvidia/gpus")
@@ -102,18 +99,6 @@ def _most_in_memory(engine: EngineOptions) -> tuple[int, str] | None:
     each, available = engine.kv_memory_bytes * engine.tensor_parallel, available_bytes()
     why = f"each takes {each:,} bytes with --kv-memory, and this machine has {available:,} to give"
     return min(available // max(each, 1), MAX_REPLICAS), why
-
-
-def limits_of(engine: EngineOptions) -> Callable[[Ready], Limits]:
-    """Return what tells the limits of an engine process with these options, once it is ready."""
-
-    def limits(info: Ready) -> Limits:
-        assert info.num_kv_blocks is not None, "an engine process tells it"
-        return Limits(
-            max_running=engine.max_running, kv_tokens=max(info.num_kv_blocks * engine.block_size, 1)
-        )
-
-    return limits
 
 
 def _gpus() -> tuple[str, ...]:

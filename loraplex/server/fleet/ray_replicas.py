@@ -15,9 +15,9 @@ from loraplex.fleet.replanner import PERIOD_S
 from loraplex.server.engine_client import EngineClient
 from loraplex.server.fleet.decision_log import DecisionLog
 from loraplex.server.fleet.fleet_engine import FleetEngine
-from loraplex.server.fleet.fleet_setup import FleetSetup
+from loraplex.server.fleet.fleet_setup import FleetSetup, limits_of
 from loraplex.server.fleet.guessed_costs import guessed_costs
-from loraplex.server.fleet.local_replicas import limits_of, process_name
+from loraplex.server.fleet.local_replicas import process_name
 from loraplex.server.fleet.ray_child import RayChild
 from loraplex.server.fleet.ray_cluster import RayCluster
 from loraplex.server.fleet.ray_messages import Connected

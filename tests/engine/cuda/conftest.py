@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from interpreting import patch_once_for_each_function
+from interpreting import patch_interpreter
 
 from loraplex.engine.cuda import step_lora
 from loraplex.kernels.triton.lora_rows import RowsLaunch
 
-patch_once_for_each_function()
+patch_interpreter()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,3 +1,3 @@
-from interpreting import patch_once_for_each_function
+from interpreting import patch_interpreter
 
-patch_once_for_each_function()
+patch_interpreter()

@@ -1,15 +1,67 @@
-"""`loraplex fleet serve --backend`: real servers behind a real front, a tiny model, the openai client."""
+"""`loraplex fleet serve --backend`: real servers behind one front, and behind two on one registry.
+
+A tiny model, HTTP and the openai client. One module, so that its servers are started once.
+"""
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
-from server_process import replicas, run_command
+import pytest
+from client_streams import SAMPLED, check_disturbed, stream
+from server_process import PATIENCE_S, replicas, run_command, serving, wait_until
 
 MODELS = ("tiny", "one", "two")
+HEADER = "x-loraplex-adapter-version"
+
+
+@pytest.fixture(scope="module")
+def backends(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[tuple[subprocess.Popen[str], str]]]:
+    """Three servers that may load adapters; the first has both under their names."""
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+
+        def start(state: Path) -> tuple[subprocess.Popen[str], str]:
+            options = ("--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(state))
+            process, url, _ = stack.enter_context(serving(folder, *options))
+            return process, url
+
+        found = list(threads.map(start, [tmp_path_factory.mktemp("backend") for _ in range(3)]))
+        for name in ("one", "two"):
+            body = {"lora_name": name, "lora_path": str(folder / "adapters" / name)}
+            assert httpx.post(f"{found[0][1]}/v1/load_lora_adapter", json=body).status_code == 200
+        yield found
+
+
+@pytest.fixture(scope="module")
+def single(backends: list[tuple[subprocess.Popen[str], str]]) -> str:
+    """The address of a server that serves both adapters alone."""
+    return backends[0][1]
+
+
+@pytest.fixture(scope="module")
+def front(
+    folder: Path,
+    backends: list[tuple[subprocess.Popen[str], str]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[str]:
+    """A front of `backends`."""
+    addresses = [option for _, url in backends for option in ("--backend", url)]
+    state = tmp_path_factory.mktemp("front")
+    options = ("--adapters", str(folder / "adapters"), "--state-dir", str(state), *addresses)
+    with serving(folder, *options, command="fleet serve") as (_, url, _):
+        yield url
 
 
 def answer(url: str, model: str, **options: Any) -> Any:
@@ -42,3 +94,192 @@ def test_bad_backends_are_refused_in_words(folder: Path, single: str, tmp_path: 
     assert "give one of both" in refused("--backend", single, "--replicas", "2")
     told = " ".join(refused("--replicas", "1", "--backend-max-adapters", "4").split())
     assert "name them with --backend, or leave it out" in told
+
+
+def test_a_stream_outlives_the_server_behind_the_front(
+    front: str, backends: list[tuple[subprocess.Popen[str], str]]
+) -> None:
+    """It ends one of the backends: those that use them afterwards have to take the others."""
+    short: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    expected = stream(front, **short)
+    killed: list[int] = []
+
+    def kill(number: int) -> None:
+        backends[number][0].kill()
+        backends[number][0].wait()
+        killed.append(number)
+
+    check_disturbed(front, kill, **SAMPLED)
+    for _ in range(8):
+        assert stream(front, **short) == expected
+    states = [row["state"] for row in replicas(front)]
+    (number,) = killed
+    assert states.pop(number) == "unreachable"
+    assert states == ["ready", "ready"]
+
+
+class Front:
+    """A front, and what is asked of it."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def change(self, verb: str, name: str, **fields: Any) -> httpx.Response:
+        body = {"lora_name": name, **fields}
+        return httpx.post(f"{self.url}/v1/{verb}_lora_adapter", json=body, timeout=PATIENCE_S)
+
+    def load(self, name: str, path: Path, **fields: Any) -> str:
+        """Load what must be loaded; returns its version."""
+        answer = self.change("load", name, lora_path=str(path), **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.headers[HEADER]
+
+    def served(self) -> dict[str, tuple[str, str | None]]:
+        """The version and the canary of each adapter."""
+        rows = httpx.get(f"{self.url}/v1/adapters", timeout=PATIENCE_S).json()["data"]
+        return {row["name"]: (row["version"], row["canary"] and row["canary"]["version"]) for row in rows}
+
+    def waits_for(self, name: str, version: str | None, canary: str | None = None) -> None:
+        expected = None if version is None else (version, canary)
+        wait_until(lambda: self.served().get(name) == expected, f"{name} is {expected}")
+
+    def version_of_answer(self, name: str) -> str:
+        body = {"model": name, "prompt": "w5 w6", "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["adapter_version"] == answer.headers[HEADER]
+        return answer.headers[HEADER]
+
+
+def versions_at(url: str) -> set[str]:
+    """The versions that a server behind fronts has."""
+    models = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"]
+    return {model["id"].removeprefix("lpx-") for model in models if model["id"].startswith("lpx-")}
+
+
+@pytest.fixture(scope="module")
+def urls(backends: list[tuple[subprocess.Popen[str], str]]) -> list[str]:
+    """Two servers that still run: another test ends one of the three."""
+    return [url for process, url in backends if process.poll() is None][-2:]
+
+
+@pytest.fixture(scope="module")
+def options(folder: Path, urls: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """What both fronts are started with: two servers and one state folder."""
+    addresses = [option for url in urls for option in ("--backend", url)]
+    state = tmp_path_factory.mktemp("fronts")
+    return ("--allow-adapter-dir", str(folder / "adapters"), "--state-dir", str(state), *addresses)
+
+
+@pytest.fixture(scope="module")
+def fronts(folder: Path, options: tuple[str, ...]) -> Iterator[tuple[Front, Front]]:
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+
+        def start(_: int) -> Front:
+            process, url, _said = stack.enter_context(serving(folder, *options, command="fleet serve"))
+            return Front(process, url)
+
+        one, two = threads.map(start, range(2))
+        yield one, two
+
+
+def test_two_fronts_serve_the_same_versions_and_unload_nothing_that_the_other_serves(
+    fronts: tuple[Front, Front], folder: Path, urls: list[str]
+) -> None:
+    one, two = fronts
+    first = one.load("bot", folder / "adapters" / "one")
+    two.waits_for("bot", first)
+    assert two.version_of_answer("bot") == first
+
+    second = two.load("bot", folder / "adapters" / "two", load_inplace=True)
+    one.waits_for("bot", second)
+    assert one.version_of_answer("bot") == second
+    for url in urls:
+        wait_until(
+            lambda url=url: second in versions_at(url) and first not in versions_at(url), "it is switched"
+        )
+
+    assert one.load("bot", folder / "adapters" / "one", canary_share=0.5) == first
+    two.waits_for("bot", second, first)
+    assert two.change("promote", "bot").status_code == 200
+    one.waits_for("bot", first)
+    assert one.change("rollback", "bot").status_code == 200
+    two.waits_for("bot", second)
+
+    # One front gives up a version, and the other has just given it another name.
+    assert one.load("twin", folder / "adapters" / "two") == second
+    assert two.change("unload", "bot").status_code == 200
+    for url in urls:
+        assert second in versions_at(url)
+    for front in fronts:
+        front.waits_for("twin", second)
+        front.waits_for("bot", None)
+        assert front.version_of_answer("twin") == second
+    assert two.change("unload", "twin").status_code == 200
+    one.waits_for("twin", None)
+    for url in urls:
+        wait_until(lambda url=url: second not in versions_at(url), "nobody needs the version")
+
+
+def test_no_request_fails_while_the_other_front_switches(fronts: tuple[Front, Front], folder: Path) -> None:
+    one, two = fronts
+    versions = [one.load("busy", folder / "adapters" / "one")]
+    two.waits_for("busy", versions[0])
+    answered: list[str] = []
+    is_over = threading.Event()
+
+    def ask_on() -> None:
+        while not is_over.is_set():
+            answered.append(two.version_of_answer("busy"))
+
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(ask_on)
+        for name in ("two", "one", "two"):
+            versions.append(one.load("busy", folder / "adapters" / name, load_inplace=True))
+            wait_until(lambda: asking.done() or answered[-1:] == versions[-1:], "the other front switches")
+        is_over.set()
+        asking.result()
+    in_turn = [version for version, _ in itertools.groupby(answered)]
+    assert in_turn == versions
+
+
+def test_loads_of_one_name_through_both_at_once_end_in_one_version(
+    fronts: tuple[Front, Front], folder: Path
+) -> None:
+    with ThreadPoolExecutor() as threads:
+        for _ in range(3):
+            answers = list(
+                threads.map(
+                    lambda each: each[0].change(
+                        "load", "both", lora_path=str(folder / "adapters" / each[1]), load_inplace=True
+                    ),
+                    zip(fronts, ("one", "two"), strict=True),
+                )
+            )
+            assert {200} <= {answer.status_code for answer in answers} <= {200, 409}
+            wait_until(lambda: fronts[0].served() == fronts[1].served(), "both fronts serve the same")
+            version = fronts[0].served()["both"][0]
+            assert version in {answer.headers.get(HEADER) for answer in answers}
+            assert {front.version_of_answer("both") for front in fronts} == {version}
+
+
+def test_a_front_outlives_the_other_which_comes_back_with_what_was_changed_meanwhile(
+    fronts: tuple[Front, Front], folder: Path, options: tuple[str, ...]
+) -> None:
+    one, two = fronts
+    one.load("stays", folder / "adapters" / "one")
+    one.process.kill()
+    one.process.wait()
+    wait_until(lambda: "stays" in two.served(), "the other front follows a front that is dead")
+    version = two.load("stays", folder / "adapters" / "two", load_inplace=True)
+    assert two.version_of_answer("stays") == version
+    with serving(folder, *options, command="fleet serve") as (process, url, said):
+        (line,) = [
+            line for line in said.splitlines() if f"another server (process {two.process.pid})" in line
+        ]
+        assert "uses the state folder" in line
+        assert "WARNING" not in line, "it is meant so"
+        again = Front(process, url)
+        assert again.served() == two.served()
+        assert again.version_of_answer("stays") == version

@@ -17,9 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import tiny
 from server_process import PATIENCE_S, Ended, replicas, run_command, serving, wait_until
-from serving_fakes import hf_tokenizer
 
 from loraplex.engine.machine import available_bytes
 
@@ -28,18 +26,6 @@ NUM_CHOICES = 36
 """So many that one replica with all of them is overloaded beside one without any."""
 PREDICTING = ("--max-ttft", "300", "--shadow-twin-every", "1")
 """All that predicts is at work, and nothing is refused."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("fleet")
-    base = tiny.save_model(root, vocab_size=400, max_position_embeddings=1024)
-    hf_tokenizer().save_pretrained(root)
-    for seed, name in enumerate(("one", "two")):
-        tiny.save_adapter(root / "adapters" / name, base, rank=4 * (seed + 1), seed=seed + 1)
-    for seed, name in enumerate(("three", "cold")):
-        tiny.save_adapter(root / "more" / name, base, rank=4, seed=9 + seed)
-    return root
 
 
 @pytest.fixture(scope="module")
