@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,11 +107,13 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    [application_id] = connection.execute("PRAGMA application_id").fetchone()
+    connection.execute("BEGIN")  # one look: another server may make the table between two
     [num_tables] = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    [application_id] = connection.execute("PRAGMA application_id").fetchone()
+    connection.execute("COMMIT")
     if application_id != _APPLICATION_ID and num_tables > 0:
         raise StorageError(f"{path} is the database of another program; choose another state folder")
-    [mode] = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    mode = _write_ahead(connection)
     if mode != "wal":
         raise StorageError(
             f"{path}: SQLite cannot use a write-ahead log there; put the state folder on a local disk"
@@ -136,6 +139,20 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
         raise StorageError(f"{path} is damaged ({verdict}); {START_AFRESH}")
+
+
+def _write_ahead(connection: sqlite3.Connection) -> str:
+    """Turn the write-ahead log on. Where two servers do so to a new file, SQLite refuses one of them at once,
+    whatever its timeout is."""
+    until_s = time.monotonic() + _BUSY_TIMEOUT_S
+    while True:
+        try:
+            [mode] = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            return str(mode)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until_s:
+                raise
+            time.sleep(0.01)
 
 
 def _error_of(exc: sqlite3.Error, path: Path) -> StorageError:

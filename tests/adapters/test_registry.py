@@ -5,8 +5,10 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import registry_writer
@@ -389,3 +391,19 @@ def test_a_folder_without_registry_is_explained(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is it the state folder of a server"):
         read_registry(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_database_is_opened_by_several_at_once(tmp_path: Path) -> None:
+    """As by two servers that start on one new state folder."""
+
+    def open_one(number: int, ready: Barrier) -> None:
+        ready.wait()
+        with opened(tmp_path / f"{number}"):
+            pass
+
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(40):
+            (tmp_path / f"{number}").mkdir()
+            ready = Barrier(4)
+            for opening in [pool.submit(open_one, number, ready) for _ in range(4)]:
+                opening.result()
