@@ -199,6 +199,7 @@ class Tier:
     def evict(self, victim: IdleAdapter) -> None:
         """RESIDENT -> ABSENT, of an idle copy."""
         assert isinstance(victim, Copy)
+        assert victim.is_idle, f"{victim.version} is in use"
         self.idle.remove(victim)
         victim.presence, victim.ahead = Presence.ABSENT, False
         self.resident.remove(victim.version)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from loraplex.core.errors import CapacityError
 from loraplex.scheduling.adapter_table import AdapterTable, State
+from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.room import ByteBudget
 
 
@@ -15,7 +16,7 @@ def resident(table: AdapterTable, version: str) -> None:
     """Load a version for a request that then ends."""
     table.enter(version)
     assert table.acquire(version)
-    if table.state(version) is State.READING:
+    if version in table.serving.loading:
         table.loaded(version)
     table.leave(version, pinned=True)
 
@@ -153,3 +154,127 @@ def test_the_books_hold_after_any_moves(moves: list[tuple[str, int]]) -> None:
             pins={v: requests.count((v, True)) for v, _ in requests},
             in_flight={v: sum(1 for r in requests if r[0] == v) for v, _ in requests},
         )
+
+
+# ---- on a GPU, with a host tier in between
+
+PAGE = 4096
+
+
+def staged_table() -> AdapterTable:
+    """The device has room for two adapters of a page, the host for one."""
+    return Arena(num_pages=3, page_bytes=PAGE, block_size=4, host_bytes=PAGE).table
+
+
+def test_a_version_walks_from_disk_to_the_device_and_back() -> None:
+    table, seen = staged_table(), []
+    table.add("a", PAGE)
+    table.add("b", PAGE)
+
+    def note() -> None:
+        seen.append(table.state("a"))
+
+    note()
+    assert not table.can_load("a")
+    assert table.begin_read("a")
+    note()
+    table.read_failed("a")
+    note()
+    assert table.begin_read("a")
+    table.read_ended("a")
+    note()
+    table.enter("a")
+    assert table.acquire("a")
+    note()
+    assert not table.begin_read("b"), "what the device copies from was evicted"
+    table.failed("a")
+    table.leave("a", pinned=True)
+    note()
+    resident(table, "a")
+    note()
+    table.serving.evict(next(iter(table.serving.idle)))
+    note()
+    table.unstage("a")
+    note()
+    assert seen == ["disk", "reading", "disk", "host", "copying", "host", "device", "host", "disk"]
+    table.check_integrity({}, {})
+
+
+def test_a_staged_copy_comes_and_goes_beside_the_serving_one() -> None:
+    table = staged_table()
+    table.add("a", PAGE)
+    table.add("b", PAGE)
+    assert table.begin_read("a")
+    table.read_ended("a")
+    resident(table, "a")
+    assert table.begin_read("b"), "the serving copy is complete: the staged one may go"
+    assert table.host.take_evictions() == ["a"]
+    assert table.state("a") is State.DEVICE
+    table.serving.evict(next(iter(table.serving.idle)))
+    assert table.state("a") is State.DISK
+
+
+def test_what_users_see_is_loading_only_while_requests_can_wait_for_the_load_itself() -> None:
+    table, shown = staged_table(), []
+    table.add("a", PAGE)
+
+    def note() -> None:
+        shown.append(str(table.snapshot()[0].tier))
+
+    note()
+    assert table.begin_read("a")
+    note()
+    table.read_ended("a")
+    note()
+    assert table.load_ahead("a")
+    note()
+    table.loaded("a")
+    note()
+    assert shown == ["disk", "disk", "host", "loading", "device"]
+
+
+def test_a_removed_version_leaves_the_host_when_that_is_reported_or_when_its_read_ends() -> None:
+    table = staged_table()
+    table.add("a", PAGE)
+    assert table.begin_read("a")
+    table.remove("a")
+    assert "a" not in table
+    assert table.take_removed() == ["a"]
+    assert table.snapshot() == []
+    table.check_integrity({}, {})
+    assert table.host.room.used_bytes == PAGE, "a read still writes there"
+    table.read_ended("a")
+    assert table.host.room.used_bytes == 0
+    table.add("a", PAGE)
+    assert table.state("a") is State.DISK
+
+
+def test_a_version_that_is_added_again_keeps_the_read_under_way() -> None:
+    table = staged_table()
+    table.add("a", PAGE)
+    assert table.begin_read("a")
+    table.remove("a")
+    assert table.take_removed() == ["a"]
+    table.add("a", PAGE)
+    assert table.state("a") is State.READING
+    table.read_ended("a")
+    assert table.state("a") is State.HOST
+    table.check_integrity({}, {})
+
+
+def test_a_removal_that_is_reported_late_touches_nothing_of_a_version_in_use_again() -> None:
+    table = staged_table()
+    table.add("a", PAGE)
+    assert table.begin_read("a")
+    table.read_ended("a")
+    table.remove("a")
+    table.add("a", PAGE)
+    table.enter("a")
+    table.remove("a")
+    assert table.take_removed() == ["a"], "the first of the two removals"
+    assert table.state("a") is State.HOST
+    assert table.acquire("a")
+    table.loaded("a")
+    table.leave("a", pinned=True)
+    assert table.take_removed() == ["a"]
+    assert table.host.room.used_bytes == table.serving.room.used_bytes == 0
