@@ -9,7 +9,7 @@ A GPU's engine, whose requests use adapters in the device's memory:
      | `---- read_failed ----'                | `------- failed ----------'                  |
      |                                        | `------- evicted ----------------------------'
      `---------- evicted, unstage ------------'
-                                                (to DISK, if the host has no copy)
+                                                (to DISK or READING, if the host has no complete copy)
 
 A CPU's engine, whose requests use adapters in the host's memory:
 
@@ -527,10 +527,12 @@ class AdapterTable:
         return entry
 
     def _begin_load(self, entry: Entry, spare_blocks: int = 0, *, ahead: bool = False) -> bool:
-        if not self.serving.begin(entry.serving, spare_blocks, ahead=ahead):
+        serving, staged = entry.serving, entry.staged
+        assert staged is None or staged.presence is Presence.RESIDENT, f"{serving.version} is not read yet"
+        if not self.serving.begin(serving, spare_blocks, ahead=ahead):
             return False
-        if entry.staged is not None and entry.staged.presence is Presence.RESIDENT:
-            self.host.pin(entry.staged)
+        if staged is not None:
+            self.host.pin(staged)
         return True
 
     def _end_load(self, entry: Entry) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -278,3 +281,99 @@ def test_a_removal_that_is_reported_late_touches_nothing_of_a_version_in_use_aga
     table.leave("a", pinned=True)
     assert table.take_removed() == ["a"]
     assert table.host.room.used_bytes == table.serving.room.used_bytes == 0
+
+
+DRAWN = {
+    ("disk", "reading"),
+    ("reading", "disk"),
+    ("reading", "host"),
+    ("host", "disk"),
+    ("host", "copying"),
+    ("copying", "host"),
+    ("copying", "device"),
+    ("device", "host"),
+    # Without a complete copy on the host: a version that is not staged, or whose staged copy was evicted.
+    ("disk", "copying"),
+    ("copying", "disk"),
+    ("device", "disk"),
+    ("device", "reading"),
+}
+"""The transitions at the top of adapter_table.py."""
+
+
+class Walk:
+    """Random events of a table, each of which moves versions by drawn transitions only."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.memory = Arena(num_pages=6, page_bytes=PAGE, block_size=4, host_bytes=3 * PAGE)
+        self.table = self.memory.table
+        self.sizes = {"a": 1, "b": 1, "c": 2, "d": 3, "unstaged": 4}
+        self.held: Counter[str] = Counter()
+        self.seen: set[tuple[str, str]] = set()
+        for version, size in self.sizes.items():
+            self.table.add(version, size * PAGE)
+
+    def act(self) -> None:
+        before = {version: self.table.state(version) for version in self.sizes}
+        version = self.rng.choice(list(self.sizes))
+        acts = [self.read, self.end_read, self.ask, self.end_load, self.leave, self.unstage, self.evict]
+        self.rng.choice(acts)(version)
+        moved = {
+            (str(state), str(self.table.state(version)))
+            for version, state in before.items()
+            if self.table.state(version) is not state
+        }
+        assert moved <= DRAWN
+        self.seen |= moved
+        self.table.check_integrity(self.held, self.held)
+        self.memory.check_integrity()
+
+    def read(self, version: str) -> None:
+        if self.table.can_read(version):
+            self.table.begin_read(version, ahead=self.rng.random() < 0.3)
+
+    def end_read(self, version: str) -> None:
+        if version in self.table.host.loading:
+            (self.table.read_failed if self.rng.random() < 0.3 else self.table.read_ended)(version)
+
+    def ask(self, version: str) -> None:
+        if not self.table.is_absent(version) or self.table.can_load(version):
+            self.table.enter(version)
+            if self.table.acquire(version):
+                self.held[version] += 1
+            else:
+                self.table.leave(version, pinned=False)
+            self.memory.take_block_moves()
+
+    def end_load(self, version: str) -> None:
+        if version in self.table.serving.loading:
+            if self.rng.random() < 0.7:
+                self.table.loaded(version)
+                return
+            self.table.failed(version)
+            while self.held[version]:
+                self.leave(version)
+
+    def leave(self, version: str) -> None:
+        if self.held[version]:
+            self.held[version] -= 1
+            self.table.leave(version, pinned=True)
+
+    def unstage(self, version: str) -> None:
+        self.table.unstage(version)
+
+    def evict(self, version: str) -> None:
+        idle = self.table.serving.idle
+        if version in idle:
+            self.table.serving.evict(next(one for one in idle if one.version == version))
+
+
+def test_versions_move_as_drawn() -> None:
+    seen = set()
+    for seed in range(10):
+        walk = Walk(seed)
+        for _ in range(400):
+            walk.act()
+        seen |= walk.seen
+    assert seen == DRAWN, "a transition is drawn that is never taken"
