@@ -23,7 +23,6 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.staging import Staging
 
 RESULTS: Final = Path(__file__).parent / "results"
 NUM_RUNNING: Final = 256
@@ -39,7 +38,7 @@ CANCEL_ROUNDS: Final = 5
 
 def crowd(num_waiting: int) -> Scheduler:
     """Running requests, and others that wait for an adapter each. Two of these are being read for good."""
-    arena = Arena(num_pages=4096, page_bytes=PAGE_BYTES, block_size=16, staging=Staging(1 << 30))
+    arena = Arena(num_pages=4096, page_bytes=PAGE_BYTES, block_size=16, host_bytes=1 << 30)
     # One more than run: admission is tried in every step.
     scheduler = Scheduler(SchedulerConfig(max_model_len=4096, max_running=NUM_RUNNING + 1), arena)
     for number in range(NUM_RUNNING):

@@ -11,10 +11,10 @@ from benchmarks.correctness.comparing import alone_check
 from benchmarks.correctness.driving import Answer, answers, greedy_request, random_prompt
 from benchmarks.correctness.random_engines import build, distinct_specs
 from benchmarks.device_memory import release
-from loraplex.adapters.room import Tier
 from loraplex.core.request import FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.model.shapes import config_of_shape
+from loraplex.scheduling.adapter_table import State
 from loraplex.scheduling.config import SchedulerConfig
 
 ROOM: Final = 0.4
@@ -80,7 +80,7 @@ def _answered(ended: dict[str, Answer], num_requests: int, num_tokens: int) -> C
 def _limited(stats: EngineStats) -> Check:
     num_loads = sum(adapter.loads for adapter in stats.adapters)
     # Those that left a device stay in the host's memory.
-    used_from = Tier.DEVICE if stats.device_arena_bytes else Tier.HOST
+    used_from = State.DEVICE if stats.device_arena_bytes else State.HOST
     num_resident = sum(adapter.tier == used_from for adapter in stats.adapters)
     return holds(
         "memory",

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from loraplex.adapters.spec import AdapterSpec
@@ -60,14 +59,12 @@ class Engine:
         with `ColdStart.ON_DEMAND`, how long a step is put off for a load."""
         self.max_model_len = config.max_model_len
         self.step_work = config.work
-        self._residency = memory.residency
+        self._table = memory.table
         self._scheduler = Scheduler(config, memory, costs)
         self._costs = costs
         self._executor = executor
         self._load_deadline_s = load_deadline_s
         self._max_pause_s = max_pause_s
-        # A version may lie in several folders, under as many names; any of them will do to load it.
-        self._sources: dict[str, dict[Path, AdapterSpec]] = {}
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         self._flights: deque[_Launched] = deque()
         self.landed: StepPlan | None = None
@@ -86,10 +83,10 @@ class Engine:
         if plan.moves:
             self._executor.move(plan.moves)
         for read in plan.adapter_reads:
-            self._executor.read_adapter(list(self._sources[read.version].values()), read)
+            self._executor.read_adapter(self._table.sources(read.version), read)
         if plan.adapter_loads:
             self._executor.load_adapters(
-                [LoadOrder(list(self._sources[load.version].values()), load) for load in plan.adapter_loads]
+                [LoadOrder(self._table.sources(load.version), load) for load in plan.adapter_loads]
             )
         if plan.waits_for:
             self._await_loads(plan.waits_for)
@@ -132,8 +129,7 @@ class Engine:
         self._end(request_id)
 
     def add_adapter(self, spec: AdapterSpec) -> None:
-        self._scheduler.adapters.add(spec.version, self._executor.adapter_bytes(spec))
-        self._sources.setdefault(spec.version, {})[spec.path] = spec
+        self._scheduler.adapters.add(spec.version, self._executor.adapter_bytes(spec), spec)
         self._executor.expect(spec)
 
     def choose_cold_start(self, cold_start: ColdStart) -> None:
@@ -163,13 +159,9 @@ class Engine:
         self._scheduler.adapters.remove(version)
 
     def take_removed_adapters(self) -> Sequence[str]:
-        for version in self._residency.take_evictions():
+        for version in self._table.serving.take_evictions():
             self._executor.evict_adapter(version)
-        removed = self._scheduler.adapters.take_removed()
-        for version in removed:
-            if version not in self._residency:  # it may have been added again meanwhile
-                self._sources.pop(version, None)
-        return removed
+        return self._scheduler.adapters.take_removed()
 
     def stage_adapter(self, version: str) -> None:
         """Bring it to the host's memory before anybody asks for it, if there is room for it."""
@@ -199,9 +191,9 @@ class Engine:
         """Assert the scheduler's invariants, and that nothing is kept of what ended. For tests, after
         `take_removed_adapters`."""
         self._scheduler.check_integrity()
-        self._executor.check_integrity(self._scheduler.request_ids, self._residency.resident)
+        self._executor.check_integrity(self._scheduler.request_ids, self._table.serving.resident)
         assert self._prompt_logprobs.keys() <= self._scheduler.request_ids
-        assert self._sources.keys() == {adapter.version for adapter in self._residency.snapshot()}
+        assert all(self._table.sources(adapter.version) for adapter in self._table.snapshot())
 
     def close(self) -> None:
         self._executor.close()

@@ -1,4 +1,4 @@
-"""Brings in the adapters of requests that wait, and holds them there until these have run.
+"""Which waiting request has its adapter loaded next, and which has to let go of one again.
 
 A request that waits holds its adapter only for as long as nobody needs the memory more: where adapters and KV
 blocks share memory, it has to let go if somebody before it is short of it.
@@ -13,9 +13,9 @@ from collections.abc import Sequence as Many
 from itertools import islice
 from typing import Final
 
-from loraplex.adapters.room import Tier
 from loraplex.core.cold_start import ColdStart
 from loraplex.perf.step_cost import StepFeatures
+from loraplex.scheduling.host_reads import HostReads
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad
 from loraplex.scheduling.sequence import Sequence
@@ -31,17 +31,17 @@ _EMPTY_SHARE: Final = 0.25
 class AdapterPins:
     """`prefetch_depth`: how far down the queue adapters start to load. `refused`: the request for whose
     adapter there was no room just now, if any; nobody behind it may take what it waits for. `short`: the one
-    for whose tokens there was none. `to_keep`: versions yet to be brought in to stay. `starts`: whether
-    adapters can be counted on while they are on their way from the host's memory."""
+    for whose tokens there was none. `reads`: what has to be read to the host's memory before it can be
+    loaded. `to_keep`: versions yet to be brought in to stay. `starts`: whether adapters can be counted on
+    while they are on their way from the host's memory."""
 
     def __init__(self, memory: Memory, *, prefetch_depth: int) -> None:
         self._memory = memory
-        self._residency = memory.residency
-        self._staging = memory.staging
+        self._table = memory.table
+        self.reads = HostReads(memory.table)
         self._prefetch_depth = prefetch_depth
         self.to_keep: deque[str] = deque()
         self._loads: list[AdapterLoad] = []
-        self._arriving: dict[str, int] = {}  # on their way, and can be counted on already; bytes
         self.refused: Sequence | None = None
         self.short: Sequence | None = None
         self._reads_more = True
@@ -67,13 +67,13 @@ class AdapterPins:
             version = sequence.adapter
             if version is None or sequence.pinned:
                 continue
-            absent = self._residency.tier(version) is Tier.DISK
+            absent = self._table.is_absent(version)
             if absent and not self._is_staged(version):
                 continue  # it is being read, or will be when it is its turn
             # A load leaves every running request room to grow by a block: what it took would be asked back.
-            while not self._residency.acquire(version, spare_blocks=len(running)):
+            while not self._table.acquire(version, spare_blocks=len(running)):
                 # What is being loaded may be all that is in the way, and not for long.
-                if self._residency.num_loading > 0 or not self.unpin_youngest(waiting, behind=sequence):
+                if self._table.serving.num_loading > 0 or not self.unpin_youngest(waiting, behind=sequence):
                     self.refused = sequence
                     return  # nobody overtakes: a large adapter must not starve behind small ones
             waiting.set_pinned(sequence, pinned=True)
@@ -89,11 +89,11 @@ class AdapterPins:
         pool = self._memory.pool
         num_blocks = self._memory.max_tokens(adapter_bytes=0) // pool.block_size
         spare_blocks = pool.num_free - pool.num_empty + int(num_blocks * _EMPTY_SHARE)
-        absent = (v for v in versions if v in self._residency and self._residency.tier(v) is Tier.DISK)
+        absent = (v for v in versions if v in self._table and self._table.is_absent(v))
         for version in islice(absent, _NUM_TRIED):
-            if self._staging is not None and not self._staging.is_there(version):
-                self._staging.stage_ahead(version)
-            elif self._residency.load_ahead(version, spare_blocks):
+            if not self._table.can_load(version):
+                self.reads.stage_ahead(version)
+            elif self._table.load_ahead(version, spare_blocks):
                 self._load(version)
                 self._follow_moves(running)
                 return
@@ -101,22 +101,24 @@ class AdapterPins:
     def _is_staged(self, version: str) -> bool:
         """Tell whether a device could load it now; if not, it is read when it is its turn, and nobody behind
         one for whom there is no room is read before it."""
-        if self._staging is None or self._staging.is_there(version):
+        if self._table.can_load(version):
             return True
         if self._reads_more:
-            self._reads_more = self._staging.fetch(version)
-        return self._staging.is_there(version)  # or it is not staged from now on
+            self._reads_more = self.reads.fetch(version)
+        return self._table.can_load(version)  # or it is not staged from now on
 
     def only_reads(self, waiting: WaitingQueue) -> bool:
         """Return whether every waiting request waits for a read to the host's memory, which has begun or is
         not its turn yet: until one of these reads ends, `prefetch` does nothing."""
         if not waiting:
             return True
-        if waiting.has_candidates or self._staging is None:
+        if waiting.has_candidates:
             return False
-        versions, residency = waiting.versions, self._residency
-        on_disk = versions.isdisjoint(residency.resident) and versions.isdisjoint(residency.loading)
-        return on_disk and self._staging.holds_up_all(versions)
+        versions, table = waiting.versions, self._table
+        are_absent = versions.isdisjoint(table.serving.resident) and versions.isdisjoint(
+            table.serving.loading
+        )
+        return are_absent and self.reads.holds_up_all(versions)
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Tell whether the request could run as far as its adapter goes."""
@@ -125,25 +127,26 @@ class AdapterPins:
 
     def is_in_memory(self, version: str) -> bool:
         """Return whether requests could run on a version now: it is there, or on its way from the host."""
-        return self._residency.is_resident(version) or version in self._arriving
+        return version in self._table.serving.resident or version in self._table.streaming
 
     def is_arriving(self, sequence: Sequence) -> bool:
         """Tell whether the request would wait for its adapter as it runs."""
-        return sequence.adapter in self._arriving
+        return sequence.adapter in self._table.streaming
 
     def coming_for(self, versions: Set[str | None]) -> Coming:
         """Return what a step that uses these would wait for. Of what is on its way since earlier steps,
         nobody knows how much has come: all of it is counted."""
+        streaming = self._table.streaming
         started = {load.version for load in self._loads}
-        awaited = {version for version in self._arriving if version in versions}
+        awaited = {version for version in streaming if version in versions}
         return Coming(
-            awaited_bytes=sum(self._arriving[version] for version in awaited),
+            awaited_bytes=sum(streaming[version] for version in awaited),
             # What was started for this step and is not awaited by it goes behind.
             backlog_bytes=0
             if not awaited
             else sum(
                 size
-                for version, size in self._arriving.items()
+                for version, size in streaming.items()
                 if version not in awaited and version not in started
             ),
         )
@@ -151,20 +154,14 @@ class AdapterPins:
     def without_room(self, *, any_runs: bool) -> Sequence | None:
         """Return the first request that waits for memory which only the end of an overdue load could free,
         if there is one. `any_runs`: whether any request runs that will give back memory."""
-        if self._residency.num_overdue == 0:
+        if not self._table.serving.overdue:
             return None
         if not self._memory.shared:
-            return self.refused if self._residency.waits_for_overdue_only else None
-        if any_runs or self._residency.num_loading > 0:
+            return self.refused if self._table.serving.waits_for_overdue_only else None
+        if any_runs or self._table.serving.num_loading > 0:
             return None
         waiting = [sequence for sequence in (self.refused, self.short) if sequence is not None]
         return min(waiting, key=lambda sequence: sequence.queue_position, default=None)
-
-    def loaded(self, version: str) -> None:
-        """A load is complete, or came to nothing."""
-        self._arriving.pop(version, None)
-        if self._staging is not None:
-            self._staging.release(version)
 
     def unpin_youngest(self, waiting: WaitingQueue, behind: Sequence | None = None) -> bool:
         """Unpin the adapter of the last request in the queue that holds one in shared memory. With `behind`,
@@ -176,8 +173,8 @@ class AdapterPins:
                 return False
             version = sequence.adapter
             assert version is not None
-            if self._residency.is_resident(version):
-                self._residency.unpin(version)
+            if version in self._table.serving.resident:
+                self._table.unpin(version)
                 waiting.set_pinned(sequence, pinned=False)
                 return True
         return False
@@ -189,16 +186,17 @@ class AdapterPins:
 
     def waits_for_any(self, versions: Iterable[str | None]) -> bool:
         """Tell whether any of these is still on its way to the device."""
-        return any(version in self._arriving for version in versions)
+        streaming = self._table.streaming
+        return bool(streaming) and any(version in streaming for version in versions)
 
     def _bring_in_kept(self, running: Many[Sequence]) -> None:
         while self.to_keep:
             version = self.to_keep[0]
-            if version in self._residency:
-                absent = self._residency.tier(version) is Tier.DISK
+            if version in self._table:
+                absent = self._table.is_absent(version)
                 if absent and not self._is_staged(version):
                     return
-                if not self._residency.keep(version):
+                if not self._table.keep(version):
                     return
                 if absent:
                     self._load(version)
@@ -207,11 +205,11 @@ class AdapterPins:
 
     def _load(self, version: str, num_tokens: int = 0) -> None:
         """`num_tokens`: of the prompt that waits for it, if one does."""
-        load, num_bytes = self._memory.load_of(version), self._residency.num_bytes(version)
-        source = None if self._staging is None else self._staging.hold(version)
+        load, num_bytes = self._memory.load_of(version), self._table.num_bytes(version)
+        source = self._table.host_place(version)
         assisted_layers = 0
         if source is not None and self.starts.streams:
-            self._arriving[version] = num_bytes
+            self._table.stream(version)
             prompt = StepFeatures(num_prompts=1, num_prompt_tokens=num_tokens)
             assisted_layers = self.starts.assisted_layers(num_bytes, prompt)
         self._loads.append(load._replace(source=source, assisted_layers=assisted_layers))

@@ -5,9 +5,9 @@
         `-------- BlockPool --------'`----------- Places ------------'
 
 A page is a KV block over all layers; adapters take units, of which a page is made of several, so that a
-small one does not pay for a whole page. Whoever is short takes what nobody uses first, then what has been
-idle for longest, be it a cached block or an adapter. Both can be moved by a copy, so neither strands the
-other: blocks move down to let the border pass, adapters move up.
+small one does not pay for a whole page. Whoever is short takes what nobody uses first, then what `victims`
+says is to go, be it a cached block or an adapter. Both can be moved by a copy, so neither strands the other:
+blocks move down to let the border pass, adapters move up.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Final
 
-from loraplex.adapters.places import Places, Shift
-from loraplex.adapters.residency import Residency
-from loraplex.adapters.room import IdleAdapters, Tier
 from loraplex.core.errors import CapacityError
+from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.counted_blocks import CountedPool
+from loraplex.scheduling.host_room import HostRoom
+from loraplex.scheduling.places import Places, Shift
 from loraplex.scheduling.plan import AdapterLoad, Move
-from loraplex.scheduling.staging import Staging
+from loraplex.scheduling.room import Evict
+from loraplex.scheduling.victims import CachedBlock, IdleAdapters, next_victim
 
 _UNITS_PER_PAGE: Final = 8
 UNIT_ALIGNMENT: Final = 256
@@ -37,12 +38,12 @@ def units_per_page(page_bytes: int) -> int:
 
 
 class Arena:
-    """`scheduling.memory.Memory`, the residency's `Room` and the pool's `Reserve` in one: they are the two
-    sides of the same border."""
+    """`scheduling.memory.Memory`, the adapter table's `Room` and the pool's `Reserve` in one: they are the
+    two sides of the same border."""
 
     shared = True
     advice = adapter_advice = "raise --memory-fraction"
-    resident_tier = Tier.DEVICE
+    on_device = True
 
     def __init__(
         self,
@@ -50,11 +51,11 @@ class Arena:
         num_pages: int,
         page_bytes: int,
         block_size: int,
-        staging: Staging | None = None,
+        host_bytes: int = 0,
         keeps_contents: bool = True,
     ) -> None:
-        """`keeps_contents`: False to count blocks only, for a twin."""
-        self.staging = staging
+        """`host_bytes`: of the host's memory that adapters are read to first; 0 to load them from disk.
+        `keeps_contents`: False to count blocks only, for a twin."""
         self._page_bytes = page_bytes
         self._page_units = units_per_page(page_bytes)
         self._unit_bytes = page_bytes // self._page_units
@@ -69,7 +70,7 @@ class Arena:
         self._uses = count(1)
         pool = BlockPool if keeps_contents else CountedPool
         self.pool: BlockPool = pool(num_pages, block_size, self._uses, reserve=self)
-        self.residency = Residency(self, self._uses)
+        self.table = AdapterTable(self, host=HostRoom(host_bytes), uses=self._uses)
 
     # ---- Memory
 
@@ -101,11 +102,10 @@ class Arena:
     def check_integrity(self) -> None:
         """Assert that blocks and adapters fill the arena up to the border from both sides."""
         assert self.pool.num_blocks * self._page_units == self._places.begin
-        held = [row for row in self.residency.snapshot() if row.tier != Tier.DISK]
-        self._places.check_integrity({row.version: row.num_bytes // self._unit_bytes for row in held})
+        self._places.check_integrity(
+            {version: size // self._unit_bytes for version, size in self.table.held_bytes().items()}
+        )
         assert not self._block_moves, "a block was moved, and nobody followed"
-        if self.staging is not None:
-            self.staging.check_integrity()
 
     # ---- Room: what adapters need
 
@@ -123,15 +123,17 @@ class Arena:
             )
         return taken_bytes
 
-    def take(self, version: str, taken_bytes: int, idle: IdleAdapters, spare_blocks: int) -> bool:
+    def take(
+        self, version: str, taken_bytes: int, idle: IdleAdapters, evict: Evict, spare_blocks: int
+    ) -> bool:
         size = taken_bytes // self._unit_bytes
         num_free = min(self.pool.num_free, self.pool.num_blocks - 1)
         spare_units = max(num_free - spare_blocks, 0) * self._page_units
-        idle_units = idle.idle_bytes // self._unit_bytes
+        idle_units = idle.num_bytes // self._unit_bytes
         if size > self._places.num_free + idle_units + spare_units:
             return False
         while not self._places.put(version, size):
-            if not self._widen_gap(size, idle):
+            if not self._widen_gap(size, idle, evict):
                 return False
         self.used_bytes += taken_bytes
         return True
@@ -145,9 +147,9 @@ class Arena:
         self.used_bytes -= taken_bytes
         self._vacate(start, start + size, last_use)
 
-    def _widen_gap(self, size: int, idle: IdleAdapters) -> bool:
-        """One step towards a gap of `size` units: by empty blocks, by lifting adapters into holes, by what is
-        idle, and by pushing adapters together if nothing is."""
+    def _widen_gap(self, size: int, idle: IdleAdapters, evict: Evict) -> bool:
+        """One step towards a gap of `size` units: by empty blocks, by lifting adapters into holes, by a
+        victim, and by pushing adapters together if there is none."""
         # One block stays, as without it nobody could be served.
         num_empty = min(self.pool.num_empty, self.pool.num_blocks - 1)
         missing_pages = -(-(size - self._places.gap) // self._page_units)
@@ -157,13 +159,13 @@ class Arena:
         wanted_gap = size - num_empty * self._page_units
         if self._lift_adapters(wanted_gap):
             return True
-        adapter_use, block_use = idle.oldest_idle_use, self.pool.oldest_cached_use
-        if adapter_use is not None and (block_use is None or adapter_use < block_use):
-            idle.evict_oldest()
-        elif block_use is not None:
-            self.pool.empty_oldest()
-        else:
+        victim = next_victim(idle, self.pool.cached, short=missing_pages * self._page_bytes)
+        if victim is None:
             return self._push_adapters(wanted_gap)
+        if isinstance(victim, CachedBlock):
+            self.pool.empty(victim)
+        else:
+            evict(victim)
         return True
 
     def _lower_border(self, num_pages: int) -> None:
@@ -216,15 +218,20 @@ class Arena:
     # ---- Reserve: what KV blocks need
 
     def num_blocks_to_gain(self) -> int:
-        return (self._places.num_free + self.residency.idle_bytes // self._unit_bytes) // self._page_units
+        return (
+            self._places.num_free + self.table.serving.idle.num_bytes // self._unit_bytes
+        ) // self._page_units
 
-    def gain_blocks(self, wanted: int, before: int | None) -> bool:
+    def gain_blocks(self, wanted: int) -> bool:
         while not self._lift_adapters(self._page_units):
-            use = self.residency.oldest_idle_use
-            if use is not None and (before is None or use < before):
-                self.residency.evict_oldest()
-            # Where cached blocks can be had instead, nothing is pushed around.
-            elif before is not None or not self._push_adapters(self._page_units):
+            victim = next_victim(self.table.serving.idle, self.pool.cached, short=wanted * self._page_bytes)
+            if isinstance(victim, CachedBlock):
+                self.pool.empty(victim)
+                return True
+            # Where something can be evicted instead, nothing is pushed around.
+            if victim is not None:
+                self.table.serving.evict(victim)
+            elif not self._push_adapters(self._page_units):
                 return False
         num_pages = min(wanted, self._places.gap // self._page_units)
         self._places.retract(num_pages * self._page_units)

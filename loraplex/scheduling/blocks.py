@@ -5,9 +5,8 @@ that stands for the adapter version. Keys hold the tokens themselves, so a looku
 prefix for another, as it could with hashes, and one tenant never reads another's keys and values.
 
     empty --allocate--> held (ref 1) --share--> held (ref n) --release--> empty, or cached if published
-    A cached block keeps its contents until it is shared again, or emptied for want of memory, those
-    released first before the others; but where blocks that were never shared fill a good part of the
-    memory, these go first: a stream of prompts that nobody repeats must not push out what is in use.
+    A cached block keeps its contents until it is shared again, or emptied for want of memory, in the
+    order that `victims` decides.
 
 Where blocks share memory with adapters (`Reserve`), a pool can be given more of them, and can be made to
 leave its last ones: what they hold moves to blocks further down.
@@ -16,14 +15,14 @@ leave its last ones: what they hold moves to blocks further down.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
-from typing import Final, Protocol
+from typing import Protocol
+
+from loraplex.scheduling.victims import NO_ADAPTERS, CachedBlock, CachedBlocks, next_victim
 
 _CacheKey = tuple[int, tuple[int, ...]]
-_UNPROVEN_SHARE: Final = 0.25
-"""Of the memory, for the contents of blocks that were never shared."""
 
 
 class Reserve(Protocol):
@@ -33,9 +32,10 @@ class Reserve(Protocol):
         """How many there would be if all were given that can be."""
         ...
 
-    def gain_blocks(self, wanted: int, before: int | None) -> bool:
-        """Call `BlockPool.extend` with up to `wanted` blocks, made of memory that nobody uses, or that was
-        last used earlier than `before`. False if there is none."""
+    def gain_blocks(self, wanted: int) -> bool:
+        """Have at least one more empty block in the pool: call `BlockPool.extend` with up to `wanted` blocks,
+        made of memory that nobody uses or of evicted adapters, or `BlockPool.empty` if a cached block is the
+        next to go. False if there is neither."""
         ...
 
 
@@ -65,12 +65,9 @@ class BlockPool:
         # stand in the heap several times; it is empty if it is in the set.
         self._empty = set(range(num_blocks))
         self._empty_heap = list(range(num_blocks))
-        # Contents (nodes) of cached blocks that were shared once, and of those that never were, oldest
-        # release first. Ordered, with removal from the middle: any may be shared again.
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        self._unproven: OrderedDict[int, None] = OrderedDict()
-        self._proven: set[int] = set()  # nodes, held or cached
-        self._max_unproven = int(num_blocks * _UNPROVEN_SHARE)
+        self.cached = CachedBlocks(num_blocks)
+        self._shared: set[int] = set()  # contents (nodes) that were shared once, held or cached
+        self._adapter_of: dict[int, str | None] = {}  # by node
         self._block_of: dict[_CacheKey, int] = {}
         self._key_of: dict[int, _CacheKey] = {}
         # Contents keep their node when they move to another block.
@@ -88,20 +85,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that no sequence holds."""
-        return len(self._empty) + len(self._cached) + len(self._unproven)
+        return len(self._empty) + len(self.cached)
 
     @property
     def num_obtainable(self) -> int:
         """Blocks that `allocate` could give at the most."""
         return self.num_free + (self._reserve.num_blocks_to_gain() if self._reserve else 0)
-
-    @property
-    def oldest_cached_use(self) -> int | None:
-        """When the next one to be emptied was released; 0 if that is due, however recent it was."""
-        block = self._next_to_empty()
-        if block is None:
-            return None
-        return 0 if len(self._unproven) > self._max_unproven else self._last_use[block]
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold this many tokens."""
@@ -126,11 +115,11 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Take one more reference on blocks that `match` found."""
         for block in blocks:
+            node = self._node_of[block]
             if self._refs[block] == 0:
-                node = self._node_of[block]
-                del self._queue_of(node)[node]
+                self.cached.remove(node)
             self._refs[block] += 1
-            self._proven.add(self._node_of[block])
+            self._shared.add(node)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference each. The end of a sequence is freed first: its start is reused most."""
@@ -140,19 +129,17 @@ class BlockPool:
             assert refs[block] >= 0, f"block {block} released twice"
             if refs[block] > 0:
                 continue
-            last_use[block] = next(uses)
+            last_use[block] = use = next(uses)
             node = node_of.get(block)
             if node is not None:
-                self._queue_of(node)[node] = None
+                self.cached.add(node, use, self._adapter_of[node], shared=node in self._shared)
             else:
                 self._push_empty(block)
 
-    def empty_oldest(self) -> None:
-        """Drop the contents of the cached block whose turn it is."""
-        block = self._next_to_empty()
-        assert block is not None
-        node = self._node_of[block]
-        del self._queue_of(node)[node]
+    def empty(self, victim: CachedBlock) -> None:
+        """Drop the contents of a cached block."""
+        self.cached.remove(victim.contents)
+        block = self._holder_of[victim.contents]
         self._forget(block)
         self._push_empty(block)
 
@@ -221,6 +208,7 @@ class BlockPool:
             self._key_of[blocks[index]] = key
             node = self._node_of[blocks[index]] = self._new_node()
             self._holder_of[node] = blocks[index]
+            self._adapter_of[node] = adapter
 
     def forget_adapter(self, adapter: str) -> None:
         """No sequence will find this adapter's blocks any more; they age out of the cache."""
@@ -232,18 +220,16 @@ class BlockPool:
         for block in range(self.num_blocks):
             assert self._refs[block] == counts[block], f"block {block}: {self._refs[block]} refs"
             node = self._node_of.get(block)
-            cached = node in self._cached or node in self._unproven
+            cached = node in self.cached
             assert (block in self._empty or cached) == (counts[block] == 0)
             assert cached == (block in self._key_of and counts[block] == 0)
         assert len(self._refs) == self.num_blocks > max([0, *self._empty, *self._key_of, *counts])
         assert not self._empty & self._node_of.keys()
-        assert self._cached.keys() <= self._proven <= self._holder_of.keys()
+        assert self._shared <= self._holder_of.keys() == self._adapter_of.keys()
         assert self._holder_of == {node: block for block, node in self._node_of.items()}
-        assert not self._proven & self._unproven.keys()
+        assert all((block.contents in self._shared) == block.shared for block in self.cached)
         assert set(self._empty_heap) >= self._empty
-        for queue in (self._cached, self._unproven):
-            uses = [self._last_use[self._holder_of[node]] for node in queue]
-            assert uses == sorted(uses)
+        assert all(self._last_use[self._holder_of[one.contents]] == one.last_use for one in self.cached)
         assert len(self._last_use) == self.num_blocks
         assert self._block_of == {key: block for block, key in self._key_of.items()}
         assert self._node_of.keys() == self._key_of.keys()
@@ -262,12 +248,14 @@ class BlockPool:
         return self._next_node
 
     def _find_more(self, wanted: int) -> bool:
-        """At least one more empty block: the reserve's, unless a cached one has been idle for longer."""
-        if self._reserve is not None and self._reserve.gain_blocks(wanted, self.oldest_cached_use):
-            return True
-        if self._next_to_empty() is None:
+        """Have at least one more empty block."""
+        if self._reserve is not None:
+            return self._reserve.gain_blocks(wanted)
+        victim = next_victim(NO_ADAPTERS, self.cached, short=wanted)
+        if victim is None:
             return False
-        self.empty_oldest()
+        assert isinstance(victim, CachedBlock)
+        self.empty(victim)
         return True
 
     def _push_empty(self, block: int) -> None:
@@ -292,19 +280,11 @@ class BlockPool:
                 node = self._node_of[target] = self._node_of.pop(source)
                 self._holder_of[node] = target
 
-    def _queue_of(self, node: int) -> OrderedDict[int, None]:
-        return self._cached if node in self._proven else self._unproven
-
-    def _next_to_empty(self) -> int | None:
-        oldest = [self._holder_of[next(iter(queue))] for queue in (self._unproven, self._cached) if queue]
-        if len(self._unproven) > self._max_unproven:
-            return oldest[0]
-        return min(oldest, key=self._last_use.__getitem__, default=None)
-
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key]
             node = self._node_of.pop(block)
             del self._holder_of[node]
-            self._proven.discard(node)
+            del self._adapter_of[node]
+            self._shared.discard(node)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
 from loraplex.scheduling.blocks import BlockPool, Reserve
+from loraplex.scheduling.victims import NO_BLOCKS
 
 
 class CountedPool(BlockPool):
@@ -32,6 +33,7 @@ class CountedPool(BlockPool):
         self._reserve = reserve
         self._num_empty = num_blocks
         self._last_release = 0
+        self.cached = NO_BLOCKS
         self.prefix_queries = 0
         self.prefix_hits = 0
 
@@ -42,10 +44,6 @@ class CountedPool(BlockPool):
     @property
     def num_free(self) -> int:
         return self._num_empty
-
-    @property
-    def oldest_cached_use(self) -> None:
-        return None
 
     def allocate(self, count: int) -> list[int] | None:
         if count > self._num_empty and count > self.num_obtainable:
@@ -95,4 +93,4 @@ class CountedPool(BlockPool):
         assert sum(map(len, held)) + self._num_empty == self.num_blocks
 
     def _find_more(self, wanted: int) -> bool:
-        return self._reserve is not None and self._reserve.gain_blocks(wanted, None)
+        return self._reserve is not None and self._reserve.gain_blocks(wanted)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from typing import Final
 
-from loraplex.adapters.room import Tier
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.stats import EngineStats
@@ -21,7 +20,6 @@ from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterRead, Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.sequence import Sequence
-from loraplex.scheduling.staging import Staging
 
 ANY_TOKEN: Final = 1
 """Where tokens are made up: the one that is sampled."""
@@ -53,7 +51,7 @@ class LeapingScheduler(Scheduler):
     def is_settling(self) -> bool:
         """Tell whether all that run after the steps under way will do nothing but decode, nobody waits but
         for reads, and whatever memory they will ever need is there."""
-        if self._residency.num_loading > 0 or not self._all_is_quiet(under_way=True):
+        if self._table.serving.num_loading > 0 or not self._all_is_quiet(under_way=True):
             return False
         if not self._pins.only_reads(self._waiting):
             return False
@@ -84,7 +82,7 @@ class LeapingScheduler(Scheduler):
     def _can_leap(self) -> bool:
         if not self._waiting:
             return self._all_is_quiet()
-        if self._residency.num_loading > 0 or not self._all_is_quiet():
+        if self._table.serving.num_loading > 0 or not self._all_is_quiet():
             return False
         # Those for whom a step of decodes had no place have none before one of these ends.
         shares = self._memory.shared or self._config.work.position_cost > 0
@@ -145,13 +143,12 @@ class LeapingScheduler(Scheduler):
         """Queue requests that can do nothing but wait until their adapters are read to the host's memory:
         the group goes on meanwhile. Returns reads that are to begin; None if it is not so with all of them,
         and nothing is queued. `sure`: the group goes on, with one who joins it in the next step."""
-        staging = self._memory.staging
-        if staging is None or not (sure or self._can_leap()) or not self._await_reads(requests):
+        if not (sure or self._can_leap()) or not self._await_reads(requests):
             return None
         for request in requests:
             self.add(request)
         self.adapters.bring_in(self._waiting, self._running)
-        return staging.take_reads()
+        return self._pins.reads.take()
 
     def may_load_beside(self, version: str, step_s: float, due: Many[EngineRequest]) -> bool:
         """Tell of a version that has just been read whether the one request that waits for it could join the
@@ -169,7 +166,7 @@ class LeapingScheduler(Scheduler):
         num_tokens = len(waiting[0].token_ids)
         if not self._may_start(len(self._waiting) + len(due), num_tokens, (), joining):
             return False
-        num_bytes, limit = self._residency.num_bytes(version), self._config.max_model_len
+        num_bytes, limit = self._table.num_bytes(version), self._config.max_model_len
         room = self._memory.max_tokens(0) - self._memory.max_tokens(num_bytes)
         num_blocks = sum([blocks_ahead(each, self._pool, limit) for each in (*waiting, *joining)])
         num_blocks += self._pool.blocks_for(room) + len(self._running) + len(joining)
@@ -182,23 +179,21 @@ class LeapingScheduler(Scheduler):
         for request in due:
             self.add(request)
         self.adapters.bring_in(self._waiting, self._running)
-        loads, staging = self._pins.take_loads(), self._memory.staging
+        loads = self._pins.take_loads()
         assert [load.version for load in loads] == [version], "there was room for it"
-        assert staging is not None, "it was read"
         self.adapter_loaded(version)
-        return staging.take_reads()
+        return self._pins.reads.take()
 
     def _await_reads(self, requests: Many[EngineRequest]) -> bool:
         """Tell whether requests that are not known yet can do nothing before their adapters were read."""
-        staging = self._memory.staging
-        if staging is None or self.adapters.cold_start is ColdStart.ON_DEMAND:
+        if self.adapters.cold_start is ColdStart.ON_DEMAND:
             return False
-        return all(self._awaits_read(staging, request.adapter) for request in requests)
+        return all(self._awaits_read(request.adapter) for request in requests)
 
-    def _awaits_read(self, staging: Staging, version: str | None) -> bool:
-        if version is None or self._residency.tier(version) is not Tier.DISK:
+    def _awaits_read(self, version: str | None) -> bool:
+        if version is None or not self._table.is_absent(version):
             return False
-        return staging.must_read(version)
+        return not self._table.can_load(version)
 
     def _may_join_all(self, group: DecodeGroup) -> bool:
         waiting, limit = self._waiting, self._config.max_model_len
@@ -220,17 +215,17 @@ class LeapingScheduler(Scheduler):
     ) -> bool:
         """Tell whether all of these find what they need, memory for tokens apart. `joining`: requests that
         will run by then."""
-        config, residency, num_running = self._config, self._residency, len(self._running) + len(joining)
+        config, table, num_running = self._config, self._table, len(self._running) + len(joining)
         if config.prompts_first or config.max_adapters is not None:
             return False
-        if residency.num_loading > 0 or self._are_too_many(num_waiting):
+        if table.serving.num_loading > 0 or self._are_too_many(num_waiting):
             return False
         work, positions = config.work, 0 if self._group is None else self._group.positions + num_running
         positions += sum([len(each.token_ids) for each in joining])
         # As one prompt they would take no less.
         if work.cost(0, num_tokens) > work.prefill_budget(num_running + work.position_cost * positions):
             return False
-        return all(version is None or residency.is_resident(version) for version in versions)
+        return all(version is None or version in table.serving.resident for version in versions)
 
     def _are_too_many(self, num_waiting: int) -> bool:
         config = self._config

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from loraplex.adapters.residency import Residency
-from loraplex.adapters.room import ByteBudget
+from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.counted_blocks import CountedPool
 from loraplex.scheduling.plan import AdapterLoad, Move
-from loraplex.scheduling.staging import Staging
+from loraplex.scheduling.room import ByteBudget
 
 
 class Memory(Protocol):
     """`shared`: what adapters give up, KV blocks can have, and the other way round; `shared_bytes`: how much
     that is in all. `advice`: the end of a message to a user who needs more for requests; `adapter_advice`:
-    for adapters. `staging`: the tier that adapters come from, where they are not used where they are read to.
-    """
+    for adapters. `table`: the adapters, and where each of them is."""
 
     pool: BlockPool
-    residency: Residency
-    staging: Staging | None
+    table: AdapterTable
     shared: bool
     shared_bytes: int
     advice: str
@@ -61,14 +58,13 @@ class SeparateMemory:
     shared_bytes = 0
     advice = "raise --kv-memory"
     adapter_advice = "raise --host-adapter-memory"
-    staging: Staging | None = None
 
     def __init__(
         self, *, num_blocks: int, block_size: int, adapter_bytes: int, keeps_contents: bool = True
     ) -> None:
         """`keeps_contents`: False to count blocks only, for a twin."""
         self.pool: BlockPool = (BlockPool if keeps_contents else CountedPool)(num_blocks, block_size)
-        self.residency = Residency(ByteBudget(adapter_bytes))
+        self.table = AdapterTable(ByteBudget(adapter_bytes))
 
     def max_tokens(self, adapter_bytes: int) -> int:
         return self.pool.num_blocks * self.pool.block_size

@@ -24,7 +24,7 @@ def check_request(request: EngineRequest, max_model_len: int, memory: Memory) ->
             f"{_known_tokens(request)}; with room for one more the context holds {max_model_len}",
             param="prompt",
         )
-    if request.adapter is not None and request.adapter not in memory.residency:
+    if request.adapter is not None and request.adapter not in memory.table:
         raise UnknownModelError(f"adapter version {request.adapter} is not registered")
     if num_tokens + 1 > _capacity(request.adapter, memory):
         room = room_in_words(request.adapter, memory)
@@ -45,4 +45,4 @@ def room_in_words(adapter: str | None, memory: Memory) -> str:
 
 
 def _capacity(adapter: str | None, memory: Memory) -> int:
-    return memory.max_tokens(0 if adapter is None else memory.residency.num_bytes(adapter))
+    return memory.max_tokens(0 if adapter is None else memory.table.num_bytes(adapter))

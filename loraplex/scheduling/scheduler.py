@@ -20,7 +20,7 @@ from loraplex.core.errors import InvalidRequestError
 from loraplex.core.request import EngineRequest, FinishReason
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
-from loraplex.scheduling.adapter_desk import AdapterDesk
+from loraplex.scheduling.adapter_planner import AdapterPlanner
 from loraplex.scheduling.adapter_slots import AdapterSlots
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory
@@ -40,11 +40,11 @@ class Scheduler:
         self._config = config
         self._memory = memory
         self._pool = memory.pool
-        self._residency = memory.residency
+        self._table = memory.table
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         self._sequences = RequestTable()
-        self.adapters = AdapterDesk(config, memory, costs)
+        self.adapters = AdapterPlanner(config, memory, costs)
         self._pins = self.adapters.pins
         self._failures: list[TokenUpdate] = []
         self._under_way: deque[list[ChunkUnderWay]] = deque()
@@ -162,7 +162,7 @@ class Scheduler:
         orders = self.adapters.take_orders(versions, self._waiting)
         return StepPlan(
             chunks=chunks,
-            adapter_evictions=tuple(self._residency.take_evictions()),
+            adapter_evictions=tuple(self._table.serving.take_evictions()),
             moves=tuple(self._memory.take_moves()),
             adapter_reads=orders.reads,
             adapter_loads=orders.loads,
@@ -258,7 +258,7 @@ class Scheduler:
             if victim is sequence and sequence.num_unknown > 0:
                 return False  # the token under way may be its last: decided again when it is known
             if victim is sequence and len(self._running) == 1:
-                if self._memory.shared and self._residency.num_loading > 0:
+                if self._memory.shared and self._table.serving.num_loading > 0:
                     return False  # what loads for others holds memory that can be had when it is there
                 # Alone and still short: the request has outgrown the whole of KV memory.
                 room = room_in_words(sequence.adapter, self._memory)
@@ -411,7 +411,7 @@ class Scheduler:
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
         if sequence.adapter is not None:
-            self._residency.leave(sequence.adapter, pinned=sequence.pinned)
+            self._table.leave(sequence.adapter, pinned=sequence.pinned)
             sequence.pinned = False
 
     # ---- what it shows

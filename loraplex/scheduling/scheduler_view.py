@@ -19,8 +19,8 @@ def engine_stats(
     num_preemptions: int,
     adapters: tuple[AdapterStats, ...],
 ) -> EngineStats:
-    pool, residency, staging, on_host = memory.pool, memory.residency, memory.staging, not memory.shared
-    host = staging or residency
+    pool, room = memory.pool, memory.table.serving.room
+    host = memory.table.host.room if room.on_device else room
     return EngineStats(
         num_running=num_running,
         num_waiting=num_waiting,
@@ -30,9 +30,9 @@ def engine_stats(
         prefix_cache_hits=pool.prefix_hits * pool.block_size,
         num_preemptions=num_preemptions,
         num_steps=num_steps,
-        host_adapter_bytes=host.used_bytes if staging or on_host else 0,
-        host_adapter_budget_bytes=host.budget_bytes if staging or on_host else 0,
-        device_adapter_bytes=0 if on_host else residency.used_bytes,
+        host_adapter_bytes=host.used_bytes,
+        host_adapter_budget_bytes=host.budget_bytes,
+        device_adapter_bytes=room.used_bytes if room.on_device else 0,
         device_arena_bytes=memory.shared_bytes,
         adapters=adapters,
     )
@@ -57,7 +57,7 @@ def check_integrity(
         assert 0 <= sequence.num_computed < sequence.num_tokens
         assert len(sequence.block_ids) >= memory.pool.blocks_for(sequence.num_computed)
     memory.check_integrity()
-    memory.residency.check_integrity(
+    memory.table.check_integrity(
         pins=Counter(s.adapter for s in queued if s.adapter is not None and s.pinned),
         in_flight=Counter(s.adapter for s in queued if s.adapter is not None),
     )

@@ -17,7 +17,7 @@ class Sequence:
 
     *Unknown* tokens are being sampled by steps under way, and what such steps compute counts as computed.
     `num_resets`: how often the sequence was preempted; a step from before that has nothing to publish.
-    `pinned`: the residency holds the adapter's weights for this sequence. `num_cached`: prompt tokens the
+    `pinned`: the adapter table holds the adapter's weights for this sequence. `num_cached`: prompt tokens the
     prefix cache had when the request was first admitted; None until then. `adapter_hit`: its adapter was in
     memory, or on its way there, when the request first pinned it; None until then. `queue_position`: of the
     waiting queue; those with smaller numbers run first.

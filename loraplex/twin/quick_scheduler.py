@@ -171,7 +171,7 @@ class QuickScheduler(TwinScheduler):
     def _admit_to(self, step: StepChunks, budget: float) -> None:
         """Let those who wait join the step."""
         # Whether to wait for an adapter on its way is weighed against all that the step computes.
-        chunks = [*step] if self._residency.num_loading > 0 else []
+        chunks = [*step] if self._table.serving.num_loading > 0 else []
         num_running, num_known = len(self._running), len(chunks)
         self._admit(chunks, budget)
         for sequence, chunk in zip(self._running[num_running:], chunks[num_known:], strict=True):

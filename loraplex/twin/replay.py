@@ -18,7 +18,6 @@ from loraplex.perf.slot_profile import SlotProfile
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory, SeparateMemory
-from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
 from loraplex.twin.outcome import Outcome
@@ -187,7 +186,7 @@ class OwnEngines:
     def unstage(self, simulator: Simulator, adapter: int) -> bool:
         """The copy in the engine's host memory is let go, unless the device copies it just now."""
         version = self._versions[adapter]
-        simulator.scheduler.adapters.unstage(version, self.sizes[adapter])
+        simulator.scheduler.adapters.unstage(version)
         return not simulator.is_staged(version)
 
     def _bytes_of_rank(self, rank: int) -> int:
@@ -233,7 +232,7 @@ class OwnEngines:
             num_pages=max(arena_bytes // page_bytes, 1),
             page_bytes=page_bytes,
             block_size=block_size,
-            staging=Staging(host_bytes),
+            host_bytes=host_bytes,
             keeps_contents=False,
         )
 

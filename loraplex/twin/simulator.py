@@ -71,12 +71,12 @@ class Simulator:
 
     def bring_in_all(self) -> None:
         """Every adapter is there from now on; or, of an engine that loads within its steps, seems to be."""
-        residency = self._memory.residency
+        table = self._memory.table
         for version in self._adapters:
-            residency.enter(version)
-            assert residency.acquire(version), "there is no room for all of them"
-            residency.loaded(version)
-            residency.leave(version, pinned=True)
+            table.enter(version)
+            assert table.acquire(version), "there is no room for all of them"
+            table.loaded(version)
+            table.leave(version, pinned=True)
 
     def stage_all(self) -> None:
         """Adapters are in the host's memory when time begins, as far as there is room."""
@@ -211,7 +211,7 @@ class Simulator:
 
     def is_staged(self, version: str) -> bool:
         """Tell whether host memory has a complete copy."""
-        return self._memory.staging is not None and version in self._memory.staging.versions
+        return version in self._memory.table.host.resident
 
     def is_idle(self) -> bool:
         return not self.scheduler.has_work() and not self._ends
@@ -339,9 +339,8 @@ class Simulator:
     def _start_loads(self, reads: Sequence[AdapterRead], loads: Sequence[AdapterLoad]) -> None:
         """One after the other on the bus, and from the disk; those that one step uses take turns."""
         if self.adapter_events is not None:
-            if self._memory.staging is not None:
-                unstaged = self._memory.staging.take_evictions()
-                self.adapter_events += [AdapterEvent("unstage", version) for version in unstaged]
+            unstaged = self._memory.table.host.take_evictions()
+            self.adapter_events += [AdapterEvent("unstage", version) for version in unstaged]
             self.adapter_events += [AdapterEvent("read", read.version) for read in reads]
             self.adapter_events += [AdapterEvent("load", load.version) for load in loads]
         for read in reads:

@@ -17,7 +17,6 @@ from loraplex.scheduling.arena import Arena, units_per_page
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Move, StepPlan
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
 
 UNIT = 256
@@ -26,18 +25,18 @@ PAGE = 8 * UNIT
 BLOCK_SIZE = 4
 
 
-def arena_of(num_pages: int, staging: Staging | None = None) -> Arena:
-    return Arena(num_pages=num_pages, page_bytes=PAGE, block_size=BLOCK_SIZE, staging=staging)
+def arena_of(num_pages: int, host_bytes: int = 0) -> Arena:
+    return Arena(num_pages=num_pages, page_bytes=PAGE, block_size=BLOCK_SIZE, host_bytes=host_bytes)
 
 
 def bring_in(arena: Arena, version: str, num_units: int) -> None:
     """Load a version for a request that ends at once."""
-    arena.residency.add(version, num_units * UNIT)
-    arena.residency.enter(version)
-    assert arena.residency.acquire(version)
+    arena.table.add(version, num_units * UNIT)
+    arena.table.enter(version)
+    assert arena.table.acquire(version)
     arena.take_block_moves()
-    arena.residency.loaded(version)
-    arena.residency.leave(version, pinned=True)
+    arena.table.loaded(version)
+    arena.table.leave(version, pinned=True)
     arena.check_integrity()
 
 
@@ -68,8 +67,8 @@ def test_a_small_adapter_takes_no_page_of_its_own() -> None:
 def test_an_adapter_larger_than_the_arena_is_refused_by_size() -> None:
     arena = arena_of(4)
     with pytest.raises(CapacityError, match=r"7,000 bytes.*8,192; raise --memory-fraction"):
-        arena.residency.add("a", 7000)
-    arena.residency.add("b", 3 * PAGE)
+        arena.table.add("a", 7000)
+    arena.table.add("b", 3 * PAGE)
 
 
 def test_blocks_in_use_move_down_when_the_border_passes() -> None:
@@ -77,9 +76,9 @@ def test_blocks_in_use_move_down_when_the_border_passes() -> None:
     blocks = arena.pool.allocate(4)
     assert blocks is not None
     arena.pool.release(blocks[:2])
-    arena.residency.add("a", 2 * PAGE)
-    arena.residency.enter("a")
-    assert arena.residency.acquire("a")
+    arena.table.add("a", 2 * PAGE)
+    arena.table.enter("a")
+    assert arena.table.acquire("a")
     assert arena.take_block_moves() == {2: 0, 3: 1}
     assert [(m.source_byte, m.target_byte, m.num_bytes) for m in arena.take_moves()] == [
         (2 * PAGE, 0, PAGE),
@@ -115,13 +114,13 @@ def test_what_was_idle_for_longest_goes_first_block_or_adapter() -> None:
 
     arena = full_arena()
     assert arena.pool.allocate(1) is not None
-    assert arena.residency.take_evictions() == ["old"]
+    assert arena.table.serving.take_evictions() == ["old"]
     assert len(arena.pool.match(None, [1, 2, 3, 4, 5])) == 1
     assert arena.pool.allocate(1) is not None
-    assert arena.residency.take_evictions() == []
+    assert arena.table.serving.take_evictions() == []
     assert arena.pool.match(None, [1, 2, 3, 4, 5]) == []
     assert arena.pool.allocate(1) is not None
-    assert arena.residency.take_evictions() == ["young"]
+    assert arena.table.serving.take_evictions() == ["young"]
     assert arena.pool.allocate(1) is None
 
 
@@ -134,7 +133,7 @@ def test_an_adapter_outlives_a_stream_of_prompts_that_nobody_repeats() -> None:
         assert blocks is not None
         arena.pool.publish(None, tokens, blocks, 0, 2)
         arena.pool.release(blocks)
-    assert arena.residency.take_evictions() == []
+    assert arena.table.serving.take_evictions() == []
 
 
 def test_holes_between_adapters_are_closed_when_a_block_needs_the_room() -> None:
@@ -142,47 +141,47 @@ def test_holes_between_adapters_are_closed_when_a_block_needs_the_room() -> None
     for name in "abcdef":
         bring_in(arena, name, 4)
     for name in "bd":  # holes of half a page, none at the border
-        arena.residency.remove(name)
+        arena.table.remove(name)
     held = arena.pool.allocate(1)
     assert arena.pool.allocate(1) is not None
     moved = [move.version for move in arena.take_moves()]
     assert set(moved) <= {"e", "f", "c"}
     assert moved
-    assert arena.residency.take_evictions() == ["b", "d"]
+    assert arena.table.serving.take_evictions() == ["b", "d"]
     assert held is not None
 
 
 def test_nothing_that_loads_is_moved() -> None:
     arena = arena_of(3)
     bring_in(arena, "a", 8)
-    arena.residency.add("b", 4 * UNIT)
-    arena.residency.enter("b")
-    assert arena.residency.acquire("b")
-    arena.residency.remove("a")
+    arena.table.add("b", 4 * UNIT)
+    arena.table.enter("b")
+    assert arena.table.acquire("b")
+    arena.table.remove("a")
     assert arena.pool.allocate(1) is not None
     # Four units of b are in the way of the eight above it.
     assert arena.pool.allocate(1) is None
     assert not arena.take_moves()
-    arena.residency.loaded("b")
+    arena.table.loaded("b")
     assert arena.pool.allocate(1) is not None
 
 
 def test_a_place_that_a_step_under_way_may_look_at_is_not_quiet() -> None:
     arena = arena_of(3)
     bring_in(arena, "a", 16)
-    arena.residency.enter("a")
-    assert arena.residency.acquire("a")
+    arena.table.enter("a")
+    assert arena.table.acquire("a")
     arena.step_decided()
-    arena.residency.leave("a", pinned=True)  # its request ended while the step runs
+    arena.table.leave("a", pinned=True)  # its request ended while the step runs
     for name in "bc":
-        arena.residency.add(name, 16 * UNIT)
-        arena.residency.enter(name)
-    assert arena.residency.acquire("b")
+        arena.table.add(name, 16 * UNIT)
+        arena.table.enter(name)
+    assert arena.table.acquire("b")
     assert not arena.load_of("b").quiet
-    arena.residency.loaded("b")
-    arena.residency.leave("b", pinned=True)
+    arena.table.loaded("b")
+    arena.table.leave("b", pinned=True)
     arena.step_landed()
-    assert arena.residency.acquire("c")
+    assert arena.table.acquire("c")
     assert arena.load_of("c").quiet
 
 
@@ -192,7 +191,7 @@ def test_for_one_block_no_more_moves_than_what_lies_at_the_border() -> None:
     for index in range(80):
         bring_in(arena, f"v{index}", rng.choice([3, 6, 12, largest]))
     arena.take_moves()
-    while arena.residency.oldest_idle_use is not None:
+    while arena.table.serving.idle.first is not None:
         assert arena.pool.allocate(1) is not None
         assert sum(move.num_bytes for move in arena.take_moves()) <= 2 * largest * UNIT
         arena.check_integrity()
@@ -203,7 +202,7 @@ def test_who_is_beyond_the_prefetch_depth_blocks_nobody_while_there_is_room() ->
     config = SchedulerConfig(max_model_len=64, prefetch_depth=4)
     scheduler = Scheduler(config, arena)
     for index in range(8):
-        arena.residency.add(f"v{index}", UNIT)
+        arena.table.add(f"v{index}", UNIT)
     for index, adapter in enumerate([*(f"v{n}" for n in range(8)), None]):
         params = SamplingParams(max_tokens=4)
         scheduler.add(
@@ -215,7 +214,7 @@ def test_who_is_beyond_the_prefetch_depth_blocks_nobody_while_there_is_room() ->
 def test_who_waits_for_memory_is_not_overtaken() -> None:
     arena = arena_of(6)
     scheduler = Scheduler(SchedulerConfig(max_model_len=16), arena)
-    arena.residency.add("large", 4 * PAGE)
+    arena.table.add("large", 4 * PAGE)
 
     def add(request_id: str, num_prompt: int, adapter: str | None = None) -> None:
         scheduler.add(
@@ -277,8 +276,7 @@ class World:
         cold_start: ColdStart = ColdStart.OVERLAP,
         loads_popular: bool = False,
     ) -> None:
-        staging = None if host_units is None else Staging(host_units * HOST_PAGE)
-        self.arena = arena_of(num_pages, staging)
+        self.arena = arena_of(num_pages, (host_units or 0) * HOST_PAGE)
         self.host: dict[int, str] = {}  # by page
         self.reading: list[AdapterRead] = []
         self.memory = TrackedMemory(num_pages)

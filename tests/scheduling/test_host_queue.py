@@ -12,7 +12,6 @@ from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.plan import StepPlan
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.staging import Staging
 
 PAGE = 4096
 
@@ -25,7 +24,7 @@ def scheduler_of(
     max_model_len: int = 100,
     **sizes: int,
 ) -> Scheduler:
-    arena = Arena(num_pages=num_pages, page_bytes=PAGE, block_size=4, staging=Staging(host_pages * PAGE))
+    arena = Arena(num_pages=num_pages, page_bytes=PAGE, block_size=4, host_bytes=host_pages * PAGE)
     scheduler = Scheduler(SchedulerConfig(max_model_len=max_model_len, cold_start=cold_start), arena)
     for version, size in sizes.items():
         scheduler.adapters.add(version, size * PAGE)
@@ -111,8 +110,8 @@ def test_a_cached_adapter_stays_also_if_a_request_brought_it_in() -> None:
         land(scheduler, plan)
         scheduler.check_integrity()
     assert not scheduler.has_work()
-    assert scheduler._residency.resident == {"a", "b", "c"}
-    assert scheduler._residency.idle_bytes == 0, "one of them could be evicted"
+    assert scheduler._table.serving.resident == {"a", "b", "c"}
+    assert scheduler._table.serving.idle.num_bytes == 0, "one of them could be evicted"
 
 
 def test_cached_needs_no_more_room_beside_adapters_than_a_request() -> None:

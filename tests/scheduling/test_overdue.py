@@ -7,11 +7,14 @@ import pytest
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
+from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
+from loraplex.scheduling.host_reads import HostReads
+from loraplex.scheduling.host_room import HostRoom
 from loraplex.scheduling.memory import Memory, SeparateMemory
+from loraplex.scheduling.room import ByteBudget
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.staging import Staging
 
 PAGE = 4096
 
@@ -66,12 +69,7 @@ class Bench:
 
 
 def arena(*, host_pages: int, num_pages: int = 60) -> Arena:
-    return Arena(num_pages=num_pages, page_bytes=PAGE, block_size=4, staging=Staging(host_pages * PAGE))
-
-
-def staging_of(memory: Memory) -> Staging:
-    assert memory.staging is not None
-    return memory.staging
+    return Arena(num_pages=num_pages, page_bytes=PAGE, block_size=4, host_bytes=host_pages * PAGE)
 
 
 def test_two_reads_that_hang_hold_up_no_other_adapter() -> None:
@@ -96,8 +94,8 @@ def test_a_read_that_ends_late_is_accounted_for_once(error: str | None) -> None:
     bench.scheduler.adapter_read("b", error)
     bench.scheduler.check_integrity()
     staged = () if error else ("a", "b")
-    assert staging_of(memory).versions == set(staged)
-    assert staging_of(memory).used_bytes == bench.bytes_of(*staged, "c", "d")
+    assert memory.table.host.resident == set(staged)
+    assert memory.table.host.room.used_bytes == bench.bytes_of(*staged, "c", "d")
     bench.hung.clear()
     for version in "cd":
         bench.scheduler.adapter_read(version)
@@ -117,9 +115,9 @@ def test_what_finds_no_room_beside_reads_that_hang_is_loaded_from_disk() -> None
     bench.run()
     assert bench.ended["large"] is None
     assert bench.ended["small"] is None
-    assert staging_of(memory).versions == {"small"}
+    assert memory.table.host.resident == {"small"}
     bench.scheduler.adapters.add("large", 8 * PAGE)
-    assert staging_of(memory).must_read("large"), "it is staged again when it is added again"
+    assert not memory.table.can_load("large"), "it is staged again when it is added again"
 
 
 def test_a_kept_adapter_that_hangs_does_not_keep_the_others_out() -> None:
@@ -128,7 +126,7 @@ def test_a_kept_adapter_that_hangs_does_not_keep_the_others_out() -> None:
     bench.run(3)
     bench.overdue("a")
     bench.run()
-    assert memory.residency.resident == {"b", "c"}
+    assert memory.table.serving.resident == {"b", "c"}
     assert not bench.scheduler.has_work()
 
 
@@ -162,16 +160,17 @@ def test_requests_without_room_beside_a_load_that_hangs_fail_and_others_go_on(sh
 
 
 def test_the_first_of_many_that_are_read_ahead_is_read_first() -> None:
-    staging = Staging(10_000 * PAGE)
+    table = AdapterTable(ByteBudget(10_000 * PAGE), host=HostRoom(10_000 * PAGE))
+    reads = HostReads(table)
     versions = [f"v{number}" for number in range(10_000)]
     for version in versions:
-        staging.add(version, PAGE)
+        table.add(version, PAGE)
     for version in [*versions, *reversed(versions)]:
-        staging.stage_ahead(version)
+        reads.stage_ahead(version)
     begun = []
-    while staging.ahead:
-        staging.fetch_ahead()
-        for read in staging.take_reads():
+    while reads.ahead:
+        reads.fetch_ahead()
+        for read in reads.take():
             begun.append(read.version)
-            staging.arrived(read.version)
+            table.read_ended(read.version)
     assert begun == versions

@@ -8,7 +8,6 @@ from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.popularity import Popularity
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.staging import Staging
 
 PAGE = 4096
 VERSIONS = ("a", "b", "c", "d")
@@ -38,7 +37,7 @@ class Driver:
     """A scheduler whose loads and reads end as soon as they are decided."""
 
     def __init__(self, num_pages: int, *, loads_popular: bool = True) -> None:
-        self.arena = Arena(num_pages=num_pages, page_bytes=PAGE, block_size=4, staging=Staging(100 * PAGE))
+        self.arena = Arena(num_pages=num_pages, page_bytes=PAGE, block_size=4, host_bytes=100 * PAGE)
         config = SchedulerConfig(max_model_len=16, loads_popular=loads_popular)
         self.scheduler = Scheduler(config, self.arena)
         self.loads: list[str] = []
@@ -67,14 +66,16 @@ class Driver:
 
     @property
     def resident(self) -> set[str]:
-        return self.arena.residency.resident
+        return self.arena.table.serving.resident
 
 
 def evict(driver: Driver, version: str) -> None:
     """Push one out by asking for the others."""
     while version in driver.resident:
-        driver.arena.residency.evict_oldest()
-    driver.arena.residency.take_evictions()
+        victim = driver.arena.table.serving.idle.first
+        assert victim is not None
+        driver.arena.table.serving.evict(victim)
+    driver.arena.table.serving.take_evictions()
 
 
 def test_a_popular_adapter_comes_back_before_it_is_asked_for() -> None:

@@ -30,7 +30,7 @@ class Bench:
         max_model_len: int = 64,
     ) -> None:
         memory = SeparateMemory(num_blocks=num_blocks, block_size=4, adapter_bytes=budget_bytes)
-        self.residency = memory.residency
+        self.table = memory.table
         config = SchedulerConfig(
             max_model_len=max_model_len,
             work=StepWork(max_tokens=max_step_tokens, position_cost=position_cost),
@@ -255,7 +255,7 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
 
 def test_a_request_waits_for_its_adapter_and_others_pass_it() -> None:
     bench = Bench()
-    bench.residency.add("x", 10)
+    bench.table.add("x", 10)
     bench.add("a", 3, "x")
     bench.add("b", 3)
     plan, _ = bench.step()
@@ -267,7 +267,7 @@ def test_a_request_waits_for_its_adapter_and_others_pass_it() -> None:
 
 def test_an_adapter_is_loaded_once_for_all_who_wait() -> None:
     bench = Bench()
-    bench.residency.add("x", 10)
+    bench.table.add("x", 10)
     bench.add("a", 3, "x")
     bench.add("b", 3, "x")
     assert loads(bench.step()[0]) == ["x"]
@@ -276,7 +276,7 @@ def test_an_adapter_is_loaded_once_for_all_who_wait() -> None:
 
 def test_a_failed_load_fails_its_requests_and_no_other() -> None:
     bench = Bench()
-    bench.residency.add("x", 10)
+    bench.table.add("x", 10)
     bench.add("a", 3, "x")
     bench.add("b", 3)
     bench.step()
@@ -291,13 +291,13 @@ def test_a_failed_load_fails_its_requests_and_no_other() -> None:
 def test_running_adapters_stay_and_idle_ones_go_oldest_first() -> None:
     bench = Bench(budget_bytes=30)
     for name in "xyz":
-        bench.residency.add(name, 10)
+        bench.table.add(name, 10)
         bench.add(name, 3, name, max_tokens=1 if name != "x" else 20)
     bench.step()
     for name in "xyz":
         bench.scheduler.adapter_loaded(name)
     bench.step()  # y and z end, x runs on
-    bench.residency.add("w", 10)
+    bench.table.add("w", 10)
     bench.add("w", 3, "w")
     plan, _ = bench.step()
     assert plan.adapter_evictions == ("y",)
@@ -307,7 +307,7 @@ def test_running_adapters_stay_and_idle_ones_go_oldest_first() -> None:
 def test_adapters_beyond_the_budget_are_served_in_turn() -> None:
     bench = Bench(budget_bytes=20)
     for name in "abcdef":
-        bench.residency.add(name, 10)
+        bench.table.add(name, 10)
         bench.add(name, 3, name, max_tokens=2)
     done = []
     for _ in range(40):
@@ -321,7 +321,7 @@ def test_adapters_beyond_the_budget_are_served_in_turn() -> None:
 def test_a_large_adapter_is_not_starved_by_small_ones_and_the_base_passes() -> None:
     bench = Bench(budget_bytes=20)
     for name, size in (("small", 10), ("large", 20)):
-        bench.residency.add(name, size)
+        bench.table.add(name, size)
     bench.add("a", 3, "small")
     bench.step()
     bench.scheduler.adapter_loaded("small")
@@ -335,7 +335,7 @@ def test_a_large_adapter_is_not_starved_by_small_ones_and_the_base_passes() -> N
 
 def test_cancel_frees_blocks_and_pins_in_every_state() -> None:
     bench = Bench()
-    bench.residency.add("x", 10)
+    bench.table.add("x", 10)
     bench.add("a", 9, "x")
     bench.schedule()
     bench.scheduler.cancel("a")  # while its adapter loads
@@ -350,7 +350,7 @@ def test_cancel_frees_blocks_and_pins_in_every_state() -> None:
 
 def test_unload_drains_then_frees() -> None:
     bench = Bench()
-    bench.residency.add("x", 10)
+    bench.table.add("x", 10)
     bench.add("a", 3, "x", max_tokens=3)
     bench.step()
     bench.scheduler.adapter_loaded("x")
@@ -362,7 +362,7 @@ def test_unload_drains_then_frees() -> None:
     while bench.scheduler.has_work():
         bench.step()
     assert bench.scheduler.adapters.take_removed() == ["x"]
-    assert bench.residency.used_bytes == 0
+    assert bench.table.serving.room.used_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.plan import StepPlan
 from loraplex.scheduling.scheduler import Scheduler
-from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.start_policy import Coming, StartPolicy
 
 MB = 1 << 20
@@ -137,7 +136,7 @@ def test_cpu_workers_take_as_many_layers_as_the_bus_is_slow() -> None:
 
 
 def scheduler_of(model: CostModel) -> Scheduler:
-    arena = Arena(num_pages=100, page_bytes=MB, block_size=16, staging=Staging(1 << 40))
+    arena = Arena(num_pages=100, page_bytes=MB, block_size=16, host_bytes=1 << 40)
     config = SchedulerConfig(max_model_len=200, cold_start=ColdStart.AUTO)
     return Scheduler(config, arena, DriftWatch(model))
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from loraplex.adapters.room import Tier
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
@@ -22,7 +21,6 @@ from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.plan import Chunk, StepPlan
 from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.sequence import Sequence
-from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.waiting_queue import WaitingQueue
 from loraplex.scheduling.work import StepWork
 
@@ -79,8 +77,8 @@ class PlainPins(AdapterPins):
             if sequence is behind:
                 return False
             version = sequence.adapter
-            if sequence.pinned and version is not None and self._residency.is_resident(version):
-                self._residency.unpin(version)
+            if sequence.pinned and version is not None and version in self._table.serving.resident:
+                self._table.unpin(version)
                 sequence.pinned = False
                 return True
         return False
@@ -92,11 +90,10 @@ class PlainPins(AdapterPins):
         )
 
     def _awaits_read(self, version: str) -> bool:
-        staging = self._staging
-        if staging is None or self._residency.tier(version) is not Tier.DISK:
+        table = self._table
+        if not table.is_absent(version):
             return False
-        reads = staging._residency
-        return staging.must_read(version) and (reads.num_loading >= 2 or reads.tier(version) is Tier.LOADING)
+        return not table.can_load(version) and (table.host.num_loading >= 2 or version in table.host.loading)
 
 
 class PlainScheduler(Scheduler):
@@ -159,8 +156,8 @@ def memory_of(engine: dict[str, object]) -> Memory:
     assert isinstance(num_pages, int)
     if engine["memory"] == "separate":
         return SeparateMemory(num_blocks=num_pages, block_size=4, adapter_bytes=7 * PAGE)
-    staging = Staging(5 * PAGE) if engine["memory"] == "staged arena" else None
-    return Arena(num_pages=num_pages, page_bytes=PAGE, block_size=4, staging=staging)
+    host_bytes = 5 * PAGE if engine["memory"] == "staged arena" else 0
+    return Arena(num_pages=num_pages, page_bytes=PAGE, block_size=4, host_bytes=host_bytes)
 
 
 def scheduler_of(kind: type[Scheduler], engine: dict[str, object]) -> Scheduler:
@@ -305,7 +302,7 @@ def crowd(
     """A request that decodes, and as many as wanted that wait for an adapter each, of which two are being
     read and none ever comes."""
     monkeypatch.setattr("loraplex.scheduling.scheduler.Sequence", Watched)
-    arena = Arena(num_pages=100, page_bytes=PAGE, block_size=4, staging=Staging(50 * PAGE))
+    arena = Arena(num_pages=100, page_bytes=PAGE, block_size=4, host_bytes=50 * PAGE)
     config = SchedulerConfig(max_model_len=100, cold_start=cold_start, prefetch_depth=16)
     scheduler = Scheduler(config, arena)
     ask(scheduler, "runs", None)

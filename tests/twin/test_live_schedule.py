@@ -158,7 +158,7 @@ def test_the_twin_decides_what_the_live_engine_decided(base: tuple[Path, Any], t
         memory=SeparateMemory(
             num_blocks=memory.pool.num_blocks,
             block_size=memory.pool.block_size,
-            adapter_bytes=memory.residency.budget_bytes,
+            adapter_bytes=memory.table.serving.room.budget_bytes,
         ),
         times=RecordedTimes(recording.steps_s),
         adapters=versions,
@@ -167,7 +167,7 @@ def test_the_twin_decides_what_the_live_engine_decided(base: tuple[Path, Any], t
     twin.load_ends_s = recording.load_ends_s
     twin.plans = []
     for version in versions:
-        twin.scheduler.adapters.add(version, memory.residency.num_bytes(version))
+        twin.scheduler.adapters.add(version, memory.table.num_bytes(version))
     outcome = twin.run(recording.arrivals)
     engine.close()
 

@@ -19,7 +19,6 @@ from loraplex.perf.subject import Subject
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
-from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
 from loraplex.twin.simulator import Simulator
@@ -122,7 +121,7 @@ def own_twin(
             num_pages=num_blocks,
             page_bytes=1 << 20,
             block_size=16,
-            staging=Staging(1 << 30),
+            host_bytes=1 << 30,
             keeps_contents=False,
         )
         if shared

@@ -46,7 +46,6 @@ from loraplex.perf.drift import DriftWatch
 from loraplex.perf.step_cost import StepFeatures
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.config import SchedulerConfig
-from loraplex.scheduling.staging import Staging
 from loraplex.scheduling.work import StepWork
 
 _SHORT_PROMPT: Final = StepFeatures(num_prompts=1, num_prompt_tokens=128)
@@ -99,7 +98,7 @@ def assemble_engine(
             num_pages=plan.num_pages,
             page_bytes=page_bytes(shape, options.block_size, options.dtype),
             block_size=options.block_size,
-            staging=Staging(options.host_bytes),
+            host_bytes=options.host_bytes,
         ),
         costs=DriftWatch(known_costs(shape, device, options.dtype)),
         executor=executor,

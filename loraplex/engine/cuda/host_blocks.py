@@ -16,7 +16,7 @@ from loraplex.engine.cuda.host_memory import HostMemory
 
 
 class HostBlocks(Protocol):
-    """What lies where is decided elsewhere (`scheduling.staging`)."""
+    """What lies where is decided elsewhere (`scheduling.adapter_table`)."""
 
     def read(self, spec: AdapterSpec, place: int) -> None:
         """Fill the block at a byte of the host's memory; on a reader's thread."""

@@ -49,7 +49,7 @@ def default_host_bytes() -> int:
 
 
 class HostMemory:
-    """Used from the top downwards (`adapters.host_room`)."""
+    """Used from the top downwards (`scheduling.host_room`)."""
 
     def __init__(
         self, num_bytes: int, *, pinned: bool, shared: bool = False, piece_bytes: int = _PIECE_BYTES

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from loraplex.adapters.places import Places
-from loraplex.adapters.room import IdleAdapters, Tier
 from loraplex.core.errors import CapacityError
+from loraplex.scheduling.places import Places
+from loraplex.scheduling.room import Evict
+from loraplex.scheduling.victims import NO_BLOCKS, CachedBlock, IdleAdapters, next_victim
 
 _UNIT_BYTES: Final = 4096
 """A page of the host's: what is copied from begins at one."""
 
 
 class HostRoom:
-    """`adapters.room.Room`. Taken from the top downwards, so that memory nobody needed yet is left alone."""
+    """A `Room`. Taken from the top downwards, so that memory nobody needed yet is left alone."""
 
-    resident_tier = Tier.HOST
+    on_device = False
 
     def __init__(self, budget_bytes: int) -> None:
         num_units = budget_bytes // _UNIT_BYTES
@@ -37,12 +38,19 @@ class HostRoom:
             )
         return taken_bytes
 
-    def take(self, version: str, taken_bytes: int, idle: IdleAdapters, spare_blocks: int) -> bool:
+    def take(
+        self, version: str, taken_bytes: int, idle: IdleAdapters, evict: Evict, spare_blocks: int
+    ) -> bool:
         size = taken_bytes // _UNIT_BYTES
-        if size > self._places.gap and size > self._places.largest_hole(without=idle.idle_versions):
+        if size > self._places.gap and size > self._places.largest_hole(without=idle.versions):
             return False  # others that are being read or copied are in the way, not for long
         while not self._places.put(version, size):
-            idle.evict_oldest()
+            # Also where enough is free, but in no one piece.
+            short = max(size - self._places.num_free, 1) * _UNIT_BYTES
+            victim = next_victim(idle, NO_BLOCKS, short=short)
+            assert victim is not None
+            assert not isinstance(victim, CachedBlock)
+            evict(victim)
         self.used_bytes += taken_bytes
         return True
 

@@ -1,46 +1,21 @@
-"""Memory for adapters, as `residency` sees it: how much there is, and what has to go for more of it."""
+"""Memory for adapters, as the adapter table sees it: how much there is, and who has how much of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from enum import StrEnum
+from collections.abc import Callable
 from typing import Protocol
 
 from loraplex.core.errors import CapacityError
+from loraplex.scheduling.victims import NO_BLOCKS, CachedBlock, IdleAdapter, IdleAdapters, next_victim
 
-
-class Tier(StrEnum):
-    """Where an adapter's weights are, as shown to users."""
-
-    DISK = "disk"
-    LOADING = "loading"
-    HOST = "host"
-    DEVICE = "device"
-
-
-class IdleAdapters(Protocol):
-    """Those a room may have evicted to make space, the least recently used first."""
-
-    @property
-    def idle_bytes(self) -> int: ...
-
-    @property
-    def idle_versions(self) -> Collection[str]: ...
-
-    @property
-    def oldest_idle_use(self) -> int | None:
-        """When the next one to go was last in use; None if none is idle."""
-        ...
-
-    def evict_oldest(self) -> None:
-        """Calls `Room.give_back`."""
-        ...
+Evict = Callable[[IdleAdapter], None]
+"""Ends with a call of `Room.give_back`."""
 
 
 class Room(Protocol):
-    """Memory for adapters."""
+    """Memory for adapters. `on_device`: a device's; otherwise the host's."""
 
-    resident_tier: Tier
+    on_device: bool
 
     @property
     def used_bytes(self) -> int: ...
@@ -54,11 +29,13 @@ class Room(Protocol):
         """What an adapter of this size takes. Raises CapacityError if there could never be room for it."""
         ...
 
-    def take(self, version: str, taken_bytes: int, idle: IdleAdapters, spare_blocks: int) -> bool:
+    def take(
+        self, version: str, taken_bytes: int, idle: IdleAdapters, evict: Evict, spare_blocks: int
+    ) -> bool:
         """Memory for a version that is about to load; False if that cannot be now. Nothing is evicted in
         vain, unless another load is in the way.
 
-        `spare_blocks`: KV blocks that must be to be had afterwards.
+        `idle`: those that may be evicted for it. `spare_blocks`: KV blocks that must be to be had afterwards.
         """
         ...
 
@@ -72,7 +49,7 @@ class Room(Protocol):
 class ByteBudget:
     """Room that is counted and not shared: each adapter is given memory of its own."""
 
-    resident_tier = Tier.HOST
+    on_device = False
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -86,11 +63,14 @@ class ByteBudget:
             )
         return num_bytes
 
-    def take(self, version: str, taken_bytes: int, idle: IdleAdapters, spare_blocks: int) -> bool:
-        if self.used_bytes + taken_bytes - self.budget_bytes > idle.idle_bytes:
+    def take(
+        self, version: str, taken_bytes: int, idle: IdleAdapters, evict: Evict, spare_blocks: int
+    ) -> bool:
+        if self._short_of(taken_bytes) > idle.num_bytes:
             return False
-        while self.used_bytes + taken_bytes > self.budget_bytes:
-            idle.evict_oldest()
+        while (victim := next_victim(idle, NO_BLOCKS, short=self._short_of(taken_bytes))) is not None:
+            assert not isinstance(victim, CachedBlock)
+            evict(victim)
         self.used_bytes += taken_bytes
         return True
 
@@ -99,3 +79,6 @@ class ByteBudget:
 
     def give_back(self, version: str, taken_bytes: int, last_use: int) -> None:
         self.used_bytes -= taken_bytes
+
+    def _short_of(self, num_bytes: int) -> int:
+        return self.used_bytes + num_bytes - self.budget_bytes

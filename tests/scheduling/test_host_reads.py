@@ -4,18 +4,70 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Collection, Set
 
 import pytest
 
-from loraplex.adapters.host_room import HostRoom
 from loraplex.core.errors import CapacityError
-from loraplex.scheduling.staging import Staging
+from loraplex.scheduling.adapter_table import AdapterTable
+from loraplex.scheduling.host_reads import HostReads
+from loraplex.scheduling.host_room import HostRoom
+from loraplex.scheduling.plan import AdapterRead
+from loraplex.scheduling.room import ByteBudget
 
 UNIT = 4096
 
 
+class Staging:
+    """A host tier of so many units, below more memory for serving copies than will ever be needed."""
+
+    def __init__(self, num_units: int) -> None:
+        self.room = HostRoom(num_units * UNIT)
+        self.table = AdapterTable(ByteBudget(1 << 40), host=self.room)
+        self.reads = HostReads(self.table)
+        self.held: dict[str, int] = {}
+        self.add, self.remove, self.is_there = self.table.add, self.table.remove, self.table.can_load
+        self.arrived, self.failed = self.table.read_ended, self.table.read_failed
+        self.fetch, self.stage_ahead, self.fetch_ahead = (
+            self.reads.fetch,
+            self.reads.stage_ahead,
+            self.reads.fetch_ahead,
+        )
+
+    @property
+    def versions(self) -> Set[str]:
+        return self.table.host.resident
+
+    @property
+    def used_bytes(self) -> int:
+        return self.room.used_bytes
+
+    @property
+    def ahead(self) -> Collection[str]:
+        return self.reads.ahead
+
+    def take_reads(self) -> tuple[AdapterRead, ...]:
+        return self.reads.take()
+
+    def hold(self, version: str) -> int | None:
+        """Begin to load a version, and return where it is copied from."""
+        self.table.enter(version)
+        assert self.table.acquire(version)
+        self.held[version] = 1
+        return self.table.host_place(version)
+
+    def release(self, version: str) -> None:
+        """End the load without a serving copy, so that it can be held again."""
+        del self.held[version]
+        self.table.failed(version)
+        self.table.leave(version, pinned=True)
+
+    def check_integrity(self) -> None:
+        self.table.check_integrity(pins=self.held, in_flight=self.held)
+
+
 def staging_of(num_units: int, **sizes: int) -> Staging:
-    staging = Staging(num_units * UNIT)
+    staging = Staging(num_units)
     for version, size in sizes.items():
         staging.add(version, size * UNIT)
     return staging
@@ -60,7 +112,7 @@ def test_what_a_device_copies_stays() -> None:
     staging.release("b")
     read(staging, "c")
     assert staging.versions == {"a", "c"}
-    assert staging.hold("a") in places
+    assert staging.table.host_place("a") in places
 
 
 def test_few_are_read_at_a_time_and_the_next_is_whoever_asks_first() -> None:
@@ -96,6 +148,8 @@ def test_one_that_is_removed_while_it_is_read_goes_when_it_has_come() -> None:
     staging.fetch("a")
     staging.take_reads()
     staging.remove("a")
+    assert staging.table.take_removed() == ["a"]
+    staging.check_integrity()
     staging.arrived("a")
     assert staging.used_bytes == 0
     staging.check_integrity()

@@ -1,14 +1,13 @@
-"""All that is decided about adapters: which are known, which are brought in, who may count on one."""
+"""The scheduler's decisions about adapters, as its plans hold them. Where adapters are, the table knows."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Many
 from collections.abc import Set
-from dataclasses import replace
 from typing import Final, NamedTuple
 
-from loraplex.adapters.room import Tier
+from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.cold_start import ColdStart
 from loraplex.core.errors import CapacityError
 from loraplex.core.stats import AdapterStats
@@ -38,15 +37,14 @@ class Orders(NamedTuple):
     stalls: bool
 
 
-class AdapterDesk:
+class AdapterPlanner:
     """A scheduler's adapters. `pins`: those of requests. `cold_start`: how requests start on others."""
 
     def __init__(self, config: SchedulerConfig, memory: Memory, costs: DriftWatch | None) -> None:
         """`costs`: what things take, which `ColdStart.AUTO` decides by."""
         self._config = config
         self._memory = memory
-        self._residency = memory.residency
-        self._staging = memory.staging
+        self._table = memory.table
         self._costs = costs
         self._popularity = Popularity()
         self._under_way: deque[Many[Chunk]] = deque()  # steps
@@ -60,74 +58,60 @@ class AdapterDesk:
 
     # ---- which are known
 
-    def add(self, version: str, num_bytes: int) -> None:
-        """Make a version known. Raises CapacityError if there could never be room for it."""
-        if self.cold_start is ColdStart.CACHED and version not in self._residency:
+    def add(self, version: str, num_bytes: int, source: AdapterSpec | None = None) -> None:
+        """Make a version known, and where its files are. Raises CapacityError if there could never be room
+        for it."""
+        if self.cold_start is ColdStart.CACHED and version not in self._table:
             self._check_room_beside_kept(num_bytes)
             self.pins.keep(version)
-        self._residency.add(version, num_bytes)
-        if self._staging is not None:
-            self._staging.add(version, num_bytes)
+        self._table.add(version, num_bytes, source)
 
     def remove(self, version: str) -> None:
         """No new requests on this version; memory is freed when the last one ends."""
-        self._residency.remove(version)
+        self._table.remove(version)
 
     def take_removed(self) -> list[str]:
         """Versions whose removal was completed since the last call."""
-        removed = self._residency.take_removed()
+        removed = self._table.take_removed()
         for version in removed:
             self._memory.pool.forget_adapter(version)
-            if version in self._residency:
-                continue
-            self._popularity.forget(version)
-            if self._staging is not None:
-                self._staging.remove(version)
+            if version not in self._table:
+                self._popularity.forget(version)
         return removed
 
     def asked_for(self, version: str) -> None:
         """Record that a queued request needs this version."""
-        self._residency.enter(version)
+        self._table.enter(version)
         self._popularity.asked(version)
 
     def snapshot(self) -> tuple[AdapterStats, ...]:
         """Every version, and the tier where it is closest to use."""
-        staged = frozenset() if self._staging is None else self._staging.versions
-        return tuple(
-            replace(adapter, tier=Tier.HOST)
-            if adapter.tier == Tier.DISK and adapter.version in staged
-            else adapter
-            for adapter in self._residency.snapshot()
-        )
+        return tuple(self._table.snapshot())
 
     # ---- which are brought in
 
     def stage_ahead(self, version: str) -> None:
         """Read it to the host's memory before anybody asks for it, if there is room."""
-        if self._staging is not None:
-            self._staging.stage_ahead(version)
+        self.pins.reads.stage_ahead(version)
 
-    def unstage(self, version: str, num_bytes: int) -> None:
-        """Let go of the copy in host memory unless a request uses it; the next that needs it has it read."""
-        if self._staging is not None and self._staging.stages(version):
-            self._staging.remove(version)
-            self._staging.add(version, num_bytes)
+    def unstage(self, version: str) -> None:
+        """Let go of the copy in host memory unless a load uses it; the next that needs it has it read."""
+        self._table.unstage(version)
 
     def has_work(self) -> bool:
         """Tell whether there is something to bring in that no request waits for."""
-        return bool(self.pins.to_keep or (self._staging is not None and self._staging.ahead))
+        return bool(self.pins.to_keep or self.pins.reads.ahead)
 
     def bring_in(self, waiting: WaitingQueue, running: Many[Sequence]) -> None:
         """Bring in what waiting requests need, in their order, then what they may need some day."""
         self.pins.prefetch(waiting, running)
-        if self._config.loads_popular and not waiting and self._residency.num_loading == 0:
+        if self._config.loads_popular and not waiting and self._table.serving.num_loading == 0:
             self.pins.load_popular(self._popularity.most_asked(_NUM_POPULAR), running)
-        if self._staging is not None:
-            self._staging.fetch_ahead()
+        self.pins.reads.fetch_ahead()
 
     def take_orders(self, used: Set[str | None], waiting: WaitingQueue) -> Orders:
         """`used`: by the step that is decided, with None for the base model alone; empty if there is none."""
-        reads = () if self._staging is None else self._staging.take_reads()
+        reads = self.pins.reads.take()
         on_demand = self.cold_start is ColdStart.ON_DEMAND
         loads = tuple(
             load._replace(
@@ -144,30 +128,24 @@ class AdapterDesk:
 
     def read(self, version: str, *, failed: bool) -> None:
         """A read to the host's memory ended."""
-        assert self._staging is not None
         if not failed:
-            self._staging.arrived(version)
+            self._table.read_ended(version)
             return
-        self._staging.failed(version)
+        self._table.read_failed(version)
         self.pins.not_kept(version)
         self._popularity.forget(version)
 
     def overdue(self, version: str) -> None:
         """A read, or a load that reads from disk, does not end: nobody waits for it any more."""
-        is_new = self._residency.overdue(version)
-        if self._staging is not None:
-            is_new |= self._staging.overdue(version)
-        if is_new:
+        if self._table.overdue(version):
             self.pins.not_kept(version)
 
     def loaded(self, version: str) -> None:
-        self._residency.loaded(version)
-        self.pins.loaded(version)
+        self._table.loaded(version)
 
     def failed(self, version: str) -> None:
         """A load came to nothing."""
-        self._residency.failed(version)
-        self.pins.loaded(version)
+        self._table.failed(version)
         self._popularity.forget(version)
 
     # ---- who may count on one
@@ -195,7 +173,7 @@ class AdapterDesk:
 
     def _bytes_of(self, version: str) -> int:
         """One may be forgotten before a step that used it has landed."""
-        return self._residency.num_bytes(version) if self._residency.knows(version) else 0
+        return self._table.num_bytes(version) if self._table.knows(version) else 0
 
     def step_decided(self, chunks: Many[Chunk]) -> None:
         self._under_way.append(chunks)
@@ -206,9 +184,9 @@ class AdapterDesk:
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
         """Told of some steps: how long this one took."""
-        known = all(chunk.adapter is None or chunk.adapter in self._residency for chunk in plan.chunks)
+        known = all(chunk.adapter is None or chunk.adapter in self._table for chunk in plan.chunks)
         if known and not plan.stalls:
-            self._starts.observe_step(step_features(plan.chunks, self._residency.num_bytes), seconds)
+            self._starts.observe_step(step_features(plan.chunks, self._table.num_bytes), seconds)
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
         """Record how long copies to the device took."""
@@ -216,10 +194,13 @@ class AdapterDesk:
 
     def _check_room_beside_kept(self, num_bytes: int) -> None:
         """Raises CapacityError if one more adapter that stays leaves no room for a request."""
-        known = [row for row in self._residency.snapshot() if row.version in self._residency]
+        known = [row for row in self._table.snapshot() if row.version in self._table]
         kept_bytes = num_bytes + sum(row.num_bytes for row in known)
         least_tokens = _LEAST_BLOCKS * self._memory.pool.block_size
-        if kept_bytes > self._residency.budget_bytes or self._memory.max_tokens(kept_bytes) < least_tokens:
+        if (
+            kept_bytes > self._table.serving.room.budget_bytes
+            or self._memory.max_tokens(kept_bytes) < least_tokens
+        ):
             raise CapacityError(
                 "there is no memory for all adapters at once, which --cold-start cached needs; "
                 f"{self._memory.adapter_advice}, or choose another way to start"

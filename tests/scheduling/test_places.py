@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.places import Places
+from loraplex.scheduling.places import Places
 
 
 def places_of(size: int, **adapters: int) -> Places:

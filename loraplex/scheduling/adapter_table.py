@@ -1,0 +1,590 @@
+"""Every adapter version that an engine knows: where its weights are, who counts on them, what becomes of it.
+
+A GPU's engine, whose requests use adapters in the device's memory:
+
+             begin_read            read_ended          acquire, keep,            loaded
+                                                       load_ahead
+    DISK ---------------> READING ----------> HOST ------------------> COPYING ----------> DEVICE
+     ^ ^                     |                | ^                         |                  |
+     | `---- read_failed ----'                | `------- failed ----------'                  |
+     |                                        | `------- evicted ----------------------------'
+     `---------- evicted, unstage ------------'
+                                                (to DISK or READING, if the host has no complete copy)
+
+A CPU's engine, whose requests use adapters in the host's memory:
+
+             acquire, keep, load_ahead              loaded
+    DISK -------------------------------> READING ----------> HOST
+     ^                                       |                 |
+     `----------------- failed --------------'---- evicted ----'
+
+A version has a *serving* copy, which requests run on. Where there is a host tier in between, it also has a
+*staged* copy, which the serving one is made from. Each copy is ABSENT, LOADING or RESIDENT in its tier, and
+the state above is that of the copy nearest to use. The staged copy comes and goes on its own: it stays when
+the serving copy is complete, may be evicted before it, and may be read anew meanwhile. A version for which
+the host tier has no room is *unstaged*: its serving copy comes straight from disk, DISK -> COPYING -> DEVICE.
+
+who moves it    Waiting requests and prefetching begin loads (`adapter_pins`) and reads (`host_reads`). The
+                executor carries them out and reports how they end (`Scheduler.adapter_read`,
+                `adapter_loaded`, `adapter_failed`). `victims` chooses what is evicted, when a `Room` is
+                asked for memory.
+who holds it    Pins: a request counts on the serving copy, which is loading for it or which it runs on; a
+                load of the serving copy pins the staged one. A pinned copy is never evicted, nor is a *kept*
+                one. One that was loaded *ahead* of any request goes first until somebody asks for it.
+overdue         A load or read that does not end. It keeps its memory, which may still be written to, and is
+                accounted for in the usual way if it does end. Until then nobody waits for it.
+remote          Another replica of a fleet has the version. Here that is DISK: while it is READING, the bytes
+                are fetched from there (`engine.adapter_reads`; in the twin, `Simulator.read_end_s`).
+
+How long a version is known is a second, small machine. A server asks for the removal when the last lease on
+the version has ended (`server.adapter_service`); requests that name it are counted as in flight here.
+
+    KNOWN --remove--> REMOVING --nothing in flight, no load--> REMOVED --take_removed--> forgotten, or
+      ^                  |                                        |                      ABANDONED until the
+      `------ add -------'----------------------------------------'                      read under way ends
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from loraplex.adapters.spec import AdapterSpec
+from loraplex.core.stats import AdapterStats
+from loraplex.scheduling.host_room import HostRoom
+from loraplex.scheduling.room import Room
+from loraplex.scheduling.victims import NO_ADAPTERS, IdleAdapter, IdleAdapters
+
+_MAX_HOST_EVICTIONS: Final = 10_000
+"""Versions that are remembered to have left the host tier; nobody may ever ask."""
+
+
+class State(StrEnum):
+    """Where an adapter's weights are."""
+
+    DISK = "disk"
+    READING = "reading"
+    HOST = "host"
+    COPYING = "copying"
+    DEVICE = "device"
+
+
+class Presence(Enum):
+    """Whether a copy is in its tier."""
+
+    ABSENT = auto()
+    LOADING = auto()
+    RESIDENT = auto()
+
+
+class Standing(Enum):
+    """How long a version will be known."""
+
+    KNOWN = auto()
+    REMOVING = auto()
+    REMOVED = auto()
+    ABANDONED = auto()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Copy:
+    """A version's weights in one tier. `num_bytes`: what they take there. `source`: the copy that this one is
+    made from, if there is one. `pins`, `kept`: who holds it. `ahead`: nobody has asked for it yet.
+    `last_use`: when the last pin was given back; 0 if there was none. `num_uses`: pins in all. `failures`:
+    loads that came to nothing."""
+
+    version: str
+    num_bytes: int
+    source: Copy | None = None
+    presence: Presence = Presence.ABSENT
+    pins: int = 0
+    kept: bool = False
+    ahead: bool = False
+    last_use: int = 0
+    num_uses: int = 0
+    failures: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.presence is Presence.RESIDENT and self.pins == 0 and not self.kept
+
+    @property
+    def reloads_from_host(self) -> bool:
+        return self.source is not None and self.source.presence is Presence.RESIDENT
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Entry:
+    """One version. `sources`: where its files lie, under as many names; any of them will do to read it.
+    `in_flight`: requests that name it. `loads`: of the serving copy, that were completed."""
+
+    serving: Copy
+    sources: dict[Path, AdapterSpec] = field(default_factory=dict)
+    standing: Standing = Standing.KNOWN
+    in_flight: int = 0
+    loads: int = 0
+
+    @property
+    def staged(self) -> Copy | None:
+        return self.serving.source
+
+    @property
+    def is_known(self) -> bool:
+        return self.standing is Standing.KNOWN or self.standing is Standing.REMOVING
+
+
+class Tier:
+    """One memory and the copies in it: those that are `loading`, of which some are `overdue`, and those that
+    are `resident`, of which some are `idle`. A method is a transition of a copy, or of who holds it; they are
+    called by the table, and by rooms to evict."""
+
+    def __init__(self, room: Room, uses: Iterator[int], max_evictions: int | None = None) -> None:
+        """`uses`: numbers that order the ends of uses. `max_evictions`: as many are remembered."""
+        self.room = room
+        self._uses = uses
+        self.loading: set[str] = set()
+        self.overdue: set[str] = set()
+        self.resident: set[str] = set()
+        self.idle = IdleAdapters(self.resident)
+        self._evictions: deque[str] = deque(maxlen=max_evictions)
+
+    @property
+    def num_loading(self) -> int:
+        """Loads that will end before long: without those that are overdue."""
+        return len(self.loading) - len(self.overdue)
+
+    @property
+    def waits_for_overdue_only(self) -> bool:
+        """Whether no memory can be freed before a load ends that is overdue: all else that could be evicted
+        already can be."""
+        return bool(self.overdue) and self.num_loading == 0 and len(self.idle) == len(self.resident)
+
+    def begin(self, copy: Copy, spare_blocks: int = 0, *, ahead: bool = False) -> bool:
+        """ABSENT -> LOADING. False: no room now, try again later. `spare_blocks`: KV blocks that must be
+        left, where both share memory. `ahead`: nobody asked for it, and no adapter is evicted for it."""
+        assert copy.presence is Presence.ABSENT
+        idle = NO_ADAPTERS if ahead else self.idle
+        if not self.room.take(copy.version, copy.num_bytes, idle, self.evict, spare_blocks):
+            return False
+        copy.presence, copy.ahead = Presence.LOADING, ahead
+        self.loading.add(copy.version)
+        return True
+
+    def end(self, copy: Copy) -> None:
+        """LOADING -> RESIDENT."""
+        assert copy.presence is Presence.LOADING, f"{copy.version} was not loading"
+        copy.presence = Presence.RESIDENT
+        self.room.settle(copy.version)
+        self.loading.remove(copy.version)
+        self.overdue.discard(copy.version)
+        self.resident.add(copy.version)
+        if copy.is_idle:  # everyone who waited for it is gone
+            self._become_idle(copy)
+
+    def fail(self, copy: Copy) -> None:
+        """LOADING -> ABSENT."""
+        assert copy.presence is Presence.LOADING, f"{copy.version} was not loading"
+        copy.presence = Presence.ABSENT
+        copy.kept = copy.ahead = False
+        copy.failures += 1
+        self.loading.remove(copy.version)
+        self.overdue.discard(copy.version)
+        self.room.give_back(copy.version, copy.num_bytes, copy.last_use)
+
+    def evict(self, victim: IdleAdapter) -> None:
+        """RESIDENT -> ABSENT, of an idle copy."""
+        assert isinstance(victim, Copy)
+        assert victim.is_idle, f"{victim.version} is in use"
+        self.idle.remove(victim)
+        victim.presence, victim.ahead = Presence.ABSENT, False
+        self.resident.remove(victim.version)
+        self.room.give_back(victim.version, victim.num_bytes, victim.last_use)
+        self._evictions.append(victim.version)
+
+    def take_evictions(self) -> list[str]:
+        """Versions whose copies must be dropped, or were overwritten, since the last call."""
+        evictions = list(self._evictions)
+        self._evictions.clear()
+        return evictions
+
+    def pin(self, copy: Copy) -> None:
+        """Count on a copy that is loading or resident."""
+        assert copy.presence is not Presence.ABSENT
+        if copy.is_idle:
+            self.idle.remove(copy)
+        copy.ahead = False
+        copy.pins += 1
+        copy.num_uses += 1
+
+    def unpin(self, copy: Copy) -> None:
+        copy.pins -= 1
+        if copy.is_idle:
+            self._become_idle(copy)
+
+    def keep(self, copy: Copy) -> None:
+        if copy.is_idle:
+            self.idle.remove(copy)
+        copy.kept = True
+
+    def unkeep(self, copy: Copy) -> None:
+        if copy.kept:
+            copy.kept = False
+            if copy.is_idle:
+                self._become_idle(copy)
+
+    def set_overdue(self, version: str) -> bool:
+        """Return False if it is not loading, or if this is known."""
+        if version not in self.loading or version in self.overdue:
+            return False
+        self.overdue.add(version)
+        return True
+
+    def check_integrity(self, copies: Collection[Copy]) -> None:
+        """Assert that the books agree with all copies of this tier, and with the memory's."""
+        held = [copy for copy in copies if copy.presence is not Presence.ABSENT]
+        assert sum(copy.num_bytes for copy in held) == self.room.used_bytes <= self.room.budget_bytes
+        assert self.loading == {c.version for c in held if c.presence is Presence.LOADING}
+        assert self.overdue <= self.loading
+        assert self.resident == {c.version for c in held if c.presence is Presence.RESIDENT}
+        assert set(self.idle) == {c for c in held if c.is_idle}
+        assert self.idle.num_bytes == sum(c.num_bytes for c in self.idle)
+
+    def _become_idle(self, copy: Copy) -> None:
+        copy.last_use = 0 if copy.ahead else next(self._uses)
+        self.idle.add(copy)
+
+
+class AdapterTable:
+    """Books of versions, and nothing else: the executor reads, copies and drops what is decided here. How
+    much memory there is, and where in it adapters lie, is known to a `Room`: a budget of bytes, or the arena
+    that they share with KV blocks. `serving`: the tier of the copies that requests run on. `host`: that of
+    staged copies; without a budget if there is no such tier, and then every version is unstaged.
+    `streaming`: the bytes of versions that are COPYING and that steps can count on already."""
+
+    def __init__(
+        self, room: Room, *, host: HostRoom | None = None, uses: Iterator[int] | None = None
+    ) -> None:
+        """`room`: of serving copies. `host`: of staged ones. `uses`: numbers that order the ends of uses,
+        here and wherever else memory is shared with."""
+        uses = count(1) if uses is None else uses
+        self.serving = Tier(room, uses)
+        self._host_room = HostRoom(0) if host is None else host
+        self.host = Tier(self._host_room, uses, _MAX_HOST_EVICTIONS)
+        self.unstaged: set[str] = set()
+        self.streaming: dict[str, int] = {}
+        self._on_device = room.on_device
+        self._entries: dict[str, Entry] = {}
+        self._removed: list[str] = []
+
+    def state(self, version: str) -> State:
+        return self._state(self._entries[version])
+
+    # ---- which versions are known
+
+    def __contains__(self, version: str) -> bool:
+        entry = self._entries.get(version)
+        return entry is not None and entry.standing is Standing.KNOWN
+
+    def knows(self, version: str) -> bool:
+        """Whether there is anything to say of it; it may be about to be removed."""
+        entry = self._entries.get(version)
+        return entry is not None and entry.is_known
+
+    def add(self, version: str, num_bytes: int, source: AdapterSpec | None = None) -> None:
+        """Make a version known, or known to lie in one more place. Raises CapacityError if it could never be
+        in memory."""
+        taken_bytes = self.serving.room.taken_by(num_bytes)
+        entry = self._entries.get(version)
+        if entry is None or not entry.is_known:
+            entry = self._new_entry(Copy(version=version, num_bytes=taken_bytes), entry)
+        elif entry.standing is Standing.REMOVING:  # overtaken: whoever waits for the removal need not wait on
+            entry.standing = Standing.KNOWN
+            self._removed.append(version)
+        if source is not None:
+            entry.sources[source.path] = source
+        if num_bytes > self.host.room.budget_bytes:
+            self.unstaged.add(version)
+        else:
+            self.unstaged.discard(version)
+            if entry.staged is None:
+                staged_bytes = self.host.room.taken_by(num_bytes)
+                entry.serving.source = Copy(version=version, num_bytes=staged_bytes)
+
+    def remove(self, version: str) -> None:
+        """Forget a version as soon as nothing is in flight on it. Unknown versions are ignored."""
+        entry = self._entries.get(version)
+        if entry is None or not entry.is_known:
+            self._removed.append(version)
+            return
+        entry.standing = Standing.REMOVING
+        self._finish_removal(entry)
+
+    def take_removed(self) -> list[str]:
+        """Versions whose removal was completed since the last call."""
+        removed, self._removed = self._removed, []
+        for version in removed:
+            entry = self._entries.get(version)
+            if entry is not None and entry.standing is Standing.REMOVED:
+                entry.standing = Standing.ABANDONED
+                entry.sources.clear()
+                self.unstaged.discard(version)
+                self._forget_if_abandoned(entry)
+        return removed
+
+    def sources(self, version: str) -> list[AdapterSpec]:
+        """Where it can be read from."""
+        return list(self._entries[version].sources.values())
+
+    def num_bytes(self, version: str) -> int:
+        """What its serving copy takes."""
+        return self._entries[version].serving.num_bytes
+
+    # ---- requests that name them
+
+    def enter(self, version: str) -> None:
+        """A request that names this version arrived."""
+        self._entries[version].in_flight += 1
+
+    def leave(self, version: str, *, pinned: bool) -> None:
+        """A request that named this version ended."""
+        entry = self._entries[version]
+        if pinned:
+            self.serving.unpin(entry.serving)
+        entry.in_flight -= 1
+        assert entry.in_flight >= entry.serving.pins >= 0
+        self._finish_removal(entry)
+
+    # ---- the serving copy
+
+    def is_absent(self, version: str) -> bool:
+        """Whether there is no serving copy, nor one on its way."""
+        return self._entries[version].serving.presence is Presence.ABSENT
+
+    def acquire(self, version: str, spare_blocks: int = 0) -> bool:
+        """Pin a version for a request; starts a load if it is absent. False: no room now, try again later.
+
+        `spare_blocks`: KV blocks that a load must leave, where both share memory.
+        """
+        entry = self._entries[version]
+        if entry.serving.presence is Presence.ABSENT and not self._begin_load(entry, spare_blocks):
+            return False
+        self.serving.pin(entry.serving)
+        return True
+
+    def unpin(self, version: str) -> None:
+        """A request no longer counts on the weights; it still names the version."""
+        self.serving.unpin(self._entries[version].serving)
+
+    def keep(self, version: str) -> bool:
+        """Never evict a version, and bring it in if it is absent. False: no room now, try again later."""
+        entry = self._entries[version]
+        if entry.serving.presence is Presence.ABSENT and not self._begin_load(entry):
+            return False
+        self.serving.keep(entry.serving)
+        return True
+
+    def load_ahead(self, version: str, spare_blocks: int = 0) -> bool:
+        """Start to load a version that is absent and that nobody asked for, without evicting another. It is
+        the first to go. False: no memory for that."""
+        return self._begin_load(self._entries[version], spare_blocks, ahead=True)
+
+    def stream(self, version: str) -> None:
+        """Let steps count on a version that is COPYING: each layer waits for its own weights."""
+        self.streaming[version] = self._entries[version].serving.num_bytes
+
+    def loaded(self, version: str) -> None:
+        """A load is complete."""
+        entry = self._entries[version]
+        self.serving.end(entry.serving)
+        entry.loads += 1
+        self._end_load(entry)
+
+    def failed(self, version: str) -> None:
+        """A load came to nothing. Its requests still have to leave."""
+        entry = self._entries[version]
+        self.serving.fail(entry.serving)
+        self._end_load(entry)
+
+    def overdue(self, version: str) -> bool:
+        """Do not count on the end of a load or read any more. Return False if there is none under way, or if
+        this is known."""
+        is_load, is_read = self.serving.set_overdue(version), self.host.set_overdue(version)
+        return is_load or is_read
+
+    # ---- the staged copy
+
+    def can_load(self, version: str) -> bool:
+        """Whether a load could begin now: the version is staged, or loads from disk."""
+        copy = self._staged_copy(version)
+        return copy is None or copy.presence is Presence.RESIDENT
+
+    def can_read(self, version: str) -> bool:
+        """Whether a read could begin: the version is to be staged, and is not, nor is it being read."""
+        copy = self._staged_copy(version)
+        return copy is not None and copy.presence is Presence.ABSENT
+
+    def begin_read(self, version: str, *, ahead: bool = False) -> bool:
+        """Start to read a version to the host tier. False: no room now. `ahead`: nobody asked for it; nothing
+        is evicted for it, and it is the first to go."""
+        copy = self._staged_copy(version)
+        assert copy is not None
+        return self.host.begin(copy, ahead=ahead)
+
+    def read_ended(self, version: str) -> None:
+        entry = self._entries[version]
+        assert entry.staged is not None
+        self.host.end(entry.staged)
+        self._forget_if_abandoned(entry)
+
+    def read_failed(self, version: str) -> None:
+        entry = self._entries[version]
+        assert entry.staged is not None
+        self.host.fail(entry.staged)
+        self._forget_if_abandoned(entry)
+
+    def stop_staging(self, version: str) -> None:
+        """Load a version from disk until it is added again, as it finds no room in the host tier."""
+        entry = self._entries[version]
+        assert entry.staged is not None
+        assert entry.staged.presence is Presence.ABSENT
+        entry.serving.source = None
+        self.unstaged.add(version)
+
+    def unstage(self, version: str) -> None:
+        """Evict the staged copy if nothing reads or copies it."""
+        copy = self._staged_copy(version)
+        if copy is not None and copy.is_idle:
+            self.host.evict(copy)
+
+    def host_place(self, version: str) -> int | None:
+        """Where the staged copy lies, which is complete or being read; None if there is none."""
+        copy = self._entries[version].staged
+        if copy is None or copy.presence is Presence.ABSENT:
+            return None
+        return self._host_room.place_of(version)
+
+    # ---- what it shows
+
+    def snapshot(self) -> list[AdapterStats]:
+        """Every version that is known.
+
+        A load counts when it is complete: one that failed has brought nothing into memory.
+        """
+        return [
+            AdapterStats(
+                version=version,
+                tier=self._shown(entry),
+                num_bytes=entry.serving.num_bytes,
+                in_flight=entry.in_flight,
+                loads=entry.loads,
+            )
+            for version, entry in self._entries.items()
+            if entry.is_known
+        ]
+
+    def held_bytes(self) -> dict[str, int]:
+        """What each version has of the serving copies' memory."""
+        return _held_bytes(entry.serving for entry in self._entries.values())
+
+    def check_integrity(self, pins: Mapping[str, int], in_flight: Mapping[str, int]) -> None:
+        """Assert that the books agree with the requests' own count of pins and with the memory's."""
+        staged_copies = [entry.staged for entry in self._entries.values() if entry.staged is not None]
+        self.serving.check_integrity([entry.serving for entry in self._entries.values()])
+        self.host.check_integrity(staged_copies)
+        self._host_room.check_integrity(_held_bytes(staged_copies))
+        assert self.streaming.keys() <= self.serving.loading
+        for version, entry in self._entries.items():
+            serving, staged = entry.serving, entry.staged
+            assert serving.pins == pins.get(version, 0), f"{version}: {serving.pins} pins, held by {pins}"
+            assert entry.in_flight == in_flight.get(version, 0)
+            if not entry.is_known:
+                assert serving.presence is Presence.ABSENT
+            if entry.standing is Standing.REMOVING:
+                assert entry.in_flight > 0 or serving.presence is Presence.LOADING
+            if entry.standing is Standing.ABANDONED:
+                assert staged is not None
+                assert staged.presence is Presence.LOADING
+            else:
+                assert (staged is None) == (version in self.unstaged)
+            if staged is not None and staged.pins > 0:
+                assert staged.pins == 1
+                assert serving.presence is Presence.LOADING
+
+    # ---- steps of the above
+
+    def _new_entry(self, serving: Copy, removed: Entry | None) -> Entry:
+        """`removed`: all that is left of it are a staged copy and, until that was reported, its sources."""
+        entry = Entry(serving=serving)
+        if removed is not None:
+            serving.source, entry.sources = removed.staged, removed.sources
+            del self._entries[serving.version]
+        self._entries[serving.version] = entry
+        return entry
+
+    def _begin_load(self, entry: Entry, spare_blocks: int = 0, *, ahead: bool = False) -> bool:
+        serving, staged = entry.serving, entry.staged
+        assert staged is None or staged.presence is Presence.RESIDENT, f"{serving.version} is not read yet"
+        if not self.serving.begin(serving, spare_blocks, ahead=ahead):
+            return False
+        if staged is not None:
+            self.host.pin(staged)
+        return True
+
+    def _end_load(self, entry: Entry) -> None:
+        self.streaming.pop(entry.serving.version, None)
+        if entry.staged is not None and entry.staged.pins > 0:
+            self.host.unpin(entry.staged)
+        self._finish_removal(entry)
+
+    def _finish_removal(self, entry: Entry) -> None:
+        """REMOVING -> REMOVED, if nobody needs it any more."""
+        serving = entry.serving
+        if entry.standing is not Standing.REMOVING or entry.in_flight > 0:
+            return
+        if serving.presence is Presence.LOADING:
+            return
+        self.serving.unkeep(serving)
+        if serving.presence is Presence.RESIDENT:
+            self.serving.evict(serving)
+        entry.standing = Standing.REMOVED
+        self._removed.append(serving.version)
+
+    def _forget_if_abandoned(self, entry: Entry) -> None:
+        """ABANDONED -> forgotten, unless a read still writes to its memory."""
+        if entry.standing is not Standing.ABANDONED:
+            return
+        if entry.staged is not None and entry.staged.presence is Presence.LOADING:
+            return
+        if entry.staged is not None and entry.staged.presence is Presence.RESIDENT:
+            self.host.evict(entry.staged)
+        del self._entries[entry.serving.version]
+
+    def _staged_copy(self, version: str) -> Copy | None:
+        entry = self._entries.get(version)
+        return None if entry is None or entry.standing is Standing.ABANDONED else entry.serving.source
+
+    def _state(self, entry: Entry) -> State:
+        serving, staged = entry.serving.presence, entry.staged
+        if serving is not Presence.ABSENT:
+            if self._on_device:
+                return State.COPYING if serving is Presence.LOADING else State.DEVICE
+            return State.READING if serving is Presence.LOADING else State.HOST
+        if staged is None or staged.presence is Presence.ABSENT:
+            return State.DISK
+        return State.READING if staged.presence is Presence.LOADING else State.HOST
+
+    def _shown(self, entry: Entry) -> str:
+        """Return the tier that users see, where "loading" is said of serving copies only."""
+        if entry.serving.presence is Presence.LOADING:
+            return "loading"
+        state = self._state(entry)
+        return State.DISK if state is State.READING else state
+
+
+def _held_bytes(copies: Iterable[Copy]) -> dict[str, int]:
+    return {copy.version: copy.num_bytes for copy in copies if copy.presence is not Presence.ABSENT}
