@@ -15,9 +15,9 @@ from loraplex.bench.engine_scenarios import new_request
 from loraplex.bench.random_engine import RandomEngineOptions, build_random_engine, register
 from loraplex.core.request import EngineRequest
 from loraplex.perf.cost_model import CostModel
-from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.plan import Chunk, StepPlan
 from loraplex.scheduling.step_features import step_features
+from loraplex.twin.decode_group import DecodeGroup
 from loraplex.twin.times import CostModelTimes, Repeats
 
 LOOK_EVERY_S: Final = 0.25

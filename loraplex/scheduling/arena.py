@@ -20,7 +20,6 @@ from typing import Final
 from loraplex.core.errors import CapacityError
 from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.blocks import BlockPool
-from loraplex.scheduling.counted_blocks import CountedPool
 from loraplex.scheduling.host_room import HostRoom
 from loraplex.scheduling.places import Places, Shift
 from loraplex.scheduling.plan import AdapterLoad, Move
@@ -52,10 +51,10 @@ class Arena:
         page_bytes: int,
         block_size: int,
         host_bytes: int = 0,
-        keeps_contents: bool = True,
+        pool: type[BlockPool] = BlockPool,
     ) -> None:
         """`host_bytes`: of the host's memory that adapters are read to first; 0 to load them from disk.
-        `keeps_contents`: False to count blocks only, for a twin."""
+        `pool`: what keeps count of KV blocks."""
         self._page_bytes = page_bytes
         self._page_units = units_per_page(page_bytes)
         self._unit_bytes = page_bytes // self._page_units
@@ -68,8 +67,7 @@ class Arena:
         self.shared_bytes = num_pages * page_bytes
         self.used_bytes = 0
         self._uses = count(1)
-        pool = BlockPool if keeps_contents else CountedPool
-        self.pool: BlockPool = pool(num_pages, block_size, self._uses, reserve=self)
+        self.pool = pool(num_pages, block_size, self._uses, reserve=self)
         self.table = AdapterTable(self, host=HostRoom(host_bytes), uses=self._uses)
 
     # ---- Memory

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from loraplex.scheduling.adapter_table import AdapterTable
 from loraplex.scheduling.blocks import BlockPool
-from loraplex.scheduling.counted_blocks import CountedPool
 from loraplex.scheduling.plan import AdapterLoad, Move
 from loraplex.scheduling.room import ByteBudget
 
@@ -60,10 +59,10 @@ class SeparateMemory:
     adapter_advice = "raise --host-adapter-memory"
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, adapter_bytes: int, keeps_contents: bool = True
+        self, *, num_blocks: int, block_size: int, adapter_bytes: int, pool: type[BlockPool] = BlockPool
     ) -> None:
-        """`keeps_contents`: False to count blocks only, for a twin."""
-        self.pool: BlockPool = (BlockPool if keeps_contents else CountedPool)(num_blocks, block_size)
+        """`pool`: what keeps count of KV blocks."""
+        self.pool = pool(num_blocks, block_size)
         self.table = AdapterTable(ByteBudget(adapter_bytes))
 
     def max_tokens(self, adapter_bytes: int) -> int:

@@ -21,8 +21,8 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from loraplex.core.request import EngineRequest
-from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.plan import AdapterLoad, StepPlan
+from loraplex.twin.decode_group import DecodeGroup
 from loraplex.twin.engine_twin import AdapterEvent
 from loraplex.twin.simulator import Simulator
 

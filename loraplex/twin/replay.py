@@ -20,6 +20,7 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import Memory, SeparateMemory
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
+from loraplex.twin.counted_blocks import CountedPool
 from loraplex.twin.outcome import Outcome
 from loraplex.twin.paused_collector import paused_collector
 from loraplex.twin.simulator import Simulator
@@ -223,7 +224,7 @@ class OwnEngines:
                 num_blocks=max((has.kv_tokens if kv_tokens is None else kv_tokens) // block_size, 1),
                 block_size=block_size,
                 adapter_bytes=host_bytes,
-                keeps_contents=False,
+                pool=CountedPool,
             )
         assert has.arena_bytes is not None
         page_bytes = has.token_bytes * block_size
@@ -233,7 +234,7 @@ class OwnEngines:
             page_bytes=page_bytes,
             block_size=block_size,
             host_bytes=host_bytes,
-            keeps_contents=False,
+            pool=CountedPool,
         )
 
 

@@ -17,11 +17,11 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
-from loraplex.scheduling.decode_group import DecodeGroup
-from loraplex.scheduling.leaping import ANY_TOKEN
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterLoad, AdapterRead, Chunk, StepPlan
+from loraplex.twin.decode_group import DecodeGroup
 from loraplex.twin.engine_twin import AdapterEvent
+from loraplex.twin.leaping import ANY_TOKEN
 from loraplex.twin.outcome import Outcome, Recorder, RequestEvent, RequestOutcome
 from loraplex.twin.quick_scheduler import QuickScheduler
 from loraplex.twin.times import Repeats, StepTimes

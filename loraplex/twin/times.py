@@ -11,9 +11,9 @@ from loraplex.perf.cost_model import CostModel
 from loraplex.perf.serving_costs import BatchFeatures
 from loraplex.perf.slot_profile import SlotCosts
 from loraplex.perf.step_cost import StepFeatures
-from loraplex.scheduling.decode_group import DecodeGroup
 from loraplex.scheduling.plan import AdapterLoad, Chunk, StepPlan
 from loraplex.scheduling.step_features import step_features
+from loraplex.twin.decode_group import DecodeGroup
 from loraplex.twin.quick_scheduler import StepChunks
 
 

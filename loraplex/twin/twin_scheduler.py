@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from loraplex.scheduling.leaping import ANY_TOKEN, LeapingScheduler
 from loraplex.scheduling.plan import StepPlan, TokenUpdate
 from loraplex.scheduling.sequence import Sequence
+from loraplex.twin.leaping import ANY_TOKEN, LeapingScheduler
 
 
 class Landing(NamedTuple):

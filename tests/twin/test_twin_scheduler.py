@@ -8,12 +8,14 @@ import pytest
 
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling import SamplingParams
+from loraplex.scheduling.blocks import BlockPool
 from loraplex.scheduling.config import SchedulerConfig
-from loraplex.scheduling.leaping import ANY_TOKEN
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.plan import Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.step_features import step_features
 from loraplex.scheduling.work import StepWork
+from loraplex.twin.counted_blocks import CountedPool
+from loraplex.twin.leaping import ANY_TOKEN
 from loraplex.twin.quick_scheduler import QuickScheduler, StepChunks
 from loraplex.twin.twin_scheduler import TwinScheduler
 
@@ -21,7 +23,8 @@ from loraplex.twin.twin_scheduler import TwinScheduler
 def make_scheduler(kind: type[TwinScheduler], *, keeps_contents: bool) -> TwinScheduler:
     """Return one with too little KV memory for its requests, some of which end at the longest context."""
     config = SchedulerConfig(max_model_len=48, max_running=8, work=StepWork(max_tokens=32))
-    memory = SeparateMemory(num_blocks=16, block_size=4, adapter_bytes=0, keeps_contents=keeps_contents)
+    pool = BlockPool if keeps_contents else CountedPool
+    memory = SeparateMemory(num_blocks=16, block_size=4, adapter_bytes=0, pool=pool)
     scheduler = kind(config, memory)
     for number in range(12):
         params = SamplingParams(max_tokens=(1, 2, 9, 40)[number % 4], ignore_eos=True)
@@ -80,7 +83,7 @@ def test_landing_decides_and_reports_what_updates_do(
 def test_a_step_has_the_features_of_its_chunks() -> None:
     """Requests with and without adapters, of two sizes: decodes, prompts, and prompts of one token."""
     config = SchedulerConfig(max_model_len=48, max_running=8, work=StepWork(max_tokens=32))
-    memory = SeparateMemory(num_blocks=64, block_size=4, adapter_bytes=100, keeps_contents=False)
+    memory = SeparateMemory(num_blocks=64, block_size=4, adapter_bytes=100, pool=CountedPool)
     scheduler = QuickScheduler(config, memory)
     sizes = {"small": 10, "large": 30}
     for version, num_bytes in sizes.items():

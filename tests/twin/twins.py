@@ -21,6 +21,7 @@ from loraplex.scheduling.config import SchedulerConfig
 from loraplex.scheduling.memory import SeparateMemory
 from loraplex.scheduling.work import StepWork
 from loraplex.twin.ahead import AheadSimulator
+from loraplex.twin.counted_blocks import CountedPool
 from loraplex.twin.simulator import Simulator
 from loraplex.twin.times import CostModelTimes, SlotTimes
 from loraplex.workload.jsonl import WorkloadRequest
@@ -75,7 +76,7 @@ def slot_twin(
     first."""
     adapters = [f"adapter-{number}" for number in range(num_adapters)]
     memory = SeparateMemory(
-        num_blocks=num_blocks, block_size=16, adapter_bytes=num_adapters, keeps_contents=False
+        num_blocks=num_blocks, block_size=16, adapter_bytes=num_adapters, pool=CountedPool
     )
     config = SchedulerConfig(
         max_model_len=4096,
@@ -122,10 +123,10 @@ def own_twin(
             page_bytes=1 << 20,
             block_size=16,
             host_bytes=1 << 30,
-            keeps_contents=False,
+            pool=CountedPool,
         )
         if shared
-        else SeparateMemory(num_blocks=num_blocks, block_size=16, adapter_bytes=8 << 20, keeps_contents=False)
+        else SeparateMemory(num_blocks=num_blocks, block_size=16, adapter_bytes=8 << 20, pool=CountedPool)
     )
     config = SchedulerConfig(
         max_model_len=4096,

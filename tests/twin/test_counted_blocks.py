@@ -7,7 +7,7 @@ import random
 import pytest
 
 from loraplex.scheduling.blocks import BlockPool
-from loraplex.scheduling.counted_blocks import CountedPool
+from loraplex.twin.counted_blocks import CountedPool
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -15,11 +15,11 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.stats import EngineStats
 from loraplex.perf.drift import DriftWatch
 from loraplex.scheduling.config import SchedulerConfig
-from loraplex.scheduling.decode_group import DecodeGroup, blocks_ahead, blocks_of
 from loraplex.scheduling.memory import Memory
 from loraplex.scheduling.plan import AdapterRead, Chunk, StepPlan, TokenUpdate
 from loraplex.scheduling.scheduler import Scheduler
 from loraplex.scheduling.sequence import Sequence
+from loraplex.twin.decode_group import DecodeGroup, blocks_ahead, blocks_of
 
 ANY_TOKEN: Final = 1
 """Where tokens are made up: the one that is sampled."""
