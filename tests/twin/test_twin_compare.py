@@ -77,7 +77,7 @@ def test_a_live_run_tells_of_its_engine(workload: Path, tmp_path: Path) -> None:
         "ranks": "64,8",
         "modules": "all",
         "kv_tokens": 4096,
-        "max_step_tokens": 64,
+        "max_step_tokens": 16,
         "position_cost": 0.01,
     }
 
