@@ -38,7 +38,7 @@ from loraplex.core.shape import ModelShape
 from loraplex.core.words import plural
 from loraplex.engine.async_local import LocalAsyncEngine
 from loraplex.engine.interface import EngineCore
-from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
+from loraplex.engine.text_engine import CheckedPrompts, LogprobText, TextDelta, TextEngine
 from loraplex.engine.tokenizer import Message, Tokenizer
 
 T = TypeVar("T")
@@ -212,11 +212,13 @@ class LLM:
         names: list[str | None] = _one_each(adapter, len(tokens), "adapter")
         options: list[SamplingParams | None] = _one_each(params, len(tokens), "params")
         versions = [self._version_of(name) for name in names]
-        for prompt, option in zip(tokens, options, strict=True):
+        checked = [
             self._text.check([prompt], option or SamplingParams())
+            for prompt, option in zip(tokens, options, strict=True)
+        ]
         jobs = [
-            asyncio.ensure_future(self._complete(prompt, option or SamplingParams(), version))
-            for prompt, option, version in zip(tokens, options, versions, strict=True)
+            asyncio.ensure_future(self._complete(each, version))
+            for each, version in zip(checked, versions, strict=True)
         ]
         try:
             return list(await asyncio.gather(*jobs))
@@ -231,7 +233,8 @@ class LLM:
     ) -> AsyncGenerator[TextDelta, None]:
         """Deltas of one prompt as they come; close the generator to cancel."""
         [tokens] = self._token_prompts(prompt)
-        stream = self._stream(tokens, params or SamplingParams(), self._version_of(adapter))
+        checked = self._text.check([tokens], params or SamplingParams())
+        stream = self._stream(checked, self._version_of(adapter))
         async with aclosing(stream):
             async for batch in stream:
                 for delta in batch:
@@ -252,17 +255,15 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _stream(
-        self, prompt: Sequence[int], params: SamplingParams, version: str | None
-    ) -> AsyncGenerator[list[TextDelta], None]:
+    def _stream(self, checked: CheckedPrompts, version: str | None) -> AsyncGenerator[list[TextDelta], None]:
         request_id = f"llm-{next(self._request_numbers)}"
-        return self._text.stream(prompt, params, adapter=version, request_id=request_id)
+        return self._text.stream(checked, adapter=version, request_id=request_id)
 
-    async def _complete(
-        self, prompt: Sequence[int], params: SamplingParams, version: str | None
-    ) -> Completion:
-        deltas: list[list[TextDelta]] = [[] for _ in range(params.n)]
-        async with aclosing(self._stream(prompt, params, version)) as stream:
+    async def _complete(self, checked: CheckedPrompts, version: str | None) -> Completion:
+        """`checked`: one prompt."""
+        [prompt] = checked.prompts
+        deltas: list[list[TextDelta]] = [[] for _ in range(checked.num_choices)]
+        async with aclosing(self._stream(checked, version)) as stream:
             async for batch in stream:
                 for delta in batch:
                     deltas[delta.choice].append(delta)

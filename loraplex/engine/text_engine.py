@@ -88,6 +88,20 @@ class TextDelta:
         return not self.token_ids and self.finish_reason is None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedPrompts:
+    """What `TextEngine.check` has found nothing wrong with. `fitted`: the options for each prompt, with
+    `max_tokens` set."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    fitted: Sequence[SamplingParams]
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
 class TextEngine:
     """Validates requests, runs them on an AsyncEngine and gives back text."""
 
@@ -100,30 +114,24 @@ class TextEngine:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
 
-    def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> CheckedPrompts:
         """Raise InvalidRequestError for anything that can be told to be wrong before running."""
         check_token_ids(params, vocab_size=self.vocab_size)
         _check_options(params, num_choices=len(prompts) * params.n)
-        for prompt in prompts:
-            # Lengths first: going through the ids of a prompt that is far too long would take long.
-            self.check_length(len(prompt), params)
+        # Lengths first: going through the ids of a prompt that is far too long would take long.
+        fitted = [self.check_length(len(prompt), params) for prompt in prompts]
         for prompt in prompts:
             check_prompt(prompt, vocab_size=self.vocab_size)
+        return CheckedPrompts(prompts=prompts, params=params, fitted=fitted)
 
-    def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Raise ContextLengthError if the context has no room for so long a prompt and its answer."""
-        fit_max_tokens(params, num_prompt_tokens=num_prompt_tokens, max_model_len=self.max_model_len)
+    def check_length(self, num_prompt_tokens: int, params: SamplingParams) -> SamplingParams:
+        """Return the options with `max_tokens` set. Raise ContextLengthError if the context has no room for
+        so long a prompt and its answer."""
+        return fit_max_tokens(params, num_prompt_tokens=num_prompt_tokens, max_model_len=self.max_model_len)
 
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, adapter: str | None, request_id: str
-    ) -> AsyncGenerator[list[TextDelta], None]:
-        """`stream_many` for one prompt."""
-        return self.stream_many([prompt], params, adapter=adapter, request_id=request_id)
-
-    def stream_many(
         self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        checked: CheckedPrompts,
         *,
         adapter: str | None,
         request_id: str,
@@ -131,29 +139,24 @@ class TextEngine:
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Batches of deltas, each holding all that came since the last one was taken.
 
-        Ends after the last choice has finished. Closing it cancels what still runs. Raises
-        InvalidRequestError at once; a failure of one choice fails them all.
+        Ends after the last choice has finished. Closing it cancels what still runs. A failure of one choice
+        fails them all.
         `adapter` is a version, None for the base model. `output_token_ids`: the beginning of each answer,
         made elsewhere; stop strings are not looked for across its end.
         """
-        self.check(prompts, params)
+        params = checked.params
         include_stop = params.include_stop_str_in_output
         stops = StopStrings(params.stop, include_stop=include_stop) if params.stop else None
-        requests = self._expand(prompts, params, adapter, request_id, output_token_ids)
+        requests = self._expand(checked, adapter, request_id, output_token_ids)
         choices = (_Choice(n, self.tokenizer, request, stops) for n, request in enumerate(requests))
-        return self._run_one(next(choices)) if len(prompts) * params.n == 1 else self._run_many(choices)
+        return self._run_one(next(choices)) if checked.num_choices == 1 else self._run_many(choices)
 
     def _expand(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        adapter: str | None,
-        request_id: str,
-        output_token_ids: tuple[int, ...],
+        self, checked: CheckedPrompts, adapter: str | None, request_id: str, output_token_ids: tuple[int, ...]
     ) -> Iterator[EngineRequest]:
         """Yield the requests of all choices. Stop strings are not for an engine, which has no text."""
-        for prompt_index, prompt in enumerate(prompts):
-            fitted = fit_max_tokens(params, num_prompt_tokens=len(prompt), max_model_len=self.max_model_len)
+        params = checked.params
+        for prompt_index, (prompt, fitted) in enumerate(zip(checked.prompts, checked.fitted, strict=True)):
             token_ids, alone = list(prompt), replace(fitted, n=1, stop=())
             for sibling in range(params.n):
                 yield EngineRequest(

@@ -17,8 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.request import FinishReason
-from loraplex.core.sampling import SamplingParams
-from loraplex.engine.text_engine import LogprobText, TextDelta, TextEngine
+from loraplex.engine.text_engine import CheckedPrompts, LogprobText, TextDelta, TextEngine
 from loraplex.server.disconnect import run_until_disconnect
 from loraplex.server.errors import describe
 from loraplex.server.metrics import RequestMeter
@@ -84,8 +83,7 @@ class Generation:
     `output_token_ids`: the beginning of the answer, made elsewhere."""
 
     request_id: str
-    prompts: Sequence[Sequence[int]]
-    params: SamplingParams
+    checked: CheckedPrompts
     lease: Lease
     stream: bool
     include_usage: bool
@@ -140,9 +138,8 @@ class GenerationResponse(Response):
 
     def _batches(self) -> AsyncGenerator[list[TextDelta], None]:
         job = self._generation
-        return self._text.stream_many(
-            job.prompts,
-            job.params,
+        return self._text.stream(
+            job.checked,
             adapter=job.lease.version,
             request_id=job.request_id,
             output_token_ids=job.output_token_ids,
@@ -169,8 +166,7 @@ class GenerationResponse(Response):
     async def _collect(
         self, first: list[TextDelta], batches: AsyncIterator[list[TextDelta]]
     ) -> list[ChoiceResult]:
-        job = self._generation
-        results = [ChoiceResult() for _ in range(len(job.prompts) * job.params.n)]
+        results = [ChoiceResult() for _ in range(self._generation.checked.num_choices)]
 
         def add(batch: list[TextDelta]) -> None:
             for delta in self._observe(batch):
@@ -215,8 +211,8 @@ class _UsageCount:
     def __init__(self, generation: Generation, is_resampled: Callable[[str], bool]) -> None:
         self._request_id = generation.request_id
         self._is_resampled = is_resampled
-        self._num_prompt_tokens = sum(map(len, generation.prompts))
-        self._num_siblings = generation.params.n
+        self._num_prompt_tokens = sum(map(len, generation.checked.prompts))
+        self._num_siblings = generation.checked.params.n
         self._prompt_only = generation.prompt_only
         self._version = generation.lease.version
         self._num_completion_tokens = 0

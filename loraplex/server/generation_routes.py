@@ -16,7 +16,7 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.core.words import plural
 from loraplex.engine.prompt_offsets import prompt_offsets
 from loraplex.engine.request_checks import check_vocabulary
-from loraplex.engine.text_engine import TextEngine
+from loraplex.engine.text_engine import CheckedPrompts, TextEngine
 from loraplex.server.chat_format import ChatFormat
 from loraplex.server.chat_messages import template_messages
 from loraplex.server.completion_format import CompletionFormat, EchoedPrompt
@@ -96,12 +96,12 @@ async def _start_chat(deps: ServerDeps, request: Request, body: ChatRequest) -> 
         )
         prompt = await run_until_disconnect(encoding, request.receive, deps.pacer)
         try:
-            deps.text.check([prompt], params)
+            checked = deps.text.check([prompt], params)
         except InvalidRequestError as error:
             if error.param == "prompt":
                 raise type(error)(str(error), param="messages") from None
             raise
-        generation = _generation("chatcmpl", [prompt], params, lease, body)
+        generation = _generation("chatcmpl", checked, lease, body)
         chat_format = ChatFormat(
             request_id=generation.request_id,
             created=now_unix_s(),
@@ -126,12 +126,11 @@ async def _start_completion(
         )
         on_failure.callback(ticket.close)
         encoding = _encode(deps.text, body, params)
-        prompts, echoed = await run_until_disconnect(encoding, request.receive, deps.pacer)
+        checked, echoed = await run_until_disconnect(encoding, request.receive, deps.pacer)
         prompt_only = body.max_tokens == 0
         generation = _generation(
             "cmpl",
-            prompts,
-            params,
+            checked,
             lease,
             body,
             prompt_only=prompt_only,
@@ -146,7 +145,7 @@ async def _start_completion(
             num_siblings=params.n,
             echo=echoed,
             prompt_only=prompt_only,
-            prompt_ids=prompts if body.return_token_ids else None,
+            prompt_ids=checked.prompts if body.return_token_ids else None,
             logprobs_by_id=bool(body.return_tokens_as_token_ids),
         )
         response = _response(deps, request, generation, completion_format, ticket)
@@ -156,8 +155,7 @@ async def _start_completion(
 
 def _generation(
     prefix: str,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
+    checked: CheckedPrompts,
     lease: Lease,
     body: SamplingFields,
     *,
@@ -166,8 +164,7 @@ def _generation(
 ) -> Generation:
     return Generation(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
-        prompts=prompts,
-        params=params,
+        checked=checked,
         lease=lease,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
@@ -183,12 +180,13 @@ def _response(
     answer_format: AnswerFormat,
     ticket: WaitingTicket,
 ) -> GenerationResponse:
-    ticket.encoded(generation.prompts, generation.params.n)
+    checked = generation.checked
+    ticket.encoded(checked.prompts, checked.params.n)
     meter = deps.metrics.meter(
         adapter=generation.lease.name,
         is_canary=generation.lease.is_canary,
-        num_prompt_tokens=sum(map(len, generation.prompts)),
-        num_choices=len(generation.prompts) * generation.params.n,
+        num_prompt_tokens=sum(map(len, checked.prompts)),
+        num_choices=checked.num_choices,
         arrival_s=request_record(request.scope).arrival_s,
     )
     return GenerationResponse(
@@ -217,13 +215,13 @@ def _num_choices(body: CompletionRequest, params: SamplingParams) -> int:
 
 async def _encode(
     text_engine: TextEngine, body: CompletionRequest, params: SamplingParams
-) -> tuple[list[list[int]], list[EchoedPrompt] | None]:
+) -> tuple[CheckedPrompts, list[EchoedPrompt] | None]:
     """The prompts as tokens, checked, and what `echo` repeats of them."""
     if body.output_token_ids:
         _check_begun(text_engine, body, params)
     prompts = await _prompts(text_engine, body, params)
-    text_engine.check(prompts, params)
-    return prompts, await _echoed(text_engine, body, prompts) if body.echo else None
+    checked = text_engine.check(prompts, params)
+    return checked, await _echoed(text_engine, body, prompts) if body.echo else None
 
 
 def _check_begun(text_engine: TextEngine, body: CompletionRequest, params: SamplingParams) -> None:

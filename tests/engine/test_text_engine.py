@@ -26,7 +26,7 @@ def collect(
     text_engine: TextEngine, params: SamplingParams, prompts: Sequence[Sequence[int]] = (PROMPT,)
 ) -> list[TextDelta]:
     async def run() -> list[TextDelta]:
-        stream = text_engine.stream_many(prompts, params, adapter=None, request_id="r")
+        stream = text_engine.stream(text_engine.check(prompts, params), adapter=None, request_id="r")
         return [delta async for batch in stream for delta in batch]
 
     return asyncio.run(run())
@@ -207,7 +207,9 @@ def test_closing_the_stream_cancels_everything_that_runs(n: int) -> None:
     text_engine, engine = make_engine(says("Hello world", pause_after=1))
 
     async def run() -> None:
-        stream = text_engine.stream(PROMPT, SamplingParams(n=n), adapter=None, request_id="r")
+        stream = text_engine.stream(
+            text_engine.check([PROMPT], SamplingParams(n=n)), adapter=None, request_id="r"
+        )
         async with aclosing(stream):
             await anext(stream)
 
@@ -248,7 +250,8 @@ def test_a_slow_reader_gets_what_it_missed_in_one_batch() -> None:
 
     async def run() -> list[int]:
         sizes = []
-        async for batch in text_engine.stream(PROMPT, SamplingParams(n=2), adapter=None, request_id="r"):
+        checked = text_engine.check([PROMPT], SamplingParams(n=2))
+        async for batch in text_engine.stream(checked, adapter=None, request_id="r"):
             sizes.append(len(batch))
             for _ in range(1000):
                 await asyncio.sleep(0)

@@ -189,7 +189,9 @@ def answers(engine: Perilous, params: SamplingParams, adapter: str | None) -> li
 
     async def read() -> list[Seen]:
         seen = [Seen() for _ in range(params.n)]
-        async for batch in text.stream(PROMPT, params, adapter=adapter, request_id=f"r{next(NUMBERS)}"):
+        async for batch in text.stream(
+            text.check([PROMPT], params), adapter=adapter, request_id=f"r{next(NUMBERS)}"
+        ):
             for delta in batch:
                 seen[delta.choice].add(delta)
         return seen

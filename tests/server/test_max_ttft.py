@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +19,7 @@ from loraplex.cli.main import app
 from loraplex.core.clock import ManualClock
 from loraplex.core.errors import EngineDeadError
 from loraplex.core.request import EngineOutput, EngineRequest, FinishReason
+from loraplex.engine.output_stream import Take
 from loraplex.fleet.admission import Admitted, Forecast
 from loraplex.perf.cost_model import CostModel
 from loraplex.perf.named_profiles import find_profile
@@ -187,12 +189,18 @@ class FakeReplica:
     def continuation(self, request: EngineRequest) -> Continuation:
         return Continuation.SAME
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    @asynccontextmanager
+    async def open(self, request: EngineRequest) -> AsyncIterator[Take]:
         if self.failures:
             raise self.failures.pop(0)
         done = len(request.output_token_ids)
         left = tokens_of(request)[done:]
-        yield EngineOutput(request_id=request.request_id, token_ids=left, finish_reason=FinishReason.LENGTH)
+
+        async def take() -> EngineOutput:
+            reason = FinishReason.LENGTH
+            return EngineOutput(request_id=request.request_id, token_ids=left, finish_reason=reason)
+
+        yield take
 
 
 def requests_of(*replicas: FakeReplica) -> tuple[FleetRequests, list[RoutingEvent]]:
