@@ -63,16 +63,17 @@ class Pace:
         self._engine.close()
 
     def figures(self) -> dict[str, list[float]]:
-        """Every look."""
+        """Return every look."""
         return {"at_s": self._at_s, "times_the_profile": self._ratios}
 
     def at(self, moment_s: float) -> float:
-        """By the looks before and after it, as a mean of speeds: in a slow moment less work is done."""
+        """Return the pace at a moment by the looks before and after it, as a mean of speeds: in a slow moment
+        less work is done."""
         place = bisect_left(self._at_s, moment_s)
         return harmonic_mean(self._ratios[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS + 1])
 
     def look(self) -> float:
-        """Unless the last time was just now; the seconds that it took."""
+        """Look, unless the last time was just now, and return the seconds that it took."""
         started_s = time.perf_counter()
         if started_s - self._seen_s < LOOK_EVERY_S:
             return 0.0

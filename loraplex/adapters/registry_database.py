@@ -150,13 +150,19 @@ def _write_ahead(connection: sqlite3.Connection) -> str:
             [mode] = connection.execute("PRAGMA journal_mode = WAL").fetchone()
             return str(mode)
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until_s:
+            if _primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > until_s:
                 raise
-            time.sleep(0.01)
+            time.sleep(0.01)  # SQLite tells nobody when the other one is done
+
+
+def _primary_code(error: sqlite3.Error) -> int:
+    """Return SQLite's result code without the details that extended ones have; 0 if it has none."""
+    code: int = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF
 
 
 def _error_of(exc: sqlite3.Error, path: Path) -> StorageError:
-    code = getattr(exc, "sqlite_errorcode", 0) & 0xFF  # SQLite's primary result code
+    code = _primary_code(exc)
     if code == sqlite3.SQLITE_FULL:
         return DiskFullError(
             f"{path.parent}: the disk is full, nothing was changed; free some space and try again, or choose "

@@ -167,8 +167,8 @@ def _profile_engine(
 
 
 def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
-    """Of the engine that serves: on a CPU, where the one that is measured is small, as it would be planned
-    now."""
+    """Return the memory of the engine that serves: on a CPU, where the one that is measured is small, as it
+    would be planned now."""
     shape, element_bytes, on_gpu = options.config.shape, options.dtype.itemsize, options.device == "cuda"
     serving = EngineOptions(model="")
     plan = None if on_gpu else plan_cpu(serving, options.config, options.dtype)
@@ -196,7 +196,7 @@ def _memory_of(engine: Engine, options: ProfileOptions) -> EngineMemory:
 def _add_adapters(
     engine: Engine, options: ProfileOptions, ranks: Sequence[int], memory_bytes: int, most_each: int
 ) -> list[StepAdapter]:
-    """Of each rank as many as fit this memory together, and one at the least."""
+    """Add as many adapters of each rank as fit this memory together, and one at the least."""
     shape, element_bytes = options.config.shape, options.dtype.itemsize
     kinds = {rank: random_spec(f"rank{rank}", shape, rank, _MODULES) for rank in ranks}
     bytes_of_one_each = sum(spec.num_params for spec in kinds.values()) * element_bytes

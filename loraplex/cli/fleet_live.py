@@ -284,9 +284,14 @@ def _explained(request: str | None, state_dir: Path | None) -> tuple[Path, list[
 
     folders = [default_state_dir(), *demo_state_dirs()] if state_dir is None else [state_dir]
     there = [folder for folder in folders if any((folder / FOLDER).glob("*.jsonl"))]
-    decisions = [(folder, explained(request, logged_decisions(folder))) for folder in there]
-    if decided := [(folder, found) for folder, found in decisions if found]:
-        return max(decided, key=lambda each: each[1][-1].decision.at_unix_s)
+    decisions = ((folder, explained(request, logged_decisions(folder))) for folder in there)
+    decided = ((folder, found) for folder, found in decisions if found)
+    if request is None:
+        latest = max(decided, key=lambda each: each[1][-1].decision.at_unix_s, default=None)
+    else:
+        latest = next(decided, None)  # the logs of the others are not read
+    if latest is not None:
+        return latest
     looked = ", ".join(str(folder / FOLDER) for folder in there or folders)
     if not there:
         raise UserError(

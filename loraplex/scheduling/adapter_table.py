@@ -46,8 +46,7 @@ the version has ended (`server.adapter_service`); requests that name it are coun
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from itertools import count
@@ -56,9 +55,9 @@ from typing import Final
 
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.stats import AdapterStats
+from loraplex.scheduling.adapter_tier import Copy, Presence, Tier
 from loraplex.scheduling.host_room import HostRoom
 from loraplex.scheduling.room import Room
-from loraplex.scheduling.victims import NO_ADAPTERS, IdleAdapter, IdleAdapters
 
 _MAX_HOST_EVICTIONS: Final = 10_000
 """Versions that are remembered to have left the host tier; nobody may ever ask."""
@@ -74,14 +73,6 @@ class State(StrEnum):
     DEVICE = "device"
 
 
-class Presence(Enum):
-    """Whether a copy is in its tier."""
-
-    ABSENT = auto()
-    LOADING = auto()
-    RESIDENT = auto()
-
-
 class Standing(Enum):
     """How long a version will be known."""
 
@@ -89,33 +80,6 @@ class Standing(Enum):
     REMOVING = auto()
     REMOVED = auto()
     ABANDONED = auto()
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Copy:
-    """A version's weights in one tier. `num_bytes`: what they take there. `source`: the copy that this one is
-    made from, if there is one. `pins`, `kept`: who holds it. `ahead`: nobody has asked for it yet.
-    `last_use`: when the last pin was given back; 0 if there was none. `num_uses`: pins in all. `failures`:
-    loads that came to nothing."""
-
-    version: str
-    num_bytes: int
-    source: Copy | None = None
-    presence: Presence = Presence.ABSENT
-    pins: int = 0
-    kept: bool = False
-    ahead: bool = False
-    last_use: int = 0
-    num_uses: int = 0
-    failures: int = 0
-
-    @property
-    def is_idle(self) -> bool:
-        return self.presence is Presence.RESIDENT and self.pins == 0 and not self.kept
-
-    @property
-    def reloads_from_host(self) -> bool:
-        return self.source is not None and self.source.presence is Presence.RESIDENT
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -138,129 +102,8 @@ class Entry:
         return self.standing is Standing.KNOWN or self.standing is Standing.REMOVING
 
 
-class Tier:
-    """One memory and the copies in it: those that are `loading`, of which some are `overdue`, and those that
-    are `resident`, of which some are `idle`. A method is a transition of a copy, or of who holds it; they are
-    called by the table, and by rooms to evict."""
-
-    def __init__(self, room: Room, uses: Iterator[int], max_evictions: int | None = None) -> None:
-        """`uses`: numbers that order the ends of uses. `max_evictions`: as many are remembered."""
-        self.room = room
-        self._uses = uses
-        self.loading: set[str] = set()
-        self.overdue: set[str] = set()
-        self.resident: set[str] = set()
-        self.idle = IdleAdapters(self.resident)
-        self._evictions: deque[str] = deque(maxlen=max_evictions)
-
-    @property
-    def num_loading(self) -> int:
-        """Loads that will end before long: without those that are overdue."""
-        return len(self.loading) - len(self.overdue)
-
-    @property
-    def waits_for_overdue_only(self) -> bool:
-        """Whether no memory can be freed before a load ends that is overdue: all else that could be evicted
-        already can be."""
-        return bool(self.overdue) and self.num_loading == 0 and len(self.idle) == len(self.resident)
-
-    def begin(self, copy: Copy, spare_blocks: int = 0, *, ahead: bool = False) -> bool:
-        """ABSENT -> LOADING. False: no room now, try again later. `spare_blocks`: KV blocks that must be
-        left, where both share memory. `ahead`: nobody asked for it, and no adapter is evicted for it."""
-        assert copy.presence is Presence.ABSENT
-        idle = NO_ADAPTERS if ahead else self.idle
-        if not self.room.take(copy.version, copy.num_bytes, idle, self.evict, spare_blocks):
-            return False
-        copy.presence, copy.ahead = Presence.LOADING, ahead
-        self.loading.add(copy.version)
-        return True
-
-    def end(self, copy: Copy) -> None:
-        """LOADING -> RESIDENT."""
-        assert copy.presence is Presence.LOADING, f"{copy.version} was not loading"
-        copy.presence = Presence.RESIDENT
-        self.room.settle(copy.version)
-        self.loading.remove(copy.version)
-        self.overdue.discard(copy.version)
-        self.resident.add(copy.version)
-        if copy.is_idle:  # everyone who waited for it is gone
-            self._become_idle(copy)
-
-    def fail(self, copy: Copy) -> None:
-        """LOADING -> ABSENT."""
-        assert copy.presence is Presence.LOADING, f"{copy.version} was not loading"
-        copy.presence = Presence.ABSENT
-        copy.kept = copy.ahead = False
-        copy.failures += 1
-        self.loading.remove(copy.version)
-        self.overdue.discard(copy.version)
-        self.room.give_back(copy.version, copy.num_bytes, copy.last_use)
-
-    def evict(self, victim: IdleAdapter) -> None:
-        """RESIDENT -> ABSENT, of an idle copy."""
-        assert isinstance(victim, Copy)
-        assert victim.is_idle, f"{victim.version} is in use"
-        self.idle.remove(victim)
-        victim.presence, victim.ahead = Presence.ABSENT, False
-        self.resident.remove(victim.version)
-        self.room.give_back(victim.version, victim.num_bytes, victim.last_use)
-        self._evictions.append(victim.version)
-
-    def take_evictions(self) -> list[str]:
-        """Versions whose copies must be dropped, or were overwritten, since the last call."""
-        evictions = list(self._evictions)
-        self._evictions.clear()
-        return evictions
-
-    def pin(self, copy: Copy) -> None:
-        """Count on a copy that is loading or resident."""
-        assert copy.presence is not Presence.ABSENT
-        if copy.is_idle:
-            self.idle.remove(copy)
-        copy.ahead = False
-        copy.pins += 1
-        copy.num_uses += 1
-
-    def unpin(self, copy: Copy) -> None:
-        copy.pins -= 1
-        if copy.is_idle:
-            self._become_idle(copy)
-
-    def keep(self, copy: Copy) -> None:
-        if copy.is_idle:
-            self.idle.remove(copy)
-        copy.kept = True
-
-    def unkeep(self, copy: Copy) -> None:
-        if copy.kept:
-            copy.kept = False
-            if copy.is_idle:
-                self._become_idle(copy)
-
-    def set_overdue(self, version: str) -> bool:
-        """Return False if it is not loading, or if this is known."""
-        if version not in self.loading or version in self.overdue:
-            return False
-        self.overdue.add(version)
-        return True
-
-    def check_integrity(self, copies: Collection[Copy]) -> None:
-        """Assert that the books agree with all copies of this tier, and with the memory's."""
-        held = [copy for copy in copies if copy.presence is not Presence.ABSENT]
-        assert sum(copy.num_bytes for copy in held) == self.room.used_bytes <= self.room.budget_bytes
-        assert self.loading == {c.version for c in held if c.presence is Presence.LOADING}
-        assert self.overdue <= self.loading
-        assert self.resident == {c.version for c in held if c.presence is Presence.RESIDENT}
-        assert set(self.idle) == {c for c in held if c.is_idle}
-        assert self.idle.num_bytes == sum(c.num_bytes for c in self.idle)
-
-    def _become_idle(self, copy: Copy) -> None:
-        copy.last_use = 0 if copy.ahead else next(self._uses)
-        self.idle.add(copy)
-
-
 class AdapterTable:
-    """Books of versions, and nothing else: the executor reads, copies and drops what is decided here. How
+    """Records versions, and does nothing else: the executor reads, copies and drops what is decided here. How
     much memory there is, and where in it adapters lie, is known to a `Room`: a budget of bytes, or the arena
     that they share with KV blocks. `serving`: the tier of the copies that requests run on. `host`: that of
     staged copies; without a budget if there is no such tier, and then every version is unstaged.
@@ -291,7 +134,7 @@ class AdapterTable:
         return entry is not None and entry.standing is Standing.KNOWN
 
     def knows(self, version: str) -> bool:
-        """Whether there is anything to say of it; it may be about to be removed."""
+        """Tell whether the table has the version, also if it is about to be removed."""
         entry = self._entries.get(version)
         return entry is not None and entry.is_known
 
@@ -337,11 +180,11 @@ class AdapterTable:
         return removed
 
     def sources(self, version: str) -> list[AdapterSpec]:
-        """Where it can be read from."""
+        """Return the places that it can be read from."""
         return list(self._entries[version].sources.values())
 
     def num_bytes(self, version: str) -> int:
-        """What its serving copy takes."""
+        """Return the bytes that its serving copy takes."""
         return self._entries[version].serving.num_bytes
 
     # ---- requests that name them
@@ -362,7 +205,7 @@ class AdapterTable:
     # ---- the serving copy
 
     def is_absent(self, version: str) -> bool:
-        """Whether there is no serving copy, nor one on its way."""
+        """Tell whether there is no serving copy, nor one on its way."""
         return self._entries[version].serving.presence is Presence.ABSENT
 
     def acquire(self, version: str, spare_blocks: int = 0) -> bool:
@@ -419,12 +262,12 @@ class AdapterTable:
     # ---- the staged copy
 
     def can_load(self, version: str) -> bool:
-        """Whether a load could begin now: the version is staged, or loads from disk."""
+        """Tell whether a load could begin now: the version is staged, or loads from disk."""
         copy = self._staged_copy(version)
         return copy is None or copy.presence is Presence.RESIDENT
 
     def can_read(self, version: str) -> bool:
-        """Whether a read could begin: the version is to be staged, and is not, nor is it being read."""
+        """Tell whether a read could begin: the version is to be staged, and is not, nor is it being read."""
         copy = self._staged_copy(version)
         return copy is not None and copy.presence is Presence.ABSENT
 
@@ -488,11 +331,11 @@ class AdapterTable:
         ]
 
     def held_bytes(self) -> dict[str, int]:
-        """What each version has of the serving copies' memory."""
+        """Return the bytes that each version has of the serving copies' memory."""
         return _held_bytes(entry.serving for entry in self._entries.values())
 
     def check_integrity(self, pins: Mapping[str, int], in_flight: Mapping[str, int]) -> None:
-        """Assert that the books agree with the requests' own count of pins and with the memory's."""
+        """Assert that the table agrees with the requests' own count of pins and with the memory."""
         staged_copies = [entry.staged for entry in self._entries.values() if entry.staged is not None]
         self.serving.check_integrity([entry.serving for entry in self._entries.values()])
         self.host.check_integrity(staged_copies)

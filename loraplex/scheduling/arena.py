@@ -32,7 +32,7 @@ UNIT_ALIGNMENT: Final = 256
 
 
 def units_per_page(page_bytes: int) -> int:
-    """As many as leave a unit aligned."""
+    """Return how many units a page has: as many as leave each of them aligned."""
     return next(n for n in range(_UNITS_PER_PAGE, 0, -1) if page_bytes % (n * UNIT_ALIGNMENT) == 0 or n == 1)
 
 

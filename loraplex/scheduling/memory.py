@@ -24,11 +24,11 @@ class Memory(Protocol):
     adapter_advice: str
 
     def max_tokens(self, adapter_bytes: int) -> int:
-        """How many tokens of one request there is room for, with nothing beside it but its adapter."""
+        """Return how many tokens of one request there is room for, with nothing beside it but its adapter."""
         ...
 
     def load_of(self, version: str) -> AdapterLoad:
-        """Of a version that was acquired and is to be loaded."""
+        """Return the load of a version that was acquired: where its weights go."""
         ...
 
     def step_decided(self) -> None:

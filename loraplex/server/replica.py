@@ -29,8 +29,9 @@ class Replica(SupervisedEngine, Protocol):
     """A SupervisedEngine with others beside it."""
 
     def open(self, request: EngineRequest) -> AbstractAsyncContextManager[Take]:
-        """As `generate`, for who takes the outputs one by one: the replica has the request until this is
-        closed. Errors come from opening it, from taking, or from closing it after one of them."""
+        """Have the replica serve a request until the context is left, and give what takes its outputs one by
+        one. Entering the context and taking raise what `generate` does; leaving it after an error may raise
+        another in its place."""
         ...
 
     @property

@@ -396,14 +396,14 @@ def test_a_folder_without_registry_is_explained(tmp_path: Path) -> None:
 def test_a_new_database_is_opened_by_several_at_once(tmp_path: Path) -> None:
     """As by two servers that start on one new state folder."""
 
-    def open_one(number: int, ready: Barrier) -> None:
+    def open_one(number: int, ready: Barrier) -> dict[str, str]:
         ready.wait()
-        with opened(tmp_path / f"{number}"):
-            pass
+        with opened(tmp_path / f"{number}") as registry:
+            return versions(registry)
 
     with ThreadPoolExecutor(4) as pool:
         for number in range(40):
             (tmp_path / f"{number}").mkdir()
             ready = Barrier(4)
-            for opening in [pool.submit(open_one, number, ready) for _ in range(4)]:
-                opening.result()
+            openings = [pool.submit(open_one, number, ready) for _ in range(4)]
+            assert [opening.result() for opening in openings] == [{}] * 4

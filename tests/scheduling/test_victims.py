@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 from loraplex.scheduling import arena, blocks, host_room, room
-from loraplex.scheduling.adapter_table import AdapterTable, Tier
+from loraplex.scheduling.adapter_table import AdapterTable
+from loraplex.scheduling.adapter_tier import Tier
 from loraplex.scheduling.arena import Arena
 from loraplex.scheduling.host_room import HostRoom
 from loraplex.scheduling.room import ByteBudget

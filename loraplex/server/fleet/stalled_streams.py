@@ -57,7 +57,7 @@ class StalledStreams:
 
     @property
     def tokens_come(self) -> bool:
-        """Whether one came lately, of whichever stream."""
+        """Tell whether a token came lately, of whichever stream."""
         return self._clock.now_s() - self._arrived_s <= self._silence_s
 
     def saw(self, stats: EngineStats, *, num_ours: int) -> None:

@@ -1,0 +1,174 @@
+"""One memory and the copies of adapters in it: what loads, what is resident, what is idle.
+
+    ABSENT --begin--> LOADING --end--> RESIDENT --evict--> ABSENT
+                         `----fail---> ABSENT
+
+The adapter table has two of these, for the copies that requests run on and for those in host memory that they
+are made from (`adapter_table`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from loraplex.scheduling.room import Room
+from loraplex.scheduling.victims import NO_ADAPTERS, IdleAdapter, IdleAdapters
+
+
+class Presence(Enum):
+    """Whether a copy is in its tier."""
+
+    ABSENT = auto()
+    LOADING = auto()
+    RESIDENT = auto()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Copy:
+    """A version's weights in one tier. `num_bytes`: what they take there. `source`: the copy that this one is
+    made from, if there is one. `pins`, `kept`: who holds it. `ahead`: nobody has asked for it yet.
+    `last_use`: when the last pin was given back; 0 if there was none. `num_uses`: pins in all. `failures`:
+    loads that came to nothing."""
+
+    version: str
+    num_bytes: int
+    source: Copy | None = None
+    presence: Presence = Presence.ABSENT
+    pins: int = 0
+    kept: bool = False
+    ahead: bool = False
+    last_use: int = 0
+    num_uses: int = 0
+    failures: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.presence is Presence.RESIDENT and self.pins == 0 and not self.kept
+
+    @property
+    def reloads_from_host(self) -> bool:
+        return self.source is not None and self.source.presence is Presence.RESIDENT
+
+
+class Tier:
+    """One memory and the copies in it: those that are `loading`, of which some are `overdue`, and those that
+    are `resident`, of which some are `idle`. A method is a transition of a copy, or of who holds it; they are
+    called by the table, and by rooms to evict."""
+
+    def __init__(self, room: Room, uses: Iterator[int], max_evictions: int | None = None) -> None:
+        """`uses`: numbers that order the ends of uses. `max_evictions`: as many are remembered."""
+        self.room = room
+        self._uses = uses
+        self.loading: set[str] = set()
+        self.overdue: set[str] = set()
+        self.resident: set[str] = set()
+        self.idle = IdleAdapters(self.resident)
+        self._evictions: deque[str] = deque(maxlen=max_evictions)
+
+    @property
+    def num_loading(self) -> int:
+        """Return how many loads will end before long: without those that are overdue."""
+        return len(self.loading) - len(self.overdue)
+
+    @property
+    def waits_for_overdue_only(self) -> bool:
+        """Tell whether no memory can be freed before a load ends that is overdue: all else that could be
+        evicted already can be."""
+        return bool(self.overdue) and self.num_loading == 0 and len(self.idle) == len(self.resident)
+
+    def begin(self, copy: Copy, spare_blocks: int = 0, *, ahead: bool = False) -> bool:
+        """ABSENT -> LOADING. False: no room now, try again later. `spare_blocks`: KV blocks that must be
+        left, where both share memory. `ahead`: nobody asked for it, and no adapter is evicted for it."""
+        assert copy.presence is Presence.ABSENT
+        idle = NO_ADAPTERS if ahead else self.idle
+        if not self.room.take(copy.version, copy.num_bytes, idle, self.evict, spare_blocks):
+            return False
+        copy.presence, copy.ahead = Presence.LOADING, ahead
+        self.loading.add(copy.version)
+        return True
+
+    def end(self, copy: Copy) -> None:
+        """LOADING -> RESIDENT."""
+        assert copy.presence is Presence.LOADING, f"{copy.version} was not loading"
+        copy.presence = Presence.RESIDENT
+        self.room.settle(copy.version)
+        self.loading.remove(copy.version)
+        self.overdue.discard(copy.version)
+        self.resident.add(copy.version)
+        if copy.is_idle:  # everyone who waited for it is gone
+            self._become_idle(copy)
+
+    def fail(self, copy: Copy) -> None:
+        """LOADING -> ABSENT."""
+        assert copy.presence is Presence.LOADING, f"{copy.version} was not loading"
+        copy.presence = Presence.ABSENT
+        copy.kept = copy.ahead = False
+        copy.failures += 1
+        self.loading.remove(copy.version)
+        self.overdue.discard(copy.version)
+        self.room.give_back(copy.version, copy.num_bytes, copy.last_use)
+
+    def evict(self, victim: IdleAdapter) -> None:
+        """RESIDENT -> ABSENT, of an idle copy."""
+        assert isinstance(victim, Copy)
+        assert victim.is_idle, f"{victim.version} is in use"
+        self.idle.remove(victim)
+        victim.presence, victim.ahead = Presence.ABSENT, False
+        self.resident.remove(victim.version)
+        self.room.give_back(victim.version, victim.num_bytes, victim.last_use)
+        self._evictions.append(victim.version)
+
+    def take_evictions(self) -> list[str]:
+        """Versions whose copies must be dropped, or were overwritten, since the last call."""
+        evictions = list(self._evictions)
+        self._evictions.clear()
+        return evictions
+
+    def pin(self, copy: Copy) -> None:
+        """Count on a copy that is loading or resident."""
+        assert copy.presence is not Presence.ABSENT
+        if copy.is_idle:
+            self.idle.remove(copy)
+        copy.ahead = False
+        copy.pins += 1
+        copy.num_uses += 1
+
+    def unpin(self, copy: Copy) -> None:
+        copy.pins -= 1
+        if copy.is_idle:
+            self._become_idle(copy)
+
+    def keep(self, copy: Copy) -> None:
+        if copy.is_idle:
+            self.idle.remove(copy)
+        copy.kept = True
+
+    def unkeep(self, copy: Copy) -> None:
+        if copy.kept:
+            copy.kept = False
+            if copy.is_idle:
+                self._become_idle(copy)
+
+    def set_overdue(self, version: str) -> bool:
+        """Return False if it is not loading, or if this is known."""
+        if version not in self.loading or version in self.overdue:
+            return False
+        self.overdue.add(version)
+        return True
+
+    def check_integrity(self, copies: Collection[Copy]) -> None:
+        """Assert that the sets agree with all copies of this tier, and with the memory."""
+        held = [copy for copy in copies if copy.presence is not Presence.ABSENT]
+        assert sum(copy.num_bytes for copy in held) == self.room.used_bytes <= self.room.budget_bytes
+        assert self.loading == {c.version for c in held if c.presence is Presence.LOADING}
+        assert self.overdue <= self.loading
+        assert self.resident == {c.version for c in held if c.presence is Presence.RESIDENT}
+        assert set(self.idle) == {c for c in held if c.is_idle}
+        assert self.idle.num_bytes == sum(c.num_bytes for c in self.idle)
+
+    def _become_idle(self, copy: Copy) -> None:
+        copy.last_use = 0 if copy.ahead else next(self._uses)
+        self.idle.add(copy)
