@@ -70,8 +70,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def last_words(process: subprocess.Popen[str]) -> list[str]:
-    """Return the lines that a server printed at its end, after its banner. A thread writes its log, whose last
-    lines may come between them."""
+    """Return the lines that a server printed at its end, after its banner. A thread writes its log, which may
+    come between them."""
     assert process.stdout is not None
     return [line for line in process.stdout.read().splitlines() if " INFO request: " not in line][-2:]
 
