@@ -2,7 +2,7 @@
 
 Segments are cut into tiles of at most BLOCK_M rows (`lora_step.cut_tiles`); a tile is to these kernels
 what a segment is to those of `lora_rows`, and the weights that tiles of one adapter share come from the
-cache. Same grids, same layout of h, no split of the inputs.
+cache. Same grids, same layout of h.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-any-return,no-untyped-call,arg-type"
@@ -28,15 +28,17 @@ from loraplex.kernels.triton.lora_entries import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksLaunch:
-    """Block sizes of a launch. The defaults are for prompts."""
+    """Block sizes of a launch. The defaults are for prompts. `shrink_splits`: parts of the inputs whose
+    products are summed by the expand, as tiles alone are too few to fill the device."""
 
     block_m: int = 64
-    shrink_block_r: int = 32
+    shrink_block_r: int = 64
     shrink_block_k: int = 128
+    shrink_splits: int = 2
     shrink_warps: int = 4
-    shrink_stages: int = 4
-    rank_programs: int = 6
-    expand_block_n: int = 256
+    shrink_stages: int = 3
+    rank_programs: int = 3
+    expand_block_n: int = 128
     expand_block_r: int = 64
     expand_warps: int = 8
     expand_stages: int = 1
@@ -48,6 +50,7 @@ class BlocksLaunch:
             block_m=16,
             shrink_block_r=16,
             shrink_block_k=256,
+            shrink_splits=8,
             shrink_warps=2,
             shrink_stages=3,
             rank_programs=12,
@@ -59,10 +62,11 @@ class BlocksLaunch:
 @Kernel
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["tiles", "entries"])
 def _shrink_blocks(
-    x, x_stride, h, h_stride, tiles, entries, table_row,
-    IN: tl.constexpr, NUM_MODULES: tl.constexpr,
+    x, x_stride, h, h_split_stride, h_stride, tiles, entries, table_row,
+    IN: tl.constexpr, SPLIT_IN: tl.constexpr, NUM_MODULES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    split = tl.program_id(2)
     start, num_rows = segment_of(tiles)
     if num_rows == 0:
         return
@@ -76,21 +80,21 @@ def _shrink_blocks(
         rank_mask = ranks < total_rank
         a_rows = weights + ranks.to(tl.int64)[None, :] * IN
         acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for k0 in range(0, IN, BLOCK_K):
-            k = k0 + tl.arange(0, BLOCK_K)
+        for k0 in range(0, SPLIT_IN, BLOCK_K):
+            k = split * SPLIT_IN + k0 + tl.arange(0, BLOCK_K)
             k_mask = k < IN
             a = tl.load(a_rows + k[:, None], mask=k_mask[:, None] & rank_mask[None, :], other=0.0)
             inputs = tl.load(x_rows + k[None, :], mask=row_mask[:, None] & k_mask[None, :], other=0.0)
             acc = tl.dot(inputs, a, acc, input_precision="ieee")
-        target = h + (start + rows)[:, None] * h_stride + ranks[None, :]
+        target = h + split * h_split_stride + (start + rows)[:, None] * h_stride + ranks[None, :]
         tl.store(target, acc, mask=row_mask[:, None] & rank_mask[None, :])
 
 
 @Kernel
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["tiles", "entries"])
 def _expand_blocks(
-    y, y_stride, h, h_stride, tiles, entries, table_row,
-    OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr,
+    y, y_stride, h, h_split_stride, h_stride, tiles, entries, table_row,
+    OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     start, num_rows = segment_of(tiles)
@@ -118,7 +122,10 @@ def _expand_blocks(
             mask=rank_mask[:, None] & column_mask[None, :],
             other=0.0,
         )
-        shrunk = tl.load(h_rows + ranks[None, :], mask=row_mask[:, None] & rank_mask[None, :], other=0.0)
+        h_mask = row_mask[:, None] & rank_mask[None, :]
+        shrunk = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for s in tl.static_range(NUM_SPLITS):
+            shrunk += tl.load(h_rows + s * h_split_stride + ranks[None, :], mask=h_mask, other=0.0)
         acc = tl.dot((shrunk * scale).to(b.dtype), b, acc, input_precision="ieee")
     target = y + (start + rows)[:, None] * y_stride + out_start + columns[None, :]
     mask = row_mask[:, None] & column_mask[None, :]
@@ -128,7 +135,7 @@ def _expand_blocks(
 
 def shrink_blocks(
     x_TI: torch.Tensor,
-    h_TR: torch.Tensor,
+    h_STR: torch.Tensor,
     tiles_N2: torch.Tensor,
     entries: torch.Tensor,
     *,
@@ -136,10 +143,12 @@ def shrink_blocks(
     num_modules: int,
     launch: BlocksLaunch,
 ) -> None:
-    """h = x A^T for every tile."""
-    _shrink_blocks[(tiles_N2.shape[0], launch.rank_programs)](
-        x_TI, x_TI.stride(0), h_TR, h_TR.stride(0), tiles_N2, entries, table_row,
-        IN=x_TI.shape[1], NUM_MODULES=num_modules, BLOCK_M=launch.block_m,
+    """h = x A^T for every tile, one partial sum for each part of the inputs."""
+    in_features = x_TI.shape[1]
+    split_in = triton.cdiv(in_features, launch.shrink_splits * launch.shrink_block_k) * launch.shrink_block_k
+    _shrink_blocks[(tiles_N2.shape[0], launch.rank_programs, launch.shrink_splits)](
+        x_TI, x_TI.stride(0), h_STR, h_STR.stride(0), h_STR.stride(1), tiles_N2, entries, table_row,
+        IN=in_features, SPLIT_IN=split_in, NUM_MODULES=num_modules, BLOCK_M=launch.block_m,
         BLOCK_R=launch.shrink_block_r, BLOCK_K=launch.shrink_block_k,
         num_warps=launch.shrink_warps, num_stages=launch.shrink_stages,
     )  # fmt: skip
@@ -147,7 +156,7 @@ def shrink_blocks(
 
 def expand_blocks(
     y_TO: torch.Tensor,
-    h_TR: torch.Tensor,
+    h_STR: torch.Tensor,
     tiles_N2: torch.Tensor,
     entries: torch.Tensor,
     *,
@@ -159,7 +168,8 @@ def expand_blocks(
     out0, out1, out2 = (*out_features, 0, 0)[:3]
     blocks = sum(triton.cdiv(out, launch.expand_block_n) for out in out_features)
     _expand_blocks[(tiles_N2.shape[0], blocks)](
-        y_TO, y_TO.stride(0), h_TR, h_TR.stride(0), tiles_N2, entries, table_row,
-        OUT0=out0, OUT1=out1, OUT2=out2, BLOCK_M=launch.block_m, BLOCK_N=launch.expand_block_n,
-        BLOCK_R=launch.expand_block_r, num_warps=launch.expand_warps, num_stages=launch.expand_stages,
+        y_TO, y_TO.stride(0), h_STR, h_STR.stride(0), h_STR.stride(1), tiles_N2, entries, table_row,
+        OUT0=out0, OUT1=out1, OUT2=out2, NUM_SPLITS=launch.shrink_splits, BLOCK_M=launch.block_m,
+        BLOCK_N=launch.expand_block_n, BLOCK_R=launch.expand_block_r, num_warps=launch.expand_warps,
+        num_stages=launch.expand_stages,
     )  # fmt: skip

@@ -107,6 +107,8 @@ def _expand_rows(
     scale = tl.load(entry + 5).to(tl.int32).to(tl.float32, bitcast=True)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = columns < out
+    target = y + row * y_stride + out_start + columns
+    before = tl.load(target, mask=column_mask, other=0.0)
     source = h + row * h_stride + rank_before(entries, table_row, module)
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for r0 in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
@@ -121,8 +123,6 @@ def _expand_rows(
         for s in tl.static_range(NUM_SPLITS):
             shrunk += tl.load(source + s * h_split_stride + ranks, mask=rank_mask, other=0.0)
         acc += shrunk[:, None] * b.to(tl.float32)
-    target = y + row * y_stride + out_start + columns
-    before = tl.load(target, mask=column_mask, other=0.0)
     result = before + scale * tl.sum(acc, axis=0)
     tl.store(target, result.to(y.dtype.element_ty), mask=column_mask)
 

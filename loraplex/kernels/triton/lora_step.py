@@ -63,7 +63,7 @@ class LoraStep:
             )  # fmt: skip
         else:
             shrink_blocks(
-                x_TI, self.shrunk_STR[0], self.tiles_N2, self.entries,
+                x_TI, self.shrunk_STR, self.tiles_N2, self.entries,
                 table_row=row, num_modules=len(modules), launch=self.launch,
             )  # fmt: skip
 
@@ -78,7 +78,7 @@ class LoraStep:
             )  # fmt: skip
         else:
             expand_blocks(
-                y_TO, self.shrunk_STR[0], self.tiles_N2, self.entries,
+                y_TO, self.shrunk_STR, self.tiles_N2, self.entries,
                 table_row=row, out_features=outs, launch=self.launch,
             )  # fmt: skip
 
@@ -133,7 +133,8 @@ def _scratch_sizes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of the entries and of the shrunk inputs."""
     widest = max(shape.in_features(module) for module in MODULES)
-    splits = triton.cdiv(widest, launch.shrink_block_k) if isinstance(launch, RowsLaunch) else 1
+    is_rows = isinstance(launch, RowsLaunch)
+    splits = triton.cdiv(widest, launch.shrink_block_k) if is_rows else launch.shrink_splits
     table_rows = shape.num_layers * len(MODULES)
     return (table_rows, num_tiles, TABLE_COLUMNS), (splits, num_rows, 3 * MAX_RANK)
 
