@@ -1,8 +1,13 @@
 """The words that CPU LoRA workers and those who wait for them share, and the ring of tasks.
 
-Every word is an int64 on a cache line of its own. They are loaded and stored in order with what they stand
-for (acquire, release), on any machine: a task's record is whole when `submitted` reaches its ticket, its x
-when `signal` does, its y when `done` does.
+    signal, submitted, armed, stop    a cache line each
+    done                              a cache line for each slot
+    ring of records                   `tasks`, the record of ticket t at t modulo the ring's size
+    skips                             a word for each place in the ring, and one that is not read
+
+Words are loaded with acquire and stored with release order: a task's record is complete when `submitted`
+reaches its ticket, its x when `signal` does, its y when the `done` words of all slots do. A task whose skip
+word holds its ticket by the time of its signal is not computed.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,10 +19,12 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
+import torch
 from numba import carray
 
+from loraplex.core.arrays import IntArray
 from loraplex.engine.assist.shared_block import SharedBlock
-from loraplex.engine.assist.tasks import AssistTask, decode, encode, record_words
+from loraplex.engine.assist.tasks import TICKET, AssistTask, decode, record_words
 from loraplex.kernels.cpu import team
 from loraplex.kernels.cpu.intrinsics import load_acquire, relax, store_release
 
@@ -33,13 +40,31 @@ class Control:
     def __init__(self, block: SharedBlock, num_slots: int, ring_size: int) -> None:
         self._num_slots = num_slots
         self._ring_size = ring_size
-        self._words = block.memory.view(-1).numpy().view(np.int64)
-        self._ring = self._words[_ring_start(num_slots) :].reshape(ring_size, -1)
+        self._memory = block.memory
+        start, end = _ring_start(num_slots), _skips_start(num_slots, ring_size)
+        words = block.memory.view(-1).numpy().view(np.int64)
+        self._ring = words[start:end].reshape(ring_size, -1)
+        self._skips = words[end : end + ring_size]
         self._base = block.address
 
     @staticmethod
     def num_bytes(num_slots: int, ring_size: int) -> int:
-        return 8 * (_ring_start(num_slots) + ring_size * _padded(record_words(num_slots)))
+        return 8 * (_skips_start(num_slots, ring_size) + ring_size + 1)
+
+    @property
+    def words(self) -> torch.Tensor:
+        """All words, for a device; the signal is the first."""
+        return self._memory.view(torch.int64)
+
+    @property
+    def done_place(self) -> int:
+        """The first slot's done word among all words; those of other slots follow, a cache line apart."""
+        return _LINE_WORDS * _NUM_FLAGS
+
+    @property
+    def skips_place(self) -> int:
+        """The first skip word among all words."""
+        return _skips_start(self._num_slots, self._ring_size)
 
     @property
     def signal_address(self) -> int:
@@ -92,11 +117,17 @@ class Control:
         """Whether every slot has done its rows, looking that many times at most."""
         return _wait(self.done_address(0), self._num_slots, ticket, spins)
 
-    def write(self, ticket: int, task: AssistTask, bounds: list[int]) -> None:
-        """Over the record of ticket - ring_size, which must be done."""
-        words = encode(ticket, task, bounds)
-        self._ring[ticket % self._ring_size, : len(words)] = words
-        _store(self._address(_SUBMITTED), ticket)
+    def write(self, first_ticket: int, records: IntArray) -> None:
+        """Submit records under successive tickets. Those that had their places in the ring must be done."""
+        tickets = np.arange(first_ticket, first_ticket + len(records))
+        places = tickets % self._ring_size
+        self._ring[places, : records.shape[1]] = records
+        self._ring[places, TICKET] = tickets
+        _store(self._address(_SUBMITTED), int(tickets[-1]))
+
+    def is_skipped(self, ticket: int) -> bool:
+        """Return whether a task that was signalled is not to be computed."""
+        return int(self._skips[ticket % self._ring_size]) == ticket
 
     def read(self, ticket: int) -> tuple[AssistTask, list[int]]:
         found, task, bounds = decode(self._ring[ticket % self._ring_size].tolist(), self._num_slots)
@@ -109,6 +140,10 @@ class Control:
 
 def _ring_start(num_slots: int) -> int:
     return _LINE_WORDS * (_NUM_FLAGS + num_slots)
+
+
+def _skips_start(num_slots: int, ring_size: int) -> int:
+    return _ring_start(num_slots) + ring_size * _padded(record_words(num_slots))
 
 
 def _padded(num_words: int) -> int:

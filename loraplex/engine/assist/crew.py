@@ -17,6 +17,9 @@ from multiprocessing.connection import wait
 from statistics import median_low
 from typing import Any, Final
 
+import numpy as np
+
+from loraplex.core.arrays import IntArray
 from loraplex.core.errors import CapacityError, EngineDeadError
 from loraplex.core.exits import describe_exit
 from loraplex.engine.assist.control import FOREVER, Control
@@ -25,7 +28,7 @@ from loraplex.engine.assist.process import WorkerProcess
 from loraplex.engine.assist.product import TILE_ROWS, Product
 from loraplex.engine.assist.shared_block import SharedBlock
 from loraplex.engine.assist.split import rows_worth_a_core, split_rows
-from loraplex.engine.assist.tasks import AssistTask
+from loraplex.engine.assist.tasks import BOUNDS, NUM_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -141,23 +144,27 @@ class Crew:
         with self._changed:
             self._arm()
 
-    def submit(self, task: AssistTask) -> int:
+    def submit(self, records: IntArray) -> int:
+        """Return the ticket of the last of these tasks; those of the others come before it."""
         self.raise_if_failed()
         with self._changed:
             assert not self._closing, "the pool is closed"
-            ticket = self._last_ticket + 1
-            if ticket > self._ring_size and not self._control.wait_done(ticket - self._ring_size, 1):
+            first, last = self._last_ticket + 1, self._last_ticket + len(records)
+            if last > self._ring_size and not self._control.wait_done(last - self._ring_size, 1):
                 raise CapacityError(
                     f"{self._ring_size} tasks wait for CPU LoRA workers; wait for some of them"
                 )
             ready = [slot.is_ready for slot in self._slots]
             if not any(ready):
-                self._owe(self._slots[0], ticket)
+                self._owe(self._slots[0], first, last)
                 ready[0] = True
-            self._control.write(ticket, task, split_rows(task.num_rows, ready, self._rows_each()))
-            self._last_ticket = ticket
+            for num_rows in np.unique(records[:, NUM_ROWS]).tolist():
+                bounds = split_rows(num_rows, ready, self._rows_each())
+                records[records[:, NUM_ROWS] == num_rows, BOUNDS : BOUNDS + len(bounds)] = bounds
+            self._control.write(first, records)
+            self._last_ticket = last
             self._arm()
-            return ticket
+            return last
 
     def close(self) -> None:
         with self._changed:
@@ -184,11 +191,11 @@ class Crew:
                     slot.process.send(Wake())
             self._wake()
 
-    def _owe(self, slot: _Slot, ticket: int) -> None:
-        """Have the watching thread compute the slot's rows up to a ticket."""
+    def _owe(self, slot: _Slot, first: int, last: int) -> None:
+        """Have the watching thread compute the slot's rows of these tickets."""
         if slot.owed is None:
-            self._control.set_done(slot.index, ticket - 1)
-        slot.owed = ticket
+            self._control.set_done(slot.index, first - 1)
+        slot.owed = last
         self._wake()
 
     def _wake(self) -> None:
@@ -293,7 +300,7 @@ class Crew:
     def _compute(self, slot: _Slot, ticket: int) -> None:
         task, bounds = self._control.read(ticket)
         start, end = bounds[slot.index : slot.index + 2]
-        if start == end:
+        if start == end or self._control.is_skipped(ticket):
             return
         try:
             weights = {part.weights: self._weights[part.weights].memory for part in task.parts}

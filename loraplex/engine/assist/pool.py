@@ -1,8 +1,8 @@
 """CPU LoRA workers: x goes in and scale * x A B comes out, both in shared memory, a core to each worker.
 
-A task is written down first (`submit`) and started later by its ticket: by `start`, or by a GPU whose stream
-writes the ticket to `signal_address` when x is there. It is done when every word of `done_addresses` has
-reached the ticket. Tasks start in order; the rows of x and y that a task uses are its own until it is done.
+A task is submitted first and started later by its ticket: by `start`, or by a GPU that writes the ticket to
+the signal word when x is complete. It is done when the done words of all slots have reached the ticket. Tasks
+start in order; the rows of x and y that a task uses are its own until it is done.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Final, Self
 
 import torch
 
+from loraplex.core.arrays import IntArray
 from loraplex.core.logs import current_format, current_level
 from loraplex.engine.assist.control import Control
 from loraplex.engine.assist.crew import Crew, Patience
 from loraplex.engine.assist.messages import Launch
 from loraplex.engine.assist.product import Product
 from loraplex.engine.assist.shared_block import SharedBlock
-from loraplex.engine.assist.tasks import AssistTask
+from loraplex.engine.assist.tasks import AssistTask, encode
 from loraplex.engine.machine import spread_cores
 
-_RING_SIZE: Final = 1024
+_RING_SIZE: Final = 4096
 _WAIT_SPINS: Final = 20_000
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -119,8 +120,19 @@ class AssistPool:
         return tuple(self._blocks)
 
     @property
-    def signal_address(self) -> int:
-        return self._control.signal_address
+    def control(self) -> Control:
+        """The control words, for a GPU that starts tasks and waits for them."""
+        return self._control
+
+    @property
+    def num_slots(self) -> int:
+        """Places for workers, ready or not."""
+        return self._num_slots
+
+    @property
+    def ring_size(self) -> int:
+        """The most tasks that can be submitted before the first of them is done."""
+        return self._ring_size
 
     @property
     def done_addresses(self) -> tuple[int, ...]:
@@ -139,9 +151,15 @@ class AssistPool:
         self._crew.arm()
 
     def submit(self, task: AssistTask) -> int:
-        """Write a task down; its ticket. CapacityError if the ring is full of tasks that are not done."""
+        """Submit a task and return its ticket. Raises CapacityError if the ring is full of tasks that are not
+        done."""
         self._check(task)
-        return self._crew.submit(task)
+        return self._crew.submit(encode(task, self._num_slots)[None])
+
+    def submit_records(self, records: IntArray) -> int:
+        """Submit tasks as records, which are filled in, and return the last ticket: what a step that cannot
+        wait for one object a task calls. What they point to is the caller's to check."""
+        return self._crew.submit(records)
 
     def start(self, ticket: int) -> None:
         """Let tasks up to this ticket start: their x is there."""

@@ -1,7 +1,13 @@
-"""What CPU LoRA workers are asked to compute, and how it is written down in shared memory.
+"""The tasks of CPU LoRA workers, and their records in shared memory.
 
-A record is int64s of a fixed number: ticket, sizes and strides, one boundary more than there are slots, then
-the parts.
+A record is a fixed number of int64 words:
+
+    ticket, num_rows, in_features, x_start, x_stride, y_start, y_stride, num_parts
+    bounds: one more than there are slots; slot s computes rows [bounds[s], bounds[s + 1])
+    parts: weights, a_offset_bytes, b_offset_bytes, rank, the bits of the scale in float32, out_start,
+           out_features
+
+The ticket and the bounds are filled in when the record is submitted. A part of rank 0 is no part.
 """
 
 from __future__ import annotations
@@ -11,9 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
+from loraplex.core.arrays import IntArray
+
 MAX_PARTS: Final = 8
-_HEAD_WORDS: Final = 8
-_PART_WORDS: Final = 7
+TICKET, NUM_ROWS, IN_FEATURES, X_START, X_STRIDE, Y_START, Y_STRIDE, NUM_PARTS = range(8)
+BOUNDS: Final = 8
+PART_WORDS: Final = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +57,19 @@ class AssistTask:
 
 
 def record_words(num_slots: int) -> int:
-    return _HEAD_WORDS + num_slots + 1 + MAX_PARTS * _PART_WORDS
+    return parts_start(num_slots) + MAX_PARTS * PART_WORDS
 
 
-def encode(ticket: int, task: AssistTask, bounds: Sequence[int]) -> list[int]:
-    """`bounds[s]` and the one after it: the rows of slot s."""
+def parts_start(num_slots: int) -> int:
+    """Return the word at which a record's parts begin."""
+    return BOUNDS + num_slots + 1
+
+
+def encode(task: AssistTask, num_slots: int) -> IntArray:
+    """Return a task's record, without its ticket and its bounds."""
     assert len(task.parts) <= MAX_PARTS
     words = [
-        ticket,
+        0,
         task.num_rows,
         task.in_features,
         task.x_start,
@@ -61,28 +77,30 @@ def encode(ticket: int, task: AssistTask, bounds: Sequence[int]) -> list[int]:
         task.y_start,
         task.y_stride,
     ]
-    words += [len(task.parts), *bounds]
+    words += [len(task.parts), *[0] * (num_slots + 1)]
     for part in task.parts:
-        scale_bits = struct.unpack("q", struct.pack("d", part.scale))[0]
+        scale_bits = struct.unpack("i", struct.pack("f", part.scale))[0]
         words += [part.weights, part.a_offset_bytes, part.b_offset_bytes, part.rank, scale_bits]
         words += [part.out_start, part.out_features]
-    return words
+    return np.array(words + [0] * (record_words(num_slots) - len(words)), dtype=np.int64)
 
 
 def decode(words: Sequence[int], num_slots: int) -> tuple[int, AssistTask, list[int]]:
-    """Ticket, task and bounds."""
-    ticket, num_rows, in_features, x_start, x_stride, y_start, y_stride, num_parts = words[:_HEAD_WORDS]
-    parts_start = _HEAD_WORDS + num_slots + 1
+    """Return a record's ticket, task and bounds."""
+    ticket, num_rows, in_features, x_start, x_stride, y_start, y_stride, num_parts = words[:BOUNDS]
+    first = parts_start(num_slots)
     parts = []
-    for start in range(parts_start, parts_start + num_parts * _PART_WORDS, _PART_WORDS):
+    for start in range(first, first + num_parts * PART_WORDS, PART_WORDS):
         weights, a_offset, b_offset, rank, scale_bits, out_start, out_features = words[start : start + 7]
+        if rank == 0:
+            continue
         parts.append(
             AssistPart(
                 weights=weights,
                 a_offset_bytes=a_offset,
                 b_offset_bytes=b_offset,
                 rank=rank,
-                scale=struct.unpack("d", struct.pack("q", scale_bits))[0],
+                scale=struct.unpack("f", struct.pack("i", scale_bits))[0],
                 out_start=out_start,
                 out_features=out_features,
             )
@@ -96,4 +114,4 @@ def decode(words: Sequence[int], num_slots: int) -> tuple[int, AssistTask, list[
         y_stride=y_stride,
         parts=tuple(parts),
     )
-    return ticket, task, list(words[_HEAD_WORDS:parts_start])
+    return ticket, task, list(words[BOUNDS:first])

@@ -62,7 +62,8 @@ class Worker:
             work = self._prepare(ticket)
             if work is None or not self._await(self._control.wait_signal, ticket):
                 return
-            work()
+            if not self._control.is_skipped(ticket):
+                work()
             self._control.set_done(self._slot, ticket)
             ticket += 1
 

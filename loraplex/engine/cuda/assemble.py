@@ -17,7 +17,7 @@ from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_store import AdapterStore, PlanGroups
 from loraplex.engine.cuda.compilation import KernelCompilation, keep_compiled_kernels
-from loraplex.engine.cuda.cpu_assist import start_assist
+from loraplex.engine.cuda.cpu_assist import CpuAssist
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
 from loraplex.engine.cuda.executor import CudaExecutor
 from loraplex.engine.cuda.graphs import GraphRecorder
@@ -174,7 +174,7 @@ def _build_executor(
         num_workers = _num_workers(options)
         assist = None
         if num_workers > 0 and memory is not None and options.padded_to is None:
-            assist = start_assist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens)
+            assist = CpuAssist(shape, options.dtype, device, memory, num_workers, options.max_step_tokens)
             undo.callback(assist.close)
         executor = CudaExecutor(
             decoder=decoder,

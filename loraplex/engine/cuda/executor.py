@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.adapters.slab import slab_layout, touched_groups
+from loraplex.adapters.slab import touched_groups
 from loraplex.adapters.spec import AdapterSpec
 from loraplex.core.errors import CapacityError
 from loraplex.core.request import EngineRequest, TokenLogprob
 from loraplex.engine.adapter_reads import AdapterReads
 from loraplex.engine.batch import BatchBuilder, BuiltBatch
 from loraplex.engine.cuda.adapter_store import AdapterStore, Arrival, Shipment
-from loraplex.engine.cuda.cpu_assist import AssistedRows, CpuAssist
+from loraplex.engine.cuda.cpu_assist import AssistedSpan, AssistedTasks, CpuAssist
 from loraplex.engine.cuda.device_arena import DeviceArena
 from loraplex.engine.cuda.device_sampler import draw_once, draw_tokens, stays_on_device
 from loraplex.engine.cuda.step_buffers import SCRATCH_SEAT, HostBlock
-from loraplex.engine.cuda.step_lora import to_device, without_adapters
+from loraplex.engine.cuda.step_lora import to_device
 from loraplex.engine.cuda.step_runner import RowSeats, StepOutput, StepRunner
 from loraplex.engine.cuda.streams import Moment, use_device
 from loraplex.engine.executor import AdapterEvent, LoadOrder, StepResult
@@ -38,6 +39,7 @@ from loraplex.engine.peers import ReadCounts
 from loraplex.engine.prompt_scores import score_prompt, wants_prompt_scores
 from loraplex.engine.resident_adapters import ResidentAdapters
 from loraplex.engine.sampler import SamplingState, not_finite, sample
+from loraplex.kernels.triton.assist import MAX_SPANS
 from loraplex.kernels.triton.lora_step import MAX_RANK
 from loraplex.model.decoder import Decoder
 from loraplex.scheduling.plan import AdapterRead, Chunk, Move, StepPlan
@@ -301,49 +303,53 @@ class CudaExecutor:
         for request_id, row in built.sampling.items():
             logit_seats[row] = self._seats[request_id]
         seats = RowSeats(follows=follows, rows=row_seats, logits=logit_seats)
-        assisted = self._assisted_rows(built)
-        others = without_adapters(built, [rows.arrival.weights for rows in assisted]) if assisted else built
-        helped = {rows.arrival.shipment.spec.version for rows in assisted}
-        helped -= {chunk.adapter for chunk in built.chunks if chunk.num_tokens == 1}
-        output = self._runner.run(others, seats, self._wanted_copies(built, helped), assisted)
-        for rows in assisted:
-            self._assisted_steps[rows.arrival.shipment.spec.version] = Moment(self._device)
+        assisted = self._assisted_tasks(built)
+        output = self._runner.run(built, seats, self._wanted_copies(built, assisted), assisted)
+        for span in assisted.spans if assisted is not None else ():
+            self._assisted_steps[span.arrival.shipment.spec.version] = Moment(self._device)
         return output
 
-    def _assisted_rows(self, built: BuiltBatch) -> list[AssistedRows]:
-        """Prompts in whose first layers CPU workers have a part."""
-        found: list[AssistedRows] = []
-        first = 0
-        for chunk in built.chunks if self._assist is not None and self._assist.is_ready else ():
+    def _assisted_tasks(self, built: BuiltBatch) -> AssistedTasks | None:
+        """Submit tasks for the prompts whose first layers CPU workers may compute."""
+        if self._assist is None or not self._arrivals or not self._assist.is_ready:
+            return None
+        found: list[AssistedSpan] = []
+        for chunk, first in _first_rows(built.chunks):
             arrival = self._arrivals.get(chunk.adapter or "")
             if arrival is not None and arrival.shipment.assisted_layers > 0 and chunk.num_tokens > 1:
-                shipment = arrival.shipment
                 found.append(
-                    AssistedRows(
+                    AssistedSpan(
                         first=first,
                         count=chunk.num_tokens,
-                        layout=slab_layout(shipment.spec, self._decoder.config.shape),
-                        source=shipment.source,
+                        source=arrival.shipment.source,
                         arrival=arrival,
-                        num_layers=shipment.assisted_layers,
+                        num_layers=arrival.shipment.assisted_layers,
                     )
                 )
-            first += chunk.num_tokens
-        return found
+        return self._assist.submit(found[:MAX_SPANS])
 
-    def _wanted_copies(self, built: BuiltBatch, helped: Set[str]) -> npt.NDArray[np.int64] | None:
-        """The copies that the step has to wait for, by place (`kernels.triton.gate`); None for none. Those of
-        `helped` are waited for elsewhere."""
-        versions = {chunk.adapter for chunk in built.chunks if chunk.adapter in self._arrivals}
-        arrivals = [self._arrivals[v] for v in versions if v is not None and v not in helped]
+    def _wanted_copies(
+        self, built: BuiltBatch, assisted: AssistedTasks | None
+    ) -> npt.NDArray[np.int64] | None:
+        """Return the copies that the whole step waits for, by place (`kernels.triton.gate`); None for none. Of
+        adapters that only assisted spans use, that is the table alone."""
+        arrivals = {
+            version: self._arrivals[version]
+            for version in (chunk.adapter for chunk in built.chunks)
+            if version in self._arrivals
+        }
         if not arrivals:
             return None
         if built.batch.span_starts_S.shape[0] == 0:  # such a step cannot wait within, and is over soon
-            for arrival in arrivals:
+            for arrival in arrivals.values():
                 arrival.done.hold_back()
             return None
-        tickets: npt.NDArray[np.int64] = np.max([arrival.tickets for arrival in arrivals], axis=0)
-        return tickets
+        tickets = np.array([arrival.tickets for arrival in arrivals.values()], dtype=np.int64)
+        spans = {span.first for span in assisted.spans} if assisted is not None else set[int]()
+        others = {chunk.adapter for chunk, first in _first_rows(built.chunks) if first not in spans}
+        tickets[[version not in others for version in arrivals], 1:] = 0
+        wanted: npt.NDArray[np.int64] = tickets.max(axis=0)
+        return wanted
 
     def _take_arrived(self) -> list[AdapterEvent]:
         arrived: dict[str, Arrival] = {}
@@ -414,6 +420,11 @@ class CudaExecutor:
         output.tokens_L2[:, 0].index_copy_(0, rows, tokens_L)
         seats = to_device([self._seats[request_id] for request_id in request_ids], rows.device)
         self._runner.last_tokens.index_copy_(0, seats, tokens_L)
+
+
+def _first_rows(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
+    """Yield each chunk with its first row in the step."""
+    return zip(chunks, accumulate((chunk.num_tokens for chunk in chunks), initial=0), strict=False)
 
 
 def _copied(arrival: Arrival) -> tuple[int, float] | None:

@@ -17,6 +17,7 @@ from loraplex.engine.cuda.step_buffers import StepSizes
 from loraplex.engine.cuda.step_sizes import (
     NARROW_TABLE,
     all_graph_sizes,
+    assisted_graph_sizes,
     coarse_graph_sizes,
     fewest_graph_sizes,
 )
@@ -48,7 +49,15 @@ class GraphKey(NamedTuple):
         """Orders graphs that cover the same step by what padding costs: rows are arithmetic, groups are
         launches, the rest are programs that leave at once."""
         sizes = self.sizes
-        return (sizes.rows, len(self.groups), not self.shares, sizes.decodes, sizes.spans, sizes.table_width)
+        return (
+            sizes.rows,
+            sizes.assists,
+            len(self.groups),
+            not self.shares,
+            sizes.decodes,
+            sizes.spans,
+            sizes.table_width,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +71,11 @@ class Choice(Generic[G]):
 class GraphQueue(Generic[G]):
     """The graphs of one device."""
 
-    def __init__(self, max_blocks: int, num_layers: int) -> None:
+    def __init__(self, max_blocks: int, num_layers: int, *, assisted: bool = False) -> None:
+        """`assisted`: there are CPU workers, and steps in which they assist."""
         self._max_blocks = max_blocks
         self._num_layers = num_layers
+        self._assisted = assisted
         self._graphs: dict[GraphKey, G] = {}
         self._choices: dict[GraphKey, Choice[G] | None] = {}
         self._families: set[frozenset[str]] = set()  # groups that single adapters touch
@@ -136,9 +147,11 @@ class GraphQueue(Generic[G]):
         fewest = fewest_graph_sizes(self._max_blocks, self._num_layers)
         if self._max_blocks > NARROW_TABLE:
             fewest += fewest_graph_sizes(self._max_blocks, self._num_layers, wide=True)
+        assisted = assisted_graph_sizes(self._max_blocks, self._num_layers) if self._assisted else []
         return dict.fromkeys(
             (
                 *(GraphKey(size, self._union, False) for size in coarse),
+                *(GraphKey(size, self._union, False) for size in assisted if self._union),
                 *(GraphKey(size, _ALL_GROUPS, False) for size in fewest),
             )
         )

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loraplex.core.modules import GROUPS
 from loraplex.kernels.batch import KernelBatch
 from loraplex.kernels.triton.fetch import fetch
 from loraplex.kernels.triton.gate import Gate
@@ -28,8 +29,9 @@ SCRATCH_SEAT = 0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSizes:
     """How many of each a block has room for: rows, decoding rows, spans of other rows, the width of both
-    block tables, logit rows, the LoRA tiles of the decoding rows and of the spans, and places where the step
-    may wait for weights, none if it has no spans."""
+    block tables, logit rows, the LoRA tiles of the decoding rows and of the spans, places where the step may
+    wait for weights, none if it has no spans, and spans that CPU workers assist with
+    (`kernels.triton.assist`)."""
 
     rows: int
     decodes: int
@@ -39,9 +41,11 @@ class StepSizes:
     decode_tiles: int
     span_tiles: int
     gates: int
+    assists: int = 0
 
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape, in the order they lie in memory."""
+        """Return the shape of each field, in their order in memory."""
+        has_assists = min(self.assists, 1)
         return {
             "token_ids": (self.rows,),
             "follows": (self.rows,),
@@ -62,6 +66,11 @@ class StepSizes:
             "span_tiles": (self.span_tiles, 2),
             "span_tables": (self.span_tiles,),
             "wanted_copies": (self.gates,),
+            "assist_head": (4 * has_assists,),
+            "assist_groups": (len(GROUPS) * has_assists,),
+            "assist_spans": (self.assists, 3),
+            "assist_copies": (self.assists, (self.gates - 1) * has_assists),
+            "row_spans": (self.rows * has_assists,),
         }
 
     def covers(self, other: StepSizes) -> bool:

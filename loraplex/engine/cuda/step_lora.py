@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -11,10 +11,8 @@ import numpy.typing as npt
 import torch
 
 from loraplex.core.shape import ModelShape
-from loraplex.engine.batch import BuiltBatch
 from loraplex.engine.cuda.step_buffers import DeviceBlock, StepSizes
 from loraplex.kernels.batch import KernelBatch
-from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.triton.lora_blocks import BlocksLaunch
 from loraplex.kernels.triton.lora_rows import RowsLaunch
 from loraplex.kernels.triton.lora_step import LoraScratch, LoraStep, cut_tiles, new_step
@@ -99,32 +97,6 @@ class StepScratch:
                 device=device,
             ),
         )
-
-
-def without_adapters(built: BuiltBatch, left_out: Sequence[LoraWeights]) -> BuiltBatch:
-    """A batch that knows nothing of the adapters of some of its prompts."""
-    segments: StepSegments = built.batch.lora
-    addresses = [weights.table_address(weights.max_rank) for weights in left_out]
-    is_prompt = segments.spans_N2[:, 0] >= built.batch.decode_rows_D.shape[0]
-    kept = ~(np.isin(segments.tables_N, addresses) & is_prompt)
-    lora = replace(segments, spans_N2=segments.spans_N2[kept], tables_N=segments.tables_N[kept])
-    return replace(built, batch=replace(built.batch, lora=lora if kept.any() else None))
-
-
-def span_step(
-    shape: ModelShape, first: int, count: int, weights: LoraWeights, num_rows: int, device: torch.device
-) -> LoraStep:
-    """Of one adapter's prompt rows among `num_rows`, beside those of the batch."""
-    tables = np.array([weights.table_address(weights.max_rank)], dtype=np.int64)
-    tiles, tables = cut_tiles(np.array([[first, count]], dtype=np.int64), tables, _SPAN_LAUNCH)
-    return new_step(
-        shape,
-        tiles_N2=to_device(tiles.tolist(), device),
-        tables_N=to_device(tables.tolist(), device),
-        num_rows=num_rows,
-        launch=_SPAN_LAUNCH,
-        groups=weights.touched,
-    )
 
 
 def to_device(integers: Sequence[Any], device: torch.device) -> torch.Tensor:

@@ -18,20 +18,13 @@ import numpy.typing as npt
 import torch
 
 from loraplex.engine.batch import BuiltBatch
-from loraplex.engine.cuda.cpu_assist import AssistedRows, AssistedStep, CpuAssist
+from loraplex.engine.cuda.cpu_assist import AssistedStep, AssistedTasks, CpuAssist
 from loraplex.engine.cuda.graph_queue import GraphKey, GraphQueue
 from loraplex.engine.cuda.graphs import Recorder, Run
 from loraplex.engine.cuda.step_buffers import DeviceBlock, HostBlock, StepSizes
-from loraplex.engine.cuda.step_lora import (
-    StepLora,
-    StepScratch,
-    no_tiles,
-    span_step,
-    split_segments,
-    to_device,
-)
-from loraplex.engine.cuda.step_sizes import all_graph_sizes, exact_sizes, graph_sizes
-from loraplex.kernels.triton.gate import Gate
+from loraplex.engine.cuda.step_lora import StepLora, StepScratch, no_tiles, split_segments
+from loraplex.engine.cuda.step_sizes import all_graph_sizes, assisted_graph_sizes, exact_sizes, graph_sizes
+from loraplex.kernels.triton.assist import MAX_SPANS, AssistSpans
 from loraplex.kernels.triton.lora_rows import FEW_SEGMENTS
 from loraplex.kernels.triton.lora_step import LoraStep
 from loraplex.kernels.triton.tokens import greedy_tokens, pick_tokens
@@ -67,7 +60,10 @@ class _SharedBuffers:
 
     def __init__(self, decoder: Decoder, max_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = decoder.config.shape
-        sizes = all_graph_sizes(max_blocks, shape.num_layers)
+        sizes = [
+            *all_graph_sizes(max_blocks, shape.num_layers),
+            *assisted_graph_sizes(max_blocks, shape.num_layers),
+        ]
         num_logits = max(size.logits for size in sizes)
         num_integers = max(replace(size, table_width=max_blocks).num_integers for size in sizes)
         self.integers = torch.zeros(num_integers, dtype=torch.int64, device=device)
@@ -111,10 +107,13 @@ class StepRunner:
         self._ticket_1 = ticket_1
         self._device = device
         self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
-        self._graphs: GraphQueue[_Graph] = GraphQueue(max_blocks, self._num_layers)
+        self._graphs: GraphQueue[_Graph] = GraphQueue(
+            max_blocks, self._num_layers, assisted=assist is not None
+        )
         self._launched: set[tuple[object, ...]] = set()  # what was run before a capture (`_traits`)
         self._recorder = recorder
         self._assist = assist
+        self._modes_S = torch.zeros(MAX_SPANS, dtype=torch.int64, device=device)
         self._buffers: _SharedBuffers | None = None
         if recorder is not None:
             self._buffers = _SharedBuffers(decoder, max_blocks, caches[0].k.dtype, device)
@@ -124,32 +123,30 @@ class StepRunner:
         built: BuiltBatch,
         seats: RowSeats,
         wanted_copies: npt.NDArray[np.int64] | None = None,
-        assisted: Sequence[AssistedRows] = (),
+        assisted: AssistedTasks | None = None,
     ) -> StepOutput:
         """Launch a step behind those launched before. `wanted_copies`: those that it waits for, by place
-        (`kernels.triton.gate`); only of steps with prompts. `assisted`: rows whose adapters the batch knows
-        nothing of, as CPU workers have a part in them; such a step runs kernel by kernel."""
+        (`kernels.triton.gate`); only of steps with prompts. `assisted`: tasks of CPU workers for it."""
         lora = split_segments(built.batch)
-        can_replay = self._buffers is not None and not assisted
-        sizes = graph_sizes(built, self._max_blocks, self._num_layers) if can_replay else None
+        num_assisted = 0 if assisted is None else len(assisted.spans)
+        sizes = None
+        if self._buffers is not None:
+            sizes = graph_sizes(built, self._max_blocks, self._num_layers, num_assisted)
         choice = None if sizes is None else self._graphs.choose(GraphKey(sizes, lora.groups, lora.shares))
         if choice is not None:
             graph = choice.graph
             if lora.shares != choice.key.shares:
                 lora = split_segments(built.batch, may_share=choice.key.shares)
-            host_block = self._fill(graph.block.sizes, built, lora, seats, wanted_copies)
+            host_block = self._fill(graph.block.sizes, built, lora, seats, wanted_copies, assisted)
             graph.block.upload(host_block)
             graph.replay()
             return StepOutput(host_block=host_block, logits_LV=graph.logits_LV, tokens_L2=graph.tokens_L2)
-        sizes = exact_sizes(built, lora, self._num_layers)
+        sizes = exact_sizes(built, lora, self._num_layers, num_assisted)
         memory = torch.empty(sizes.num_integers, dtype=torch.int64, device=self._device)
         block = DeviceBlock(sizes, memory)
-        host_block = self._fill(sizes, built, lora, seats, wanted_copies)
+        host_block = self._fill(sizes, built, lora, seats, wanted_copies, assisted)
         block.upload(host_block)
-        steps = lora.steps(self._decoder.config.shape, block)
-        states_LH, logits_LV = self._forward(
-            block, (*steps, *(self._assisted_step(rows, sizes.rows) for rows in assisted))
-        )
+        states_LH, logits_LV = self._forward(block, self._lora_steps(lora, block))
         tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
         self._choose_greedily(block, logits_LV, tokens_L2)
         return StepOutput(
@@ -185,21 +182,30 @@ class StepRunner:
             key.sizes, torch.empty(key.sizes.num_integers, dtype=torch.int64, device=self._device)
         )
         block.upload(self._host_block(key.sizes))
-        lora = no_tiles(key.groups, shares=key.shares).steps(self._decoder.config.shape, block)
-        _, logits_LV = self._forward(block, lora)
+        lora = no_tiles(key.groups, shares=key.shares)
+        _, logits_LV = self._forward(block, self._lora_steps(lora, block))
         tokens_L2 = torch.empty(logits_LV.shape[0], 2, dtype=torch.int64, device=self._device)
         self._choose_greedily(block, logits_LV, tokens_L2)
 
-    def _assisted_step(self, rows: AssistedRows, num_rows: int) -> AssistedStep:
+    def _lora_steps(
+        self, lora: StepLora, block: DeviceBlock, scratch: StepScratch | None = None
+    ) -> tuple[LoraStep | AssistedStep, ...]:
+        """Return the LoRA steps over a block; CPU workers assist with the prompts' if it has room for that."""
+        steps = lora.steps(self._decoder.config.shape, block, scratch)
+        if block.sizes.assists == 0 or not steps:
+            return steps
         assert self._assist is not None
-        weights, shape = rows.arrival.weights, self._decoder.config.shape
-        return AssistedStep(
-            rows=rows,
-            shape=shape,
-            on_device=span_step(shape, rows.first, rows.count, weights, num_rows, self._device),
-            gate=Gate(ticket_1=self._ticket_1, wanted_G=to_device(rows.arrival.tickets, self._device)),
-            assist=self._assist,
+        spans = AssistSpans(
+            head_4=block["assist_head"],
+            groups_G=block["assist_groups"],
+            spans_S3=block["assist_spans"],
+            copies_SL=block["assist_copies"],
+            row_spans_T=block["row_spans"],
+            modes_S=self._modes_S,
+            ticket_1=self._ticket_1,
+            memory=self._assist.memory,
         )
+        return (*steps[:-1], AssistedStep(on_device=steps[-1], spans=spans))
 
     def _forward(
         self, block: DeviceBlock, lora: tuple[LoraStep | AssistedStep, ...]
@@ -229,7 +235,7 @@ class StepRunner:
         block = DeviceBlock(sizes, buffers.integers)
         block.tensor.copy_(self._host_block(sizes).tensor)
         lora = no_tiles(key.groups, shares=key.shares)
-        steps = lora.steps(self._decoder.config.shape, block, buffers.scratch)
+        steps = self._lora_steps(lora, block, buffers.scratch)
         logits_LV, tokens_L2 = buffers.logits_LV[: sizes.logits], buffers.tokens_L2[: sizes.logits]
 
         def run() -> None:
@@ -255,6 +261,7 @@ class StepRunner:
         lora: StepLora,
         seats: RowSeats,
         wanted_copies: npt.NDArray[np.int64] | None,
+        assisted: AssistedTasks | None,
     ) -> HostBlock:
         batch = built.batch
         tables = {
@@ -278,6 +285,8 @@ class StepRunner:
         block["span_tiles"], block["span_tables"] = lora.span_tiles
         if wanted_copies is not None:
             block["wanted_copies"] = wanted_copies
+        for field, values in assisted.fields().items() if assisted is not None else ():
+            block[field] = values
         return block
 
 
@@ -290,6 +299,8 @@ def _traits(key: GraphKey) -> Iterator[tuple[object, ...]]:
     yield "decodes", sizes.decodes, sizes.spans > 0
     for group in key.groups:
         yield group, key.shares, sizes.decode_tiles > FEW_SEGMENTS, sizes.span_tiles > 0
+        if sizes.assists > 0:
+            yield group, sizes.span_tiles
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -18,6 +18,7 @@ from typing import Final
 from loraplex.engine.batch import BuiltBatch
 from loraplex.engine.cuda.step_buffers import StepSizes
 from loraplex.engine.cuda.step_lora import SPAN_TILE_ROWS, StepLora
+from loraplex.kernels.triton.assist import MAX_SPANS
 
 DECODE_ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))
 """Rows of graphs in which every row decodes."""
@@ -39,8 +40,9 @@ NARROW_TABLE: Final = 512
 and few sequences need them."""
 
 
-def graph_sizes(built: BuiltBatch, max_blocks: int, num_layers: int) -> StepSizes | None:
-    """Sizes of the graph for a step; None if none is made for such a step."""
+def graph_sizes(built: BuiltBatch, max_blocks: int, num_layers: int, num_assisted: int) -> StepSizes | None:
+    """Return the sizes of the graph for a step; None if none is made for such a step. `num_assisted`: spans
+    that CPU workers assist with."""
     batch = built.batch
     num_rows, num_spans = batch.token_ids_T.shape[0], batch.span_starts_S.shape[0]
     if built.rows_of:
@@ -55,7 +57,8 @@ def graph_sizes(built: BuiltBatch, max_blocks: int, num_layers: int) -> StepSize
     spans = _round_up(num_spans, MIXED_SPANS)
     if rows is None or decodes is None or spans is None:
         return None
-    return mixed_sizes(rows, decodes, spans, table_width, num_layers)
+    assists = MAX_SPANS if num_assisted > 0 else 0
+    return mixed_sizes(rows, decodes, spans, table_width, num_layers, assists)
 
 
 def coarse_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) -> list[StepSizes]:
@@ -79,6 +82,15 @@ def fewest_graph_sizes(max_blocks: int, num_layers: int, *, wide: bool = False) 
         for rows in FEWEST_MIXED_ROWS
     ]
     return [*reversed(mixed), *(decode_sizes(rows, table_width) for rows in reversed(FEWEST_DECODE_ROWS))]
+
+
+def assisted_graph_sizes(max_blocks: int, num_layers: int) -> list[StepSizes]:
+    """Return sizes that cover every step with prompts that CPU workers assist with; the largest first."""
+    table_width = min(NARROW_TABLE, max_blocks)
+    return [
+        mixed_sizes(rows, _decodes_within(rows)[-1], MIXED_SPANS[-1], table_width, num_layers, MAX_SPANS)
+        for rows in reversed(MIXED_ROWS)
+    ]
 
 
 def all_graph_sizes(max_blocks: int, num_layers: int) -> list[StepSizes]:
@@ -123,8 +135,10 @@ def decode_sizes(rows: int, table_width: int) -> StepSizes:
     )
 
 
-def mixed_sizes(rows: int, decodes: int, spans: int, table_width: int, num_layers: int) -> StepSizes:
-    """Sizes of a graph with prompts."""
+def mixed_sizes(
+    rows: int, decodes: int, spans: int, table_width: int, num_layers: int, assists: int = 0
+) -> StepSizes:
+    """Return the sizes of a graph with prompts."""
     return StepSizes(
         rows=rows,
         decodes=decodes,
@@ -134,11 +148,12 @@ def mixed_sizes(rows: int, decodes: int, spans: int, table_width: int, num_layer
         decode_tiles=decodes,
         span_tiles=spans + rows // SPAN_TILE_ROWS,
         gates=1 + num_layers,
+        assists=assists,
     )
 
 
-def exact_sizes(built: BuiltBatch, lora: StepLora, num_layers: int) -> StepSizes:
-    """Sizes without padding."""
+def exact_sizes(built: BuiltBatch, lora: StepLora, num_layers: int, num_assisted: int) -> StepSizes:
+    """Return the sizes of a step without padding, but for the spans that CPU workers assist with."""
     batch = built.batch
     return StepSizes(
         rows=batch.token_ids_T.shape[0],
@@ -149,6 +164,7 @@ def exact_sizes(built: BuiltBatch, lora: StepLora, num_layers: int) -> StepSizes
         decode_tiles=len(lora.decode_tiles[1]),
         span_tiles=len(lora.span_tiles[1]),
         gates=1 + num_layers if batch.span_starts_S.shape[0] > 0 else 0,
+        assists=MAX_SPANS if num_assisted > 0 else 0,
     )
 
 

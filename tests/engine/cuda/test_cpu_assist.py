@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from cuda_engines import greedy, interpreted
 from driving import run_to_end
 
@@ -18,9 +21,11 @@ from loraplex.core.errors import CapacityError
 from loraplex.engine.assist.pool import AssistPool
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.adapter_store import cuts_of
-from loraplex.engine.cuda.cpu_assist import AssistedStep, CpuAssist
+from loraplex.engine.cuda.bus import Bus, Copy
+from loraplex.engine.cuda.cpu_assist import AssistedSpan, AssistedTasks, CpuAssist
 from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.cuda.streams import Moment
+from loraplex.scheduling.start_policy import StartPolicy
 
 pytestmark = pytest.mark.slow
 
@@ -30,28 +35,101 @@ SPECS = [
 ]
 
 
-class Spy:
-    """What the workers were asked for."""
+class Submissions:
+    """The tasks that an engine submitted to its workers, and when copies go on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_products = 0
+    def __init__(self) -> None:
+        self.found: list[tuple[CpuAssist, AssistedTasks]] = []
         self.before_first: Callable[[], None] = lambda: None
-        send = CpuAssist.send
+        self.tasks_before_copies: int | None = 1
+        """How many groups of a submission workers do before the copies that it does not wait for go on; None
+        for copies that do not wait for workers."""
 
-        def counted(assist: CpuAssist, *args: object) -> int | None:
-            if self.num_products == 0:
-                self.before_first()
-            self.num_products += 1
-            return send(assist, *args)  # type: ignore[arg-type]
+    @property
+    def num_tasks(self) -> int:
+        return sum(tasks.last_ticket - tasks.first_ticket + 1 for _, tasks in self.found)
 
-        monkeypatch.setattr(CpuAssist, "send", counted)
-        # Without a device every copy is complete at once; here no layer is, before its turn is over.
-        monkeypatch.setattr(AssistedStep, "_is_there", lambda step, layer: layer >= step.rows.num_layers)
+    @property
+    def num_computed(self) -> int:
+        return sum(assist.num_computed(tasks) for assist, tasks in self.found)
+
+    def may_copy(self, num_before: int) -> bool:
+        """Return whether copies that were begun before that submission may be carried out."""
+        if self.tasks_before_copies is None:
+            return True
+        if len(self.found) <= num_before:
+            return False
+        assist, tasks = self.found[num_before]
+        ticket = tasks.first_ticket - 1 + self.tasks_before_copies * len(tasks.spans)
+        return assist._pool.control.wait_done(min(ticket, tasks.last_ticket), 1)
+
+
+class HeldBus(Bus):
+    """Copies in a thread of their own. Tables are copied at once, layers when `submissions` says so."""
+
+    submissions: Submissions
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._carried: queue.SimpleQueue[tuple[list[Copy], int, int | None]] = queue.SimpleQueue()
+        self._is_table = False
+        threading.Thread(target=self._copy_all, daemon=True).start()
+
+    def wait_for(self, moments: Iterable[Moment]) -> None:
+        self._is_table = True
+
+    def carry(self, copies: Iterable[Copy]) -> int:
+        self._last += 1
+        num_before = None if self._is_table else len(self.submissions.found)
+        self._is_table = False
+        self._carried.put((list(copies), self._last, num_before))
+        return self._last
+
+    def moment(self) -> Moment:
+        return HeldMoment(self.ticket_1, self._last)
+
+    def _copy_all(self) -> None:
+        while True:
+            copies, number, num_before = self._carried.get()
+            while num_before is not None and not self.submissions.may_copy(num_before):
+                os.sched_yield()
+            for target, source in copies:
+                ctypes.memmove(target, source.address, source.num_bytes)
+            self.ticket_1.fill_(number)
+
+
+class HeldMoment(Moment):
+    """When a copy is complete."""
+
+    def __init__(self, ticket_1: torch.Tensor, number: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self._ticket_1, self._number = ticket_1, number
+
+    @property
+    def passed(self) -> bool:
+        return int(self._ticket_1) >= self._number
+
+    def hold_back(self) -> None:
+        while not self.passed:
+            os.sched_yield()
 
 
 @pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    return Spy(monkeypatch)
+def submissions(monkeypatch: pytest.MonkeyPatch) -> Submissions:
+    noted, submit = Submissions(), CpuAssist.submit
+
+    def noting(assist: CpuAssist, spans: Sequence[AssistedSpan]) -> AssistedTasks | None:
+        if not noted.found:
+            noted.before_first()
+        tasks = submit(assist, spans)
+        if tasks is not None:
+            noted.found.append((assist, tasks))
+        return tasks
+
+    monkeypatch.setattr(CpuAssist, "submit", noting)
+    monkeypatch.setattr(HeldBus, "submissions", noted, raising=False)
+    monkeypatch.setattr("loraplex.engine.cuda.adapter_store.Bus", HeldBus)
+    return noted
 
 
 def engine_of(cold_start: ColdStart) -> Engine:
@@ -79,7 +157,7 @@ def expected() -> dict[str, list[int]]:
 
 
 @pytest.fixture
-def assisted(spy: Spy) -> Iterator[Engine]:
+def assisted(submissions: Submissions) -> Iterator[Engine]:
     engine = engine_of(ColdStart.CPU_ASSIST)
     yield engine
     engine.close()
@@ -96,37 +174,77 @@ def texts(engine: Engine) -> dict[str, list[int]]:
     return {name: found.token_ids for name, found in run_to_end(engine).items()}
 
 
-def test_texts_are_those_of_the_device(assisted: Engine, spy: Spy, expected: dict[str, list[int]]) -> None:
+def test_texts_are_those_of_the_device(
+    assisted: Engine, submissions: Submissions, expected: dict[str, list[int]]
+) -> None:
+    submissions.tasks_before_copies = 2
     assert texts(assisted) == expected
-    # Groups of linears in the first layer: one of the first adapter, and two of the second.
-    assert spy.num_products == 3
+    # Two prompts in one step, and the two groups of linears of the first layer that either of them touches.
+    assert submissions.num_tasks == 4
+    assert submissions.num_computed == 4
+
+
+@pytest.mark.parametrize(
+    ("tasks_before_copies", "num_computed"),
+    [
+        (None, 0),  # everything has arrived when the first layer is reached
+        (1, 1),  # the second group of the first layer has
+        (2, 2),  # the second layer has
+        (3, 3),
+        (4, 4),  # nothing has before the last task is done
+    ],
+)
+def test_each_layer_is_computed_where_its_weights_are_when_it_is_reached(
+    assisted: Engine,
+    submissions: Submissions,
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    tasks_before_copies: int | None,
+    num_computed: int,
+) -> None:
+    monkeypatch.setattr(StartPolicy, "assisted_layers", lambda policy, num_bytes, prompt: 2)
+    submissions.tasks_before_copies = tasks_before_copies
+    version = SPECS[1].version  # of two groups in each of two layers
+    assisted.add_request(greedy(version, version))
+    if tasks_before_copies is None:
+        submissions.before_first = lambda: all_copied(assisted)
+    assert run_to_end(assisted)[version].token_ids == expected[version]
+    assert submissions.num_tasks == 4
+    assert submissions.num_computed == num_computed
+
+
+def all_copied(engine: Engine) -> None:
+    store = engine._executor._store  # type: ignore[attr-defined]
+    store._bus.moment().hold_back()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_lost_is_not_noticed(
-    assisted: Engine, spy: Spy, expected: dict[str, list[int]], how: signal.Signals
+    assisted: Engine, submissions: Submissions, expected: dict[str, list[int]], how: signal.Signals
 ) -> None:
     (pid,) = pool_of(assisted).pids.values()
-    spy.before_first = lambda: os.kill(pid, how)
+    submissions.before_first = lambda: os.kill(pid, how)
+    submissions.tasks_before_copies = 2
     assert texts(assisted) == expected
-    assert spy.num_products == 3
+    assert submissions.num_computed == 4
     assert pool_of(assisted).wait_ready(60) == 1
     assert pid not in pool_of(assisted).pids.values()
 
 
 def test_what_workers_have_no_time_for_is_done_on_the_device(
-    assisted: Engine, spy: Spy, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    assisted: Engine, submissions: Submissions, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(pool: AssistPool, task: object) -> int:
+    def full(pool: AssistPool, records: object) -> int:
         raise CapacityError("too many tasks")
 
-    monkeypatch.setattr(AssistPool, "submit", full)
+    monkeypatch.setattr(AssistPool, "submit_records", full)
+    submissions.tasks_before_copies = None
     assert texts(assisted) == expected
-    assert spy.num_products == 3
+    assert not submissions.found
 
 
 def test_the_hosts_copy_is_held_until_the_step_that_workers_help_with_is_over(
-    assisted: Engine, spy: Spy, monkeypatch: pytest.MonkeyPatch
+    assisted: Engine, submissions: Submissions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, is_over = assisted._executor._assisted_steps, False  # type: ignore[attr-defined]
     monkeypatch.setattr(
@@ -138,7 +256,7 @@ def test_the_hosts_copy_is_held_until_the_step_that_workers_help_with_is_over(
     assisted.add_request(greedy("a", version, tokens=1))
     while assisted.stats().num_running + assisted.stats().num_waiting > 0:
         assisted.step()
-    assert spy.num_products > 0
+    assert submissions.num_computed > 0
     assisted.remove_adapter(version)
     assisted.take_removed_adapters()
     held = assisted.stats().host_adapter_bytes
@@ -151,13 +269,14 @@ def test_the_hosts_copy_is_held_until_the_step_that_workers_help_with_is_over(
 
 
 def test_a_decoding_row_waits_for_the_adapter_that_workers_help_a_prompt_with(
-    assisted: Engine, monkeypatch: pytest.MonkeyPatch
+    assisted: Engine, submissions: Submissions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    submissions.tasks_before_copies = None
     run, runs = StepRunner.run, list[tuple[object, int]]()
 
-    def noted(runner, built, seats, copies=None, rows=()):
-        runs.append((copies, len(rows)))
-        return run(runner, built, seats, copies, rows)
+    def noted(runner, built, seats, copies, tasks):
+        runs.append((copies, 0 if tasks is None else len(tasks.spans)))
+        return run(runner, built, seats, copies, tasks)
 
     monkeypatch.setattr(StepRunner, "run", noted)
     version = SPECS[0].version
@@ -166,7 +285,8 @@ def test_a_decoding_row_waits_for_the_adapter_that_workers_help_a_prompt_with(
     run_to_end(assisted)
     copies, num_assisted = runs[0]
     assert num_assisted == 1
-    assert copies is not None
+    assert (copies > 0).all()  # type: ignore[operator]
+    assert submissions.num_computed == 0
 
 
 def test_an_engine_that_cannot_be_built_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,18 +331,23 @@ def logprobs(cold_start: ColdStart) -> list[float]:
     return [value for at in found for _, value in (*at.top, (0, at.logprob))]
 
 
-def test_every_way_to_start_has_the_same_logits(spy: Spy) -> None:
+def test_every_way_to_start_has_the_same_logits(submissions: Submissions) -> None:
+    submissions.tasks_before_copies = None
     warm = logprobs(ColdStart.CACHED)
     for same in (ColdStart.ON_DEMAND, ColdStart.OVERLAP, ColdStart.PIPELINED, ColdStart.AUTO):
         assert logprobs(same) == warm
+    submissions.tasks_before_copies = 2
     assert logprobs(ColdStart.CPU_ASSIST) == pytest.approx(warm, abs=1e-5)
-    assert spy.num_products == 2
+    assert submissions.num_computed == 2
 
 
-def test_without_workers_nothing_is_assisted(spy: Spy, expected: dict[str, list[int]]) -> None:
+def test_without_workers_nothing_is_assisted(
+    submissions: Submissions, expected: dict[str, list[int]]
+) -> None:
+    submissions.tasks_before_copies = None
     engine = interpreted(cold_start=ColdStart.CPU_ASSIST, cpu_workers=0)
     for spec in SPECS:
         engine.add_adapter(spec)
     assert texts(engine) == expected
-    assert spy.num_products == 0
+    assert not submissions.found
     engine.close()
