@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from tiny import save_model
 
@@ -16,7 +17,9 @@ from loraplex.engine.adapter_reads import ReadSlab
 from loraplex.engine.core import Engine
 from loraplex.engine.cuda.assemble import build_cuda_core
 from loraplex.engine.cuda.device_arena import page_bytes
+from loraplex.engine.cuda.graphs import Recorder, Run
 from loraplex.engine.cuda.options import CudaOptions
+from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.peers import Peers
 from loraplex.model.shapes import config_of_shape, random_weights
 from loraplex.model.weights import ModelWeights
@@ -83,4 +86,30 @@ def save_base(folder: Path) -> Path:
         num_key_value_heads=SHAPE.num_kv_heads,
         head_dim=SHAPE.head_dim,
         vocab_size=SHAPE.vocab_size,
+    )
+
+
+class RunAgain:
+    """In place of graphs: what was recorded is run again, on the memory it was recorded with."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.num_replayed = 0
+
+    def record(self, run: Run, *, warm: bool) -> Run:
+        self.num_recorded += 1
+        if self.num_recorded == 1:
+            assert not warm, "nothing was launched before"
+
+        def replay() -> None:
+            self.num_replayed += 1
+            run()
+
+        return replay
+
+
+def record_with(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    initialise = StepRunner.__init__
+    monkeypatch.setattr(
+        StepRunner, "__init__", lambda self, **options: initialise(self, **{**options, "recorder": recorder})
     )

@@ -24,6 +24,7 @@ from numba import carray
 
 from loraplex.core.arrays import IntArray
 from loraplex.engine.assist.shared_block import SharedBlock
+from loraplex.engine.assist.split import Share
 from loraplex.engine.assist.tasks import TICKET, AssistTask, decode, record_words
 from loraplex.kernels.cpu import team
 from loraplex.kernels.cpu.intrinsics import load_acquire, relax, store_release
@@ -129,10 +130,11 @@ class Control:
         """Return whether a task that was signalled is not to be computed."""
         return int(self._skips[ticket % self._ring_size]) == ticket
 
-    def read(self, ticket: int) -> tuple[AssistTask, list[int]]:
-        found, task, bounds = decode(self._ring[ticket % self._ring_size].tolist(), self._num_slots)
+    def read(self, ticket: int, slot: int) -> tuple[AssistTask, Share]:
+        """Return a slot's part of a task, and its rows."""
+        found, task, share = decode(self._ring[ticket % self._ring_size].tolist(), self._num_slots, slot)
         assert found == ticket
-        return task, bounds
+        return task, share
 
     def _address(self, line: int) -> int:
         return self._base + 8 * _LINE_WORDS * line

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from statistics import median_low
@@ -27,8 +27,8 @@ from loraplex.engine.assist.messages import Go, Launch, Wake
 from loraplex.engine.assist.process import WorkerProcess
 from loraplex.engine.assist.product import TILE_ROWS, Product
 from loraplex.engine.assist.shared_block import SharedBlock
-from loraplex.engine.assist.split import rows_worth_a_core, split_rows
-from loraplex.engine.assist.tasks import BOUNDS, NUM_ROWS
+from loraplex.engine.assist.split import rows_worth_a_core, split_task
+from loraplex.engine.assist.tasks import NUM_ROWS, PART_WORDS, RANK, SHARE_WORDS, SHARES, parts_start
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +158,7 @@ class Crew:
             if not any(ready):
                 self._owe(self._slots[0], first, last)
                 ready[0] = True
-            for num_rows in np.unique(records[:, NUM_ROWS]).tolist():
-                bounds = split_rows(num_rows, ready, self._rows_each())
-                records[records[:, NUM_ROWS] == num_rows, BOUNDS : BOUNDS + len(bounds)] = bounds
+            self._split(records, ready)
             self._control.write(first, records)
             self._last_ticket = last
             self._arm()
@@ -190,6 +188,18 @@ class Crew:
                 if slot.is_ready and slot.process is not None:
                     slot.process.send(Wake())
             self._wake()
+
+    def _split(self, records: IntArray, ready: Sequence[bool]) -> None:
+        """Fill the shares in. Records of as many rows and the same parts are split alike."""
+        num_slots = len(self._slots)
+        ranks = records[:, parts_start(num_slots) + RANK :: PART_WORDS]
+        kinds = np.column_stack((records[:, NUM_ROWS], ranks > 0))
+        is_one_kind = (kinds == kinds[0]).all()
+        for kind in kinds[:1] if is_one_kind else np.unique(kinds, axis=0):
+            parts = np.flatnonzero(kind[1:]).tolist()
+            shares = split_task(int(kind[0]), parts, ready, self._rows_each())
+            alike = slice(None) if is_one_kind else (kinds == kind).all(axis=1)
+            records[alike, SHARES : SHARES + num_slots * SHARE_WORDS] = np.ravel(shares)
 
     def _owe(self, slot: _Slot, first: int, last: int) -> None:
         """Have the watching thread compute the slot's rows of these tickets."""
@@ -298,13 +308,12 @@ class Crew:
                     self._control.set_done(slot.index, ticket)
 
     def _compute(self, slot: _Slot, ticket: int) -> None:
-        task, bounds = self._control.read(ticket)
-        start, end = bounds[slot.index : slot.index + 2]
-        if start == end or self._control.is_skipped(ticket):
+        task, share = self._control.read(ticket, slot.index)
+        if share.start == share.end or self._control.is_skipped(ticket):
             return
         try:
             weights = {part.weights: self._weights[part.weights].memory for part in task.parts}
-            self._product.compute(task, weights, start, end)
+            self._product.compute(task, weights, share.start, share.end)
         except Exception as error:  # whoever waits must not wait for ever
             logger.exception("a LoRA product failed on the CPU")
             self._failure = f"a LoRA product could not be computed on the CPU ({error})"

@@ -3,11 +3,11 @@
 A record is a fixed number of int64 words:
 
     ticket, num_rows, in_features, x_start, x_stride, y_start, y_stride, num_parts
-    bounds: one more than there are slots; slot s computes rows [bounds[s], bounds[s + 1])
+    shares: start, end, first_part, end_part for each slot (`split.Share`)
     parts: weights, a_offset_bytes, b_offset_bytes, rank, the bits of the scale in float32, out_start,
            out_features
 
-The ticket and the bounds are filled in when the record is submitted. A part of rank 0 is no part.
+The ticket and the shares are filled in when the record is submitted. A part of rank 0 is no part.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from typing import Final
 import numpy as np
 
 from loraplex.core.arrays import IntArray
+from loraplex.engine.assist.split import Share
 
 MAX_PARTS: Final = 8
 TICKET, NUM_ROWS, IN_FEATURES, X_START, X_STRIDE, Y_START, Y_STRIDE, NUM_PARTS = range(8)
-BOUNDS: Final = 8
+SHARES: Final = 8
+SHARE_WORDS: Final = len(Share._fields)
 PART_WORDS: Final = 7
+RANK: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +65,11 @@ def record_words(num_slots: int) -> int:
 
 def parts_start(num_slots: int) -> int:
     """Return the word at which a record's parts begin."""
-    return BOUNDS + num_slots + 1
+    return SHARES + num_slots * SHARE_WORDS
 
 
 def encode(task: AssistTask, num_slots: int) -> IntArray:
-    """Return a task's record, without its ticket and its bounds."""
+    """Return a task's record, without its ticket and its shares."""
     assert len(task.parts) <= MAX_PARTS
     words = [
         0,
@@ -77,7 +80,7 @@ def encode(task: AssistTask, num_slots: int) -> IntArray:
         task.y_start,
         task.y_stride,
     ]
-    words += [len(task.parts), *[0] * (num_slots + 1)]
+    words += [len(task.parts), *[0] * (num_slots * SHARE_WORDS)]
     for part in task.parts:
         scale_bits = struct.unpack("i", struct.pack("f", part.scale))[0]
         words += [part.weights, part.a_offset_bytes, part.b_offset_bytes, part.rank, scale_bits]
@@ -85,12 +88,14 @@ def encode(task: AssistTask, num_slots: int) -> IntArray:
     return np.array(words + [0] * (record_words(num_slots) - len(words)), dtype=np.int64)
 
 
-def decode(words: Sequence[int], num_slots: int) -> tuple[int, AssistTask, list[int]]:
-    """Return a record's ticket, task and bounds."""
-    ticket, num_rows, in_features, x_start, x_stride, y_start, y_stride, num_parts = words[:BOUNDS]
+def decode(words: Sequence[int], num_slots: int, slot: int) -> tuple[int, AssistTask, Share]:
+    """Return a record's ticket, and the task and the rows of one slot: it has this slot's parts alone."""
+    ticket, num_rows, in_features, x_start, x_stride, y_start, y_stride, _ = words[:SHARES]
+    share = Share(*words[SHARES + slot * SHARE_WORDS :][:SHARE_WORDS])
     first = parts_start(num_slots)
     parts = []
-    for start in range(first, first + num_parts * PART_WORDS, PART_WORDS):
+    for part in range(share.first_part, share.end_part):
+        start = first + part * PART_WORDS
         weights, a_offset, b_offset, rank, scale_bits, out_start, out_features = words[start : start + 7]
         if rank == 0:
             continue
@@ -114,4 +119,4 @@ def decode(words: Sequence[int], num_slots: int) -> tuple[int, AssistTask, list[
         y_stride=y_stride,
         parts=tuple(parts),
     )
-    return ticket, task, list(words[BOUNDS:first])
+    return ticket, task, share

@@ -69,14 +69,13 @@ class Worker:
 
     def _prepare(self, ticket: int) -> Callable[[], object] | None:
         """What is to be done at the signal; None if it is time to leave."""
-        task, bounds = self._control.read(ticket)
-        start, end = bounds[self._slot : self._slot + 2]
-        if start == end:
+        task, share = self._control.read(ticket, self._slot)
+        if share.start == share.end:
             return lambda: None
         while any(part.weights not in self._weights for part in task.parts):
             if not self._listen():  # they were sent before the task was written
                 return None
-        return self._product.prepare(task, self._weights, start, end)
+        return self._product.prepare(task, self._weights, share.start, share.end)
 
     def _await(self, reached: Callable[[int, int], bool], ticket: int) -> bool:
         """Return when the ticket is reached; False if it is time to leave."""

@@ -86,14 +86,16 @@ class AdapterStore:
         host_blocks: HostBlocks,
         plan_groups: PlanGroups,
         padding: Padding | None = None,
+        max_copy_bytes_per_s: float | None = None,
     ) -> None:
-        """`padding`: how adapters are padded to their batches, if they are; `host_blocks` has them so."""
+        """`padding`: how adapters are padded to their batches, if they are; `host_blocks` has them so.
+        `max_copy_bytes_per_s`: a rate to slow copies down to, for comparison."""
         self._padding = padding
         self._shape = shape
         self._dtype = dtype
         self._arena = arena
         self._host_blocks = host_blocks
-        self._bus = Bus(device)
+        self._bus = Bus(device, max_copy_bytes_per_s)
         self._cuts_of = lru_cache(_MAX_PLANS)(partial(cuts_of, plan_groups=plan_groups))  # they are alike
         self._outlining = threading.Lock()
         self._outlines: dict[str, _Outline] = {}  # by version, as it takes a while to find them

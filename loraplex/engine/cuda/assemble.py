@@ -209,7 +209,9 @@ def _build_store(
         padding = Padding(shape=shape, dtype=options.dtype, max_rank=options.padded_to)
         host_blocks = PaddedBlocks(padding, host_blocks, pinned=device.type == "cuda")
     plan_groups = _group_planner(known_costs(shape, device.type, options.dtype))
-    return AdapterStore(shape, options.dtype, device, arena, host_blocks, plan_groups, padding)
+    return AdapterStore(
+        shape, options.dtype, device, arena, host_blocks, plan_groups, padding, options.max_copy_bytes_per_s
+    )
 
 
 def _group_planner(costs: CostModel) -> PlanGroups:

@@ -1,30 +1,31 @@
-"""Copies from the host to the device, one after the other beside the steps, with numbers.
+"""Numbered copies from the host to the device, one after the other, beside the steps.
 
-The number of the last ones that are complete stands in the device's own memory: a step may wait there for a
-copy that was launched before it (`kernels.triton.gate`), and no thread of the host waits for anything.
+The number of the last complete copy is in device memory: a step may wait there for a copy that was launched
+before it (`kernels.triton.gate`), and no thread of the host waits for anything.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from loraplex.engine.cuda import driver
 from loraplex.engine.cuda.streams import Moment, SideStream
+from loraplex.kernels.triton.pace import Pace
 
 
 class Stretch(NamedTuple):
-    """Bytes of the host's memory, pinned if copies are to run beside the steps."""
+    """Bytes of host memory, pinned if copies are to run beside the steps."""
 
     address: int
     num_bytes: int
 
 
 class Copy(NamedTuple):
-    """To an address of the device. By addresses, as tensors would take longer to make than to copy."""
+    """A copy to an address of the device. Making tensors would take longer than copying."""
 
     target: int
     source: Stretch
@@ -33,35 +34,49 @@ class Copy(NamedTuple):
 class Bus:
     """Used by one thread. `ticket_1`: the number of the last copy that is complete."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, max_bytes_per_s: float | None = None) -> None:
+        """`max_bytes_per_s`: a rate to slow copies down to, for comparison."""
         self._stream = SideStream(device)
+        self._pace = None
+        if max_bytes_per_s is not None and self._stream.handle is not None:
+            self._pace = Pace(max_bytes_per_s, device)
         self.ticket_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._ticket = self.ticket_1.data_ptr()
         self._last = -1
         self._publish()  # a device or a driver that cannot do it says so now
 
     def wait_for(self, moments: Iterable[Moment]) -> None:
-        """What is carried from now on comes after these, of other streams."""
+        """Let copies from now on come after these moments of other streams."""
         for moment in moments:
             self._stream.wait_for(moment)
 
     def carry(self, copies: Iterable[Copy]) -> int:
-        """Copy in this order; returns at once, with their number."""
+        """Copy in this order. Returns at once, with the number of these copies."""
+        if self._pace is not None:
+            return self._carry_slowly(list(copies), self._pace)
         for target, source in copies:
             if source.num_bytes > 0:
                 self._copy(target, source.address, source.num_bytes)
         return self._publish()
 
     def moment(self) -> Moment:
-        """When all that was launched so far is complete; timed."""
+        """Return the moment, with its time, at which all copies launched so far are complete."""
         return self._stream.moment()
 
     def synchronize(self) -> None:
         self._stream.synchronize()
 
+    def _carry_slowly(self, copies: Sequence[Copy], pace: Pace) -> int:
+        with self._stream.entered():
+            pace.begin()
+            for target, source in copies:
+                self._copy(target, source.address, source.num_bytes)
+            pace.end(sum(source.num_bytes for _, source in copies))
+        return self._publish()
+
     def _publish(self) -> int:
-        """Behind the copies launched so far, tell the device of them: by the stream itself, for which no
-        multiprocessor has to be free."""
+        """Publish the copies launched so far, when they are complete: the stream itself writes the number, so
+        that no multiprocessor has to be free."""
         self._last += 1
         if self._stream.handle is None:
             self.ticket_1.fill_(self._last)

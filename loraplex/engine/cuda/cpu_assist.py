@@ -97,7 +97,7 @@ class CpuAssist:
             dtype=dtype,
             x_elements=num_rows * widest_in,
             y_elements=num_rows * max(self._widths.values()),
-            profiled=(shape.hidden_size, self._widths["qkv"], _PROFILED_RANK),
+            profiled=(shape.hidden_size, shape.q_size, _PROFILED_RANK),
         )
         try:
             if device.type == "cuda":
@@ -185,7 +185,7 @@ class CpuAssist:
         modules, whose offsets count from there."""
         modules, num_layers = GROUPS[group], len(records)
         in_features, width = self._shape.in_features(modules[0]), self._widths[group]
-        records[:, tasks.NUM_ROWS : tasks.BOUNDS] = (
+        records[:, tasks.NUM_ROWS : tasks.SHARES] = (
             span.count,
             in_features,
             span.first * in_features,

@@ -19,8 +19,8 @@ class CudaOptions:
     `arena_bytes`: instead of it, what KV blocks and adapters have together. `host_bytes`: the budget for
     adapters in host memory. `cold_start`: what requests do whose adapter is not on the device. `cpu_workers`:
     processes that compute LoRA for `ColdStart.CPU_ASSIST`; None: as the machine has cores, if that is chosen.
-    `padded_to`: for comparison, pad adapters to the largest rank of their batch, which may be this one at the
-    most, a power of two."""
+    For comparison: `padded_to`: pad adapters to the largest rank of their batch, at most this one, a power of
+    two; `max_copy_bytes_per_s`: slow copies of adapters down to this rate."""
 
     dtype: torch.dtype = torch.bfloat16
     memory_fraction: float = DEFAULT_MEMORY_FRACTION
@@ -34,3 +34,4 @@ class CudaOptions:
     cpu_workers: int | None = None
     loads_popular: bool = False
     padded_to: int | None = None
+    max_copy_bytes_per_s: float | None = None

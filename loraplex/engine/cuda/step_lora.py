@@ -86,14 +86,14 @@ class StepScratch:
                 shape,
                 num_tiles=max(size.decode_tiles for size in sizes),
                 num_rows=max(size.decodes for size in sizes),
-                launch=RowsLaunch(),
+                launches=[RowsLaunch(), BlocksLaunch.for_decode()],
                 device=device,
             ),
             spans=LoraScratch.empty(
                 shape,
                 num_tiles=max(size.span_tiles for size in sizes),
                 num_rows=max(size.rows for size in sizes),
-                launch=_SPAN_LAUNCH,
+                launches=[_SPAN_LAUNCH],
                 device=device,
             ),
         )

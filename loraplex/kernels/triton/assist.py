@@ -2,7 +2,7 @@
 
 A step has up to SPANS such prompts. For each group of linears of a layer:
 
-    choose    beside the base product    find the spans whose weights have not arrived; the LoRA kernels skip them
+    choose    beside the base product    find spans whose weights have not arrived; LoRA kernels skip these
     send                                 write the inputs of those spans to host memory that the workers share
     signal                               let the workers start on the group's tasks, or skip them
     collect   after the base product     wait for the workers' outputs and add them
@@ -158,9 +158,7 @@ def _collect(
 
 
 @Kernel
-@triton.jit(
-    do_not_specialize=["table_row"], do_not_specialize_on_alignment=["spans", "row_spans", "modes"]
-)
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["spans", "row_spans", "modes"])
 def _add(
     y, y_stride, y_host, spans, row_spans, modes, table_row,
     OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr, BLOCK_N: tl.constexpr,

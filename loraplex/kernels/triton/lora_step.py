@@ -1,4 +1,4 @@
-"""What the LoRA kernels need to know of one step, and the two launches per group that use it.
+"""The input of the LoRA kernels for one step, and the two launches for each group of linears.
 
 h (splits, T, 3 * MAX_RANK) float32: shrunk inputs, shared by all layers of a step
 """
@@ -6,6 +6,7 @@ h (splits, T, 3 * MAX_RANK) float32: shrunk inputs, shared by all layers of a st
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +23,7 @@ from loraplex.kernels.triton.lora_entries import gather_entries
 from loraplex.kernels.triton.lora_rows import RowsLaunch, expand_rows, shrink_rows
 
 MAX_RANK: Final = 512
-"""Of one module; h has room for three of them side by side."""
+"""The largest rank of one module; h has room for three of them side by side."""
 
 Launch = RowsLaunch | BlocksLaunch
 
@@ -32,8 +33,7 @@ class LoraStep:
     """Some of a step's rows, cut into tiles that share an adapter, on the device.
 
     Only the contents of the tensors change between replays of a graph that was captured with them. `launch`
-    says which kernels take it, and so how segments are cut. `groups`: the groups of linears that any of the
-    adapters touches.
+    names the kernels, and so how segments are cut. `groups`: groups of linears that any adapter touches.
     """
 
     tiles_N2: torch.Tensor
@@ -44,16 +44,16 @@ class LoraStep:
     groups: frozenset[str]
 
     def gather(self) -> None:
-        """Once a step, before the first layer."""
+        """Gather the adapters' tables. Call once a step, before the first layer."""
         gather_entries(self.tiles_N2, self.tables_N, self.entries)
 
     def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, shape: ModelShape, layer: int, group: str) -> None:
-        """y += the LoRA products of one group of linears."""
+        """Add the LoRA products of one group of linears to y."""
         self.shrink(x_TI, layer, group)
         self.expand(y_TO, x_TI.shape[1], shape, layer, group)
 
     def shrink(self, x_TI: torch.Tensor, layer: int, group: str) -> None:
-        """The half that needs nothing but the inputs: it may run beside the base model's product."""
+        """Compute the half that needs only the inputs: it may run beside the base model's product."""
         modules = GROUPS[group]
         row = layer * len(MODULES) + MODULE_INDEX[modules[0]]
         if isinstance(self.launch, RowsLaunch):
@@ -85,19 +85,26 @@ class LoraStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraScratch:
-    """Memory of a step that the next one may use again."""
+    """Memory of a step that the next step may reuse."""
 
     entries: torch.Tensor
     shrunk: torch.Tensor
 
     @classmethod
     def empty(
-        cls, shape: ModelShape, *, num_tiles: int, num_rows: int, launch: Launch, device: torch.device
+        cls,
+        shape: ModelShape,
+        *,
+        num_tiles: int,
+        num_rows: int,
+        launches: Sequence[Launch],
+        device: torch.device,
     ) -> LoraScratch:
-        entries, shrunk = (math.prod(size) for size in _scratch_sizes(shape, num_tiles, num_rows, launch))
+        """Return memory that is enough for a step by any of these launches."""
+        sizes = [_scratch_sizes(shape, num_tiles, num_rows, launch) for launch in launches]
         return cls(
-            entries=torch.zeros(entries, dtype=torch.int64, device=device),
-            shrunk=torch.empty(shrunk, device=device),
+            entries=torch.zeros(math.prod(sizes[0][0]), dtype=torch.int64, device=device),
+            shrunk=torch.empty(max(math.prod(shrunk) for _, shrunk in sizes), device=device),
         )
 
 
@@ -111,11 +118,11 @@ def new_step(
     groups: frozenset[str],
     scratch: LoraScratch | None = None,
 ) -> LoraStep:
-    """A step over tiles among the first `num_rows` rows of a batch. `scratch`: if not of its own."""
+    """Return a step over tiles among the first `num_rows` rows of a batch. `scratch`: None for its own."""
     num_tiles = tiles_N2.shape[0]
     if scratch is None:
         scratch = LoraScratch.empty(
-            shape, num_tiles=num_tiles, num_rows=num_rows, launch=launch, device=tiles_N2.device
+            shape, num_tiles=num_tiles, num_rows=num_rows, launches=[launch], device=tiles_N2.device
         )
     entries, shrunk = _scratch_sizes(shape, num_tiles, num_rows, launch)
     return LoraStep(
@@ -131,7 +138,7 @@ def new_step(
 def _scratch_sizes(
     shape: ModelShape, num_tiles: int, num_rows: int, launch: Launch
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the entries and of the shrunk inputs."""
+    """Return the sizes of the entries, alike for all launches, and of the shrunk inputs."""
     widest = max(shape.in_features(module) for module in MODULES)
     is_rows = isinstance(launch, RowsLaunch)
     splits = triton.cdiv(widest, launch.shrink_block_k) if is_rows else launch.shrink_splits
@@ -142,7 +149,7 @@ def _scratch_sizes(
 def cut_tiles(
     spans_N2: npt.NDArray[np.int64], tables_N: npt.NDArray[np.int64], launch: Launch
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Segments cut into the tiles that the kernels take, each with its adapter's table."""
+    """Return segments cut into the tiles of the kernels, each with its adapter's table."""
     max_rows = launch.block_m if isinstance(launch, BlocksLaunch) else 1
     tiles = [
         (start, min(max_rows, first + count - start), table)

@@ -1,40 +1,45 @@
-"""Every row is computed once, by a worker that is there, and none is split finer than it pays."""
+"""Every row of every part is computed once, and none is split finer than it pays."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.engine.assist.split import default_num_workers, rows_worth_a_core, split_rows
+from loraplex.engine.assist.split import Share, default_num_workers, rows_worth_a_core, split_task
 
 
 @given(
     num_rows=st.integers(1, 5000),
+    parts=st.lists(st.integers(0, 7), max_size=8, unique=True).map(sorted),
     ready=st.lists(st.booleans(), min_size=1, max_size=20).filter(any),
     rows_each=st.integers(1, 300),
 )
-def test_slices_cover_all_rows_evenly_and_only_where_workers_are(
-    num_rows: int, ready: list[bool], rows_each: int
+def test_every_row_of_every_part_is_computed_once_by_a_worker_that_is_ready(
+    num_rows: int, parts: list[int], ready: list[bool], rows_each: int
 ) -> None:
-    bounds = split_rows(num_rows, ready, rows_each)
-    sizes = [end - start for start, end in pairwise(bounds)]
-    assert bounds[0] == 0
-    assert bounds[-1] == sum(sizes) == num_rows
-    assert all(size == 0 for size, is_ready in zip(sizes, ready, strict=True) if not is_ready)
-    used = [size for size in sizes if size > 0]
-    assert max(used) - min(used) <= 1
-    assert len(used) == min(sum(ready), -(-num_rows // rows_each))
+    shares = split_task(num_rows, parts, ready, rows_each)
+    for part in parts:
+        own = [share for share in shares if share.first_part <= part < share.end_part]
+        rows = [row for share in own for row in range(share.start, share.end)]
+        assert sorted(rows) == list(range(num_rows))
+        assert len(own) <= max(-(-num_rows // rows_each), 1)
+    assert all(share == Share() for share, is_ready in zip(shares, ready, strict=True) if not is_ready)
 
 
 def test_a_large_task_goes_to_all_workers() -> None:
-    assert split_rows(256, [True] * 8, 32) == [0, 32, 64, 96, 128, 160, 192, 224, 256]
+    shares = split_task(128, [0, 1, 2], [True] * 12, 32)
+    assert shares == [
+        Share(start, start + 32, part, part + 1) for part in range(3) for start in range(0, 128, 32)
+    ]
 
 
-def test_a_small_task_stays_with_one() -> None:
-    assert split_rows(20, [False, True, True], 32) == [0, 0, 20, 20]
+def test_parts_are_split_before_rows() -> None:
+    assert split_task(20, [0, 2], [False, True, True], 8) == [Share(), Share(0, 20, 0, 1), Share(0, 20, 2, 3)]
+
+
+def test_one_worker_does_it_all() -> None:
+    assert split_task(20, [0, 2], [False, True], 8) == [Share(), Share(0, 20, 0, 3)]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,6 @@ def test_rows_are_worth_a_core_while_more_of_them_cost_nothing(times_us: dict[in
     assert rows_worth_a_core(times_us) == rows
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 0), (3, 0), (4, 2), (16, 8), (192, 16)])
+@pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 0), (3, 0), (4, 3), (16, 12), (192, 16)])
 def test_few_cores_get_few_workers_or_none(cores: int, workers: int) -> None:
     assert default_num_workers(cores) == workers

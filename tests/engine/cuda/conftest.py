@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from cuda_engines import RunAgain, record_with
 from interpreting import patch_interpreter
 
-from loraplex.engine.cuda import step_lora
+from loraplex.engine.cuda import step_lora, step_sizes
 from loraplex.kernels.triton.lora_rows import RowsLaunch
 
 patch_interpreter()
@@ -25,3 +26,21 @@ def few_programs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(step_lora, "RowsLaunch", FewPrograms)
         yield
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> RunAgain:
+    """Engines record graphs of few sizes: the interpreter takes its time for every program, padding too."""
+    for name, sizes in {
+        "DECODE_ROWS": (1, 2, 4, 8),
+        "COARSE_DECODE_ROWS": (2, 8),
+        "FEWEST_DECODE_ROWS": (8,),
+        "MIXED_ROWS": (16, 32),
+        "FEWEST_MIXED_ROWS": (32,),
+        "MIXED_DECODES": (2, 8),
+        "MIXED_SPANS": (2, 8),
+    }.items():
+        monkeypatch.setattr(step_sizes, name, sizes)
+    recorder = RunAgain()
+    record_with(recorder, monkeypatch)
+    return recorder

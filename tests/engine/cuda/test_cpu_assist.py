@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_engines import greedy, interpreted
+from cuda_engines import RunAgain, greedy, interpreted
 from driving import run_to_end
 
 from loraplex.bench.random_engine import random_specs
@@ -69,8 +69,8 @@ class HeldBus(Bus):
 
     submissions: Submissions
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, max_bytes_per_s: float | None) -> None:
+        super().__init__(device, max_bytes_per_s)
         self._carried: queue.SimpleQueue[tuple[list[Copy], int, int | None]] = queue.SimpleQueue()
         self._is_table = False
         threading.Thread(target=self._copy_all, daemon=True).start()
@@ -213,6 +213,21 @@ def test_each_layer_is_computed_where_its_weights_are_when_it_is_reached(
     assert submissions.num_computed == num_computed
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is in padding rows may overflow
+def test_graphs_are_replayed_with_workers_as_without(
+    recorder: RunAgain, submissions: Submissions, expected: dict[str, list[int]]
+) -> None:
+    engine = engine_of(ColdStart.CPU_ASSIST)
+    while engine.num_required > 0:
+        assert engine.prepare()
+    num_recorded = recorder.num_recorded
+    submissions.tasks_before_copies = 2
+    assert texts(engine) == expected
+    assert submissions.num_computed == 4
+    assert (recorder.num_recorded, recorder.num_replayed > 0) == (num_recorded, True)
+    engine.close()
+
+
 def all_copied(engine: Engine) -> None:
     store = engine._executor._store  # type: ignore[attr-defined]
     store._bus.moment().hold_back()
@@ -232,7 +247,10 @@ def test_a_worker_that_is_lost_is_not_noticed(
 
 
 def test_what_workers_have_no_time_for_is_done_on_the_device(
-    assisted: Engine, submissions: Submissions, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    assisted: Engine,
+    submissions: Submissions,
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(pool: AssistPool, records: object) -> int:
         raise CapacityError("too many tasks")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from cuda_engines import BLOCK_SIZE, CONFIG, SHAPE, fill_slab, interpreted, weights
+from cuda_engines import BLOCK_SIZE, CONFIG, SHAPE, RunAgain, fill_slab, interpreted, record_with, weights
 from driving import run_to_end
 
 from loraplex.adapters.slab import slab_layout
@@ -22,14 +22,12 @@ from loraplex.core.sampling import SamplingParams
 from loraplex.engine.adapter_loader import slab_weights
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.core import Engine
-from loraplex.engine.cuda import step_sizes
 from loraplex.engine.cuda.adapter_block import block_bytes, table_bytes
 from loraplex.engine.cuda.device_arena import DeviceArena, page_bytes
-from loraplex.engine.cuda.graphs import Recorder, Run
+from loraplex.engine.cuda.graphs import Run
 from loraplex.engine.cuda.host_blocks import HostPool
 from loraplex.engine.cuda.host_memory import HostMemory
 from loraplex.engine.cuda.padding import Padding
-from loraplex.engine.cuda.step_runner import StepRunner
 from loraplex.engine.torch_executor import TorchExecutor
 from loraplex.kernels.lora import LoraWeights
 from loraplex.kernels.reference import TorchKernels
@@ -116,53 +114,15 @@ def test_memory_for_one_adapter_at_a_time_changes_no_text(monkeypatch: pytest.Mo
     assert moves
 
 
-class RunAgain:
-    """In place of graphs: what was recorded is run again, on the memory it was recorded with."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-
-    def record(self, run: Run, *, warm: bool) -> Run:
-        self.num_recorded += 1
-        if self.num_recorded == 1:
-            assert not warm, "nothing was launched before"
-        return run
-
-
 class OutOfMemory:
     def record(self, run: Run, *, warm: bool) -> Run:
         raise torch.OutOfMemoryError("none left")
-
-
-def record_with(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    initialise = StepRunner.__init__
-    monkeypatch.setattr(
-        StepRunner, "__init__", lambda self, **options: initialise(self, **{**options, "recorder": recorder})
-    )
 
 
 def get_ready(engine: Engine) -> None:
     """As the engine process does before it takes requests."""
     while engine.num_required > 0:
         assert engine.prepare()
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> RunAgain:
-    """Engines record graphs of few sizes: the interpreter takes its time for every program, padding too."""
-    for name, sizes in {
-        "DECODE_ROWS": (1, 2, 4, 8),
-        "COARSE_DECODE_ROWS": (2, 8),
-        "FEWEST_DECODE_ROWS": (8,),
-        "MIXED_ROWS": (16, 32),
-        "FEWEST_MIXED_ROWS": (32,),
-        "MIXED_DECODES": (2, 8),
-        "MIXED_SPANS": (2, 8),
-    }.items():
-        monkeypatch.setattr(step_sizes, name, sizes)
-    recorder = RunAgain()
-    record_with(recorder, monkeypatch)
-    return recorder
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is in padding rows may overflow
