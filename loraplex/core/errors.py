@@ -9,18 +9,18 @@
     │   ├── AdapterError           an adapter that cannot be served as it is
     │   │   ├── AdapterFormatError     the checkpoint is broken or asks for something unsupported
     │   │   ├── AdapterMismatchError   the checkpoint belongs to another base model
-        │   │   ├── AdapterFetchError      it could not be downloaded from the Hugging Face hub
+    │   │   ├── AdapterFetchError      it could not be downloaded from the Hugging Face hub
     │   │   └── AdapterConflictError   the name is taken, or the adapter is being changed right now
-        │   ├── HubError               a repository could not be fetched from the Hugging Face hub
-        │   └── PathNotAllowedError    a path or repository that the operator did not allow
+    │   ├── HubError               a repository could not be fetched from the Hugging Face hub
+    │   └── PathNotAllowedError    a path or repository that the operator did not allow
     ├── CapacityError              it would never fit: memory budget or context length
     ├── StorageError               the state directory cannot be written
     │   └── DiskFullError              because its disk is full
     ├── KernelError                a GPU kernel could not be compiled or launched (names it, and its shapes)
     └── EngineDeadError            the engine process died; in-flight work is lost, new work will be served
-                ├── EngineFailedError          it died too often, and the server ends
-                ├── RequestMovedError          it handed the request over, for another engine to continue
-                └── EngineClosedError          it was stopped on purpose, because its server is shutting down
+        ├── EngineFailedError          it died too often, and the server ends
+        ├── RequestMovedError          it handed the request over, for another engine to continue
+        └── EngineClosedError          it was stopped on purpose, because its server is shutting down
 
 Bugs of our own are asserts, not members of this tree.
 """
