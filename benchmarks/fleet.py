@@ -4,15 +4,13 @@
     python -m benchmarks.fleet sixty loraserve dlora auto --data DIR  # hours on two cores
 
 Sections:  decisions  seconds of one routing decision, of a placement and of a migration
-                      bounds     the most that can be gained by keeping ranks apart; takes seconds
+           bounds     the most that can be gained by keeping ranks apart; takes seconds
            sixty      60 servers, 40,000 adapters: every policy at the rate where `random` attains 90%
-                      loraserve  4, 8 and 12 servers: the highest rate with a P95 TTFT of 10 s, and what hosts
-                      hold at
-                                 the rate that S-LoRA's random placement sustains
-                      dlora      8 replicas, 32 adapters with bursts: the highest rate with a mean time per
-                      token auto       our policy beside all others: the highest rate with 99% within the SLO,
-                      and the loads of
-                                 adapters at the rate that `affinity` sustains
+           loraserve  4, 8 and 12 servers: the highest rate with a P95 TTFT of 10 s, and what hosts hold at
+                      the rate that S-LoRA's random placement sustains
+           dlora      8 replicas, 32 adapters with bursts: the highest rate with a mean time per token
+           auto       our policy beside all others: the highest rate with 99% within the SLO, and the loads of
+                      adapters at the rate that `affinity` sustains
 
 Every run is written to results/fleet.json when it ends, and a run that the file already holds for the same
 code is not repeated: sections can be made in several calls, and a change of our own policy repeats its runs
