@@ -25,7 +25,7 @@ RESULTS: Final = Path(__file__).parent / "results" / "gpu_cold.json"
 PICTURE: Final = Path("docs/images/cold-start-timelines.png")
 _DPI: Final = 110
 _SHOWN_GAPS: Final = 2.5
-"""How many usual gaps between tokens are shown before the arrival."""
+"""Number of usual gaps between tokens to show before the arrival."""
 
 
 class TimelineError(Exception):

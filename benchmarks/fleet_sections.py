@@ -43,7 +43,7 @@ class Goal:
 
 
 WARM: Final = True
-"""Whether fleets have served before, unless a run says otherwise: in a workload of two minutes, one period
+"""True if fleets have served before, unless a run says otherwise: in a workload of two minutes, one period
 without a plan would count for more than in a fleet that serves for days."""
 SIXTY_GOALS: Final = {"": Goal(tpt=1.5, share=0.9), AFTER_FIRST: Goal(tpot=1.5, share=0.9)}
 LORASERVE_GOAL: Final = Goal(ttft_s=10.0, share=0.95)
@@ -105,7 +105,8 @@ AUTO: Final = (
     ("maf", 8, 14.0, 60.0, PACE),
     ("servegen", 8, 4.0, 120.0, Goal(tpot=3.0, ttft_s=1.0)),
 )
-"""In ServeGen, a long prompt beside a short answer takes it beyond 1.5 times under any policy."""
+"""The workloads of the section `auto`. ServeGen has another goal: a long prompt with a short answer exceeds a
+factor of 1.5 under any policy there."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,7 +224,7 @@ async def counters(fleet: Fleet) -> Counter[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What was done to a fleet, and its answers meanwhile. `counters`: at the end."""
+    """The changes made to a fleet, and its answers meanwhile. `counters`: at the end."""
 
     fleet: Fleet
     answers: Sequence[Answer]

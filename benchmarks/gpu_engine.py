@@ -206,7 +206,7 @@ def cold(workloads: Path) -> dict[str, Any]:
 
 
 def _cold(started_at: float) -> dict[str, Any]:
-    """`started_at`: when the process was requested, on the wall clock."""
+    """Measure this process. `started_at`: when it was requested, on the wall clock."""
     import torch
 
     from loraplex.bench.engine_scenarios import bring_in

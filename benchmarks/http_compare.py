@@ -58,7 +58,7 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured for each server."""
+    """The measurements of each server."""
 
     adapters: tuple[int, ...]
     loads: tuple[Load, ...]

@@ -33,9 +33,9 @@ _LOOKED_AT: Final = (2, 6, 12, 24, 48, 96)
 
 
 class Pace:
-    """How much longer than predicted steps take on a separate engine, over the time of a replay, which starts
-    with the first look. Requests come and go as in the workloads, with few at times and many at others.
-    `at_first`: the pace before the replay."""
+    """Ratios of measured to predicted time of steps on a separate engine, over the time of a replay, which
+    starts with the first look. Requests come and go as in the workloads, with few at times and many at
+    others. `at_first`: the pace before the replay."""
 
     def __init__(self, setting: Setting, profile: CostModel) -> None:
         self._profile = profile

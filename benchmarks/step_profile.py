@@ -50,7 +50,8 @@ NUM_PROMPTS: Final = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """`batch` requests of `prompt_tokens` each, on as many adapters of a rank and on these linears."""
+    """A profiled case: `batch` requests of `prompt_tokens` each, on as many adapters of a rank and on these
+    linears."""
 
     name: str
     shape: str

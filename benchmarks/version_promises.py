@@ -24,8 +24,8 @@ _MAX_EXAMPLES: Final = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a name stands for. `version`: None if it is not served. `canary`: on trial for `share` of the
-    requests."""
+    """The version and canary that a name stands for. `version`: None if it is not served. `canary`: on trial
+    for `share` of the requests."""
 
     name: str
     version: str | None = None
@@ -48,7 +48,8 @@ class _Span:
 
 
 class Promises:
-    """What each name stood for, and when. Query it after the last change: a change counts once it is done."""
+    """The standings of each name over time. Query it after the last change: a change counts once it is
+    done."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[_Span]] = {}
@@ -93,7 +94,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What a server listed within an interval: version and canary by name."""
+    """A server's list of adapters within an interval: version and canary by name."""
 
     since_s: float
     until_s: float

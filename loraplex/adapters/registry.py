@@ -240,7 +240,7 @@ class AdapterRegistry:
         sources: Mapping[str, HubRepo | None] | None = None,
         rollouts: Mapping[str, Rollout] | None = None,
     ) -> dict[str, NameState]:
-        """`put` names in one transaction, each only if its state is still as in `seen`, or is already the one
+        """Put names in one transaction, each only if its state is still as in `seen`, or is already the one
         wanted.
 
         Returns the new states. A name that is missing from the result was changed by another server and is

@@ -27,7 +27,7 @@ class Client(Protocol):
 
 
 def ignore(_: RequestRecord) -> None:
-    """An `on_done` that does nothing."""
+    """Do nothing; the default `on_done`."""
 
 
 async def closed_loop(

@@ -1,4 +1,4 @@
-"""What a benchmark records of each request."""
+"""The record that a benchmark keeps of each request."""
 
 from __future__ import annotations
 

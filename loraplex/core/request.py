@@ -49,7 +49,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOutput:
-    """What one step added to one request. A request's last output has a `finish_reason`.
+    """The output of one step for one request. A request's last output has a `finish_reason`.
 
     `logprobs` has one entry per new token if requested. `prompt_logprobs` is set once, with the first token:
     one entry per prompt token (None for the first, which has nothing before it). `stop_token_id` is the stop

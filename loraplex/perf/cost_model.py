@@ -28,8 +28,8 @@ class CostKind(StrEnum):
 
 
 class KernelKind(StrEnum):
-    """How LoRA kernels scale: with each adapter's own rank (MBGMV, and ours), or with the largest rank in the
-    batch (BGMV)."""
+    """The scaling of LoRA kernels: with each adapter's own rank (MBGMV, and ours), or with the largest rank
+    in the batch (BGMV)."""
 
     RANK = "rank-proportional"
     PADDED = "padded"

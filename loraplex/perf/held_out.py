@@ -1,4 +1,4 @@
-"""How well a cost model predicts samples that it was not fitted to, measured in the same run."""
+"""The quality of a cost model on samples that it was not fitted to, measured in the same run."""
 
 from __future__ import annotations
 

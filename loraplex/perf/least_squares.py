@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitQuality:
-    """How well samples are predicted, those of a fit or others.
+    """The quality of predictions, for the samples of a fit or others.
 
     `r_squared`: the share of the seconds' variance that is explained; may be negative. `mean_error`,
     `worst_error`: mean and maximum of |predicted - measured| / measured.

@@ -10,7 +10,8 @@ from loraplex.perf.least_squares import FitQuality, fit_non_negative, quality_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """`unit_s`: seconds per additional unit, the inverse of the rate. `quality`: None if not measured."""
+    """A latency plus a cost per unit. `unit_s`: seconds per additional unit, the inverse of the rate.
+    `quality`: None if not measured."""
 
     latency_s: float
     unit_s: float

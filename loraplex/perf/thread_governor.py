@@ -39,7 +39,7 @@ _MAX_TRIAL_STEPS: Final = 6
 _FASTER_WITH_FEWER: Final = 0.8
 _FASTER_WITH_MORE: Final = 0.9
 _HOPELESS: Final = 1.5
-"""If a level is this much slower than the one in use, levels still further away are not tried."""
+"""Ratio of seconds to the level in use from which levels still further away are not tried."""
 _FIRST_PAUSE_S: Final = 5.0
 _MAX_PAUSE_S: Final = 60.0
 _PAUSE_PER_COST: Final = 20.0

@@ -175,7 +175,7 @@ class Recipe:
 
     @property
     def is_per_adapter(self) -> bool:
-        """Whether each adapter has its own arrivals."""
+        """True if each adapter has its own arrivals."""
         return self.rates is not None or self.change_every_s is not None
 
     @property
